@@ -1,0 +1,42 @@
+"""offloadtrain: train models far larger than the GPU, with optimizer states in host memory.
+
+    import offloadtrain as ot
+    optimizer = ot.offload(model, ot.AdamW(lr=3e-4), clip_norm=1.0)
+
+Names are loaded on first use, so that `offloadtrain.events` and the command line cost no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offloadtrain.offload import OffloadOptimizer, StepReport, offload
+    from offloadtrain.optim import Adam, AdamW
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Adam": "offloadtrain.optim",
+    "AdamW": "offloadtrain.optim",
+    "OffloadOptimizer": "offloadtrain.offload",
+    "OffloadTrainError": "offloadtrain.errors",
+    "StepReport": "offloadtrain.offload",
+    "offload": "offloadtrain.offload",
+}
+
+__all__ = ["Adam", "AdamW", "OffloadOptimizer", "StepReport", "__version__", "offload"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'offloadtrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

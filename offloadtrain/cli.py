@@ -1,0 +1,113 @@
+"""The command line: `offloadtrain COMMAND`. stdout is data, stderr narrates.
+
+Commands are named here and imported only when they are used, so that help costs neither torch nor
+half a second.
+
+Exit codes: 0 done; 1 failed, or ended at once by a second signal; 2 bad usage or configuration;
+4 does not fit the memory; 75 stopped on request and resumable (EX_TEMPFAIL of sysexits.h).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cyclopts import App
+
+from offloadtrain.commands.version import package_version
+from offloadtrain.errors import OffloadTrainError
+
+DONE, FAILED, USAGE, DOES_NOT_FIT, STOPPED = 0, 1, 2, 4, 75
+
+# By name, because importing the classes would import torch.
+_CODES = {
+    "ConfigError": USAGE,
+    "HostMemoryError": DOES_NOT_FIT,
+    "OutOfMemoryError": DOES_NOT_FIT,
+}
+
+
+def _examples(*lines: str) -> str:
+    return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
+
+
+app = App(
+    name="offloadtrain",
+    help="Train large models on small GPUs: optimizer state on the host, Adam on the CPU.",
+    help_format="plaintext",
+    help_epilogue=_examples("offloadtrain train demo", "offloadtrain train --help"),
+    version=package_version,
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app.command(
+    "offloadtrain.commands.train:train",
+    name="train",
+    help="Train a job.",
+    help_epilogue=_examples(
+        "offloadtrain train demo",
+        "offloadtrain train my.toml --resume auto --set optim.lr=3e-4 train.steps=1000",
+    ),
+)
+app.command(
+    "offloadtrain.commands.prepare:prepare",
+    name="prepare",
+    help="Turn text into token files.",
+    help_epilogue=_examples(
+        "offloadtrain prepare python-stdlib data/stdlib",
+        "offloadtrain prepare corpus/ data/corpus --val-fraction 0.01",
+    ),
+)
+app.command(
+    "offloadtrain.commands.jobs:list_jobs",
+    name="ls",
+    help="List the jobs that come with offloadtrain.",
+    help_epilogue=_examples("offloadtrain ls", "offloadtrain ls | cut -f1"),
+)
+app.command(
+    "offloadtrain.commands.jobs:copy_job",
+    name="cp",
+    help="Copy a job that comes with offloadtrain, to make it yours.",
+    help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
+)
+app.command(
+    "offloadtrain.commands.version:version",
+    name="version",
+    help="Print the versions that matter in a report.",
+    help_epilogue=_examples("offloadtrain version", "offloadtrain --version"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = bool(os.environ.get("OFFLOADTRAIN_DEBUG"))
+    if "--debug" in arguments:
+        arguments.remove("--debug")
+        debug = True
+    try:
+        return int(app(arguments) or DONE)
+    except SystemExit as exit_request:  # cyclopts has said what is wrong with the arguments
+        return USAGE if exit_request.code else DONE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # the reader of our stdout has enough (`offloadtrain ls | head -1`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:
+        return _failed(error, debug)
+
+
+def _failed(error: Exception, debug: bool) -> int:
+    """Tell a known error in one message, an unknown one with its traceback; return the code."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    code = next((_CODES[name] for name in names if name in _CODES), FAILED)
+    known = isinstance(error, OffloadTrainError) or code != FAILED
+    if debug or not known:
+        traceback.print_exception(error)
+    else:
+        print(f"{names[0]}: {error}", file=sys.stderr)
+    return code

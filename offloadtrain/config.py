@@ -1,0 +1,342 @@
+"""A job: one TOML file read into frozen dataclasses, every rule checked once.
+
+Standard library only. `load` is the way in; whatever it returns keeps every rule of this file, so
+nothing downstream checks again. `dump` writes the resolved job, which loads back equal.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from offloadtrain import config_toml as toml
+from offloadtrain.errors import ConfigError
+from offloadtrain.shapes import SIZES, ModelShape
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DeviceConfig",
+    "OptimConfig",
+    "TrainConfig",
+    "dump",
+    "load",
+    "loads",
+]
+
+_MAX_JOB_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
+
+_Rule: TypeAlias = tuple[Callable[[Any], object], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from.
+
+    Attributes:
+        source: a text or JSONL file or folder, or "python-stdlib"; prepared on first use.
+        train: a token file made by `offloadtrain prepare`; instead of `source`.
+        val: held-out token file, beside `train`.
+        cache: folder for the token files prepared from `source`.
+        val_fraction: share of the files of `source` that is held out.
+        seq_len: tokens per sequence.
+    """
+
+    source: str = ""
+    train: str = ""
+    val: str = ""
+    cache: str = "data"
+    val_fraction: float = 0.05
+    seq_len: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """The update rule and its schedule.
+
+    Attributes:
+        decay: "matrices": weight decay on parameters of two and more dimensions only.
+        clip_norm: largest global gradient norm; 0: no clipping.
+        warmup_steps: linear warm-up from 0, in steps.
+        min_lr_ratio: where the schedule ends, as a share of `lr`.
+        state: format of master weights and moments on the host.
+        update: when Adam runs.
+    """
+
+    name: Literal["adamw", "adam"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+    clip_norm: float = 1.0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    state: Literal["fp32"] = "fp32"
+    update: Literal["exact"] = "exact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """What computes forward and backward.
+
+    Attributes:
+        precision: of working weights and gradients.
+        threads: of the host computation; 0: as many as torch chooses.
+        pin_memory: page-lock the host side of transfers (CUDA only).
+    """
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    threads: int = 0
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The loop. Zero in an `…_every` key: never.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        micro_batch: sequences per forward.
+        grad_accum_steps: microbatches per step.
+        global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
+        eval_batches: microbatches of one evaluation.
+        keep_last: checkpoints that stay.
+        log_every_s: seconds between plain console lines.
+        sample_tokens: length of the text generated at the end; 0: none.
+    """
+
+    steps: int
+    micro_batch: int = 8
+    grad_accum_steps: int = 1
+    global_batch_tokens: int = 0
+    eval_every: int = 0
+    eval_batches: int = 8
+    checkpoint_every: int = 0
+    keep_last: int = 2
+    log_every_s: float = 5.0
+    sample_tokens: int = 0
+    sample_prompt: str = ""
+    seed: int = 1234
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole job; `name` is part of the run folder's name."""
+
+    name: str
+    model: ModelShape
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    device: DeviceConfig = DeviceConfig()
+    train: TrainConfig
+    runs_dir: str = "runs"
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one optimizer step on one device."""
+        return self.train.micro_batch * self.data.seq_len * self.train.grad_accum_steps
+
+
+_SECTIONS: dict[str, type] = {
+    "model": ModelShape,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "device": DeviceConfig,
+    "train": TrainConfig,
+}
+_PLAIN = {"name": str, "runs_dir": str}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a job file; `overrides` are `section.key=value` texts that win over it.
+
+    Raises:
+        ConfigError: the file cannot be read or breaks a rule; all broken rules are told at once.
+    """
+    try:
+        if not stat.S_ISREG((info := Path(path).stat()).st_mode):
+            raise ConfigError(f"{path}: this is not a regular file")
+        if info.st_size > _MAX_JOB_BYTES:
+            raise ConfigError(f"{path}: {info.st_size} bytes is too large for a job (1 MiB)")
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    return loads(text, str(path), overrides)
+
+
+def loads(text: str, origin: str = "job", overrides: Sequence[str] = ()) -> Config:
+    """Read a job from TOML text; `origin` names it in errors. Raises as `load`."""
+    job = toml.parse(text, origin, _all_keys(), overrides)
+    toml.report_unknown(job, job.tables, [*_PLAIN, *_SECTIONS])
+    values = toml.read_fields(job, _PLAIN, job.tables)
+    for key in toml.missing_fields(Config, {*job.tables, *_SECTIONS}):
+        job.problems.append(f"{key} is missing")
+    sections = {name: _read_section(job, name) for name in _SECTIONS}
+    job.raise_problems()
+    config = Config(**values, **sections)
+    job.problems += _problems(config)
+    job.raise_problems()
+    config = _with_accumulation(config, job)
+    job.raise_problems()
+    return config
+
+
+def dump(config: Config) -> str:
+    """Return the job as TOML that loads back to an equal Config; a derived key is left out."""
+    tables = asdict(config)
+    if config.train.global_batch_tokens:
+        del tables["train"]["grad_accum_steps"]
+    return toml.emit(tables)
+
+
+def _all_keys() -> list[str]:
+    nested = (f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in fields(cls))
+    return [*_PLAIN, "model.size", *nested]
+
+
+def _read_section(job: toml.Job, name: str) -> Any:
+    """Return the section's dataclass, or None where a problem of the job forbids to build it."""
+    cls, table = _SECTIONS[name], toml.section(job, name)
+    kinds = toml.field_kinds(cls)
+    values = _named_size(job, table) if name == "model" else {}
+    toml.report_unknown(job, table, [*(("size",) if name == "model" else ()), *kinds], name)
+    values |= toml.read_fields(job, kinds, table, name)
+    for key in toml.missing_fields(cls, {*values, *table}):
+        hint = f" (or name a whole shape: model.size = {_SOME_SIZES})" if name == "model" else ""
+        job.problems.append(f"{name}.{key} is missing{hint}")
+    return None if job.problems else cls(**values)
+
+
+def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:
+    """Return every field of the shape that `model.size` names, or nothing where it is not there."""
+    size = table.get("size")
+    if isinstance(size, str) and size in SIZES:
+        return asdict(SIZES[size])
+    if "size" in table:
+        hint = toml.nearest(size, SIZES) if isinstance(size, str) else ""
+        known = f"model.size = {toml.shown(size)} must be one of {', '.join(SIZES)}{hint}"
+        job.problems.append(known)
+        return dict.fromkeys(toml.field_kinds(ModelShape))
+    return {}
+
+
+def _with_accumulation(config: Config, job: toml.Job) -> Config:
+    """Let `grad_accum_steps` follow from `global_batch_tokens`, if that is set."""
+    train, per_micro = config.train, config.train.micro_batch * config.data.seq_len
+    if not (wanted := train.global_batch_tokens):
+        return config
+    count, rest = divmod(wanted, per_micro)
+    if rest or not count:
+        job.problems.append(
+            f"train.global_batch_tokens = {wanted} must be a multiple of train.micro_batch * "
+            f"data.seq_len = {train.micro_batch} * {config.data.seq_len} = {per_micro}"
+        )
+    elif "grad_accum_steps" in job.tables["train"] and train.grad_accum_steps != count:
+        job.problems.append(
+            f"train.grad_accum_steps = {train.grad_accum_steps} contradicts "
+            f"train.global_batch_tokens = {wanted}, which makes it {count}; leave one of them out"
+        )
+    return replace(config, train=replace(train, grad_accum_steps=count))
+
+
+def _at_least(least: int) -> _Rule:
+    return (lambda value: value >= least), f"at least {least}"
+
+
+_POSITIVE: _Rule = (lambda value: value > 0), "above 0"
+_NOT_NEGATIVE: _Rule = (lambda value: value >= 0), "0 or more"
+_SHARE: _Rule = (lambda value: 0 <= value <= 1), "from 0 to 1"
+_PATH: _Rule = (lambda value: value and value.isprintable()), "a path: not empty, printable"
+_PATH_OR_NONE: _Rule = (lambda value: not value or value.isprintable()), "a printable path"
+
+_RULES: dict[str, _Rule] = {
+    "name": (
+        _NAME.fullmatch,
+        "1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit",
+    ),
+    "runs_dir": _PATH,
+    "data.source": _PATH_OR_NONE,
+    "data.train": _PATH_OR_NONE,
+    "data.val": _PATH_OR_NONE,
+    "data.cache": _PATH,
+    "data.val_fraction": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
+    "data.seq_len": _at_least(2),
+    "optim.lr": _POSITIVE,
+    "optim.betas": ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
+    "optim.eps": _POSITIVE,
+    "optim.weight_decay": _NOT_NEGATIVE,
+    "optim.clip_norm": ((lambda value: value >= 0), "0 (no clipping) or more"),
+    "optim.warmup_steps": _NOT_NEGATIVE,
+    "optim.min_lr_ratio": _SHARE,
+    "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
+    "train.steps": _at_least(1),
+    "train.micro_batch": _at_least(1),
+    "train.grad_accum_steps": _at_least(1),
+    "train.global_batch_tokens": _NOT_NEGATIVE,
+    "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
+    "train.eval_batches": _at_least(1),
+    "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
+    "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
+    "train.log_every_s": _POSITIVE,
+    "train.sample_tokens": _NOT_NEGATIVE,
+    "train.seed": _NOT_NEGATIVE,
+}
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """Yield a sentence for each broken rule; each begins with the dotted key."""
+    for key, (holds, allowed) in _RULES.items():
+        value = attrgetter(key)(config)
+        if not holds(value):
+            yield f"{key} = {toml.shown(value)} must be {allowed}"
+    for sentence in config.model.problems():
+        yield f"model.{sentence}"
+    yield from _data_contradictions(config)
+    yield from _contradictions(config)
+
+
+def _data_contradictions(config: Config) -> Iterator[str]:
+    data, evaluates = config.data, config.train.eval_every > 0
+    if data.source and (data.train or data.val):
+        yield (
+            f"data.source = {toml.shown(data.source)} and data.train or data.val are both set; "
+            "leave one of them out"
+        )
+    elif data.val and not data.train:
+        yield "data.train is missing: data.val is set, and is only used beside it"
+    elif not data.source and not data.train:
+        yield (
+            "data.source is missing: a text or JSONL file or folder, or python-stdlib; or set "
+            "data.train to a token file made by `offloadtrain prepare`"
+        )
+    if evaluates and data.train and not data.val:
+        yield f"data.val is missing: train.eval_every = {config.train.eval_every} needs it"
+    if evaluates and data.source and not data.val_fraction:
+        yield "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then"
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    data, optim, train, model = config.data, config.optim, config.train, config.model
+    if optim.warmup_steps > train.steps:
+        yield (
+            f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = {train.steps}"
+        )
+    if data.seq_len > model.max_seq_len:
+        yield (
+            f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = {model.max_seq_len}"
+        )
+    if train.sample_prompt and not train.sample_tokens:
+        yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"

@@ -1,0 +1,240 @@
+"""Between TOML text and dataclasses: overrides, strict types, helpful refusals, and the way back.
+
+Knows nothing of what the keys mean. A problem is a sentence that begins with the dotted key.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from math import inf, isfinite
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+from offloadtrain.errors import ConfigError
+
+Table: TypeAlias = dict[str, Any]
+
+_INT_LIMIT = 2**63
+_SHOWN_CHARS = 60
+
+
+@dataclass(slots=True)
+class Job:
+    """A job as parsed: tables of raw values, and the problems found so far.
+
+    Attributes:
+        origin: where the text came from, for messages.
+        keys: every right dotted key, to propose the nearest one.
+        overridden: dotted keys that came from `--set`.
+    """
+
+    origin: str
+    tables: Table
+    keys: Sequence[str]
+    overridden: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def raise_problems(self) -> None:
+        """Raise a ConfigError that tells every problem so far, if there is one."""
+        if self.problems:
+            raise ConfigError(*(f"{self._origin_of(text)}: {text}" for text in self.problems))
+
+    def _origin_of(self, problem: str) -> str:
+        key = f"{problem.split(' ', 1)[0]}."
+        return "--set" if any(key.startswith(f"{o}.") for o in self.overridden) else self.origin
+
+
+def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] = ()) -> Job:
+    """Parse TOML and lay `section.key=value` overrides over it; a later one wins.
+
+    Raises:
+        ConfigError: the text is not TOML, or an override has no key or goes through a value.
+    """
+    try:
+        tables = tomllib.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin}: this is not valid TOML: {error}") from None
+    job = Job(origin, tables, keys)
+    for override in overrides:
+        _apply(override, job)
+    return job
+
+
+def _apply(override: str, job: Job) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(
+            f"--set {shown(override)}: give section.key=value, for example optim.lr=3e-4"
+        )
+    table = job.tables
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {shown(override)}: {part} is a value, not a table")
+    table[parts[-1]] = _override_value(text.strip())
+    job.overridden.add(shown_key(*parts))
+
+
+def _override_value(text: str) -> Any:
+    """Read `text` as a TOML value, or as a bare string where it is none (`cosine`, `/a/path`)."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: printable, and not endless."""
+    try:
+        text = str(value).lower() if isinstance(value, bool) else ascii(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        text = "(a very large number)"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def shown_key(*parts: str) -> str:
+    """Return the dotted key as one printable word."""
+    return ".".join(part if _is_bare(part) else shown(part).replace(" ", "_") for part in parts)
+
+
+def _is_bare(part: str) -> bool:
+    return part.isascii() and part.replace("_", "").replace("-", "").isalnum()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" with the nearest known name, or nothing."""
+    from difflib import get_close_matches  # slow to import, and only wanted when something is wrong
+
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "") -> None:
+    """Add a problem for each key of `table`, which is section `name`, that is not in `known`."""
+    for key in table:
+        if key in known:
+            continue
+        dotted = shown_key(*filter(None, (name, key)))
+        elsewhere = [right for right in job.keys if right.rpartition(".")[2] == key]
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known)
+        place = f"in [{name}]" if name else "at the top"
+        job.problems.append(f"{dotted} is unknown{hint} (known {place}: {', '.join(known)})")
+
+
+def section(job: Job, name: str) -> Table:
+    """Return a copy of a table of the job, empty where it is not there or is not a table."""
+    value = job.tables.get(name, {})
+    if isinstance(value, dict):
+        return dict(value)
+    job.problems.append(f"{name} = {shown(value)} must be a table: [{name}]")
+    return {}
+
+
+def read_fields(job: Job, kinds: Mapping[str, Any], table: Table, name: str = "") -> Table:
+    """Return the values in `table` of the fields in `kinds`, each of its annotated type."""
+    values: Table = {}
+    for key, kind in kinds.items():
+        if key not in table:
+            continue
+        try:
+            values[key] = converted(kind, table[key])
+        except ValueError as error:
+            dotted = f"{name}.{key}" if name else key
+            job.problems.append(f"{dotted} = {shown(table[key])} must be {error}")
+    return values
+
+
+def field_kinds(cls: type) -> dict[str, Any]:
+    """Return the annotated type of each field of a dataclass, in order."""
+    return get_type_hints(cls)
+
+
+def missing_fields(cls: type, given: Container[str]) -> list[str]:
+    """Return the fields of dataclass `cls` that have no default and are not in `given`."""
+    return [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+
+
+def converted(kind: Any, value: Any) -> Any:
+    """Return `value` as the annotated type, strictly: a bool is no int, an int may be a float.
+
+    Raises:
+        ValueError: it is of another type; the text says what is allowed ("a string").
+    """
+    if get_origin(kind) is Literal:
+        return _one_of(get_args(kind), value)
+    if get_origin(kind) is tuple:
+        return _tuple_of(get_args(kind), value)
+    if kind is float:
+        return _float(value)
+    if kind is int:
+        return _int(value)
+    if type(value) is not kind:
+        raise ValueError({str: "a string, in quotes", bool: "true or false"}[kind])
+    if kind is str and any(0xD800 <= ord(char) < 0xE000 for char in value):
+        raise ValueError("valid UTF-8")  # an argument of the command line may hold any bytes
+    return value
+
+
+def _one_of(choices: tuple[str, ...], value: Any) -> Any:
+    if not isinstance(value, str) or value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise ValueError(f"one of {', '.join(choices)}{hint}")
+    return value
+
+
+def _tuple_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != len(kinds):
+        raise ValueError(f"a list of {len(kinds)} numbers")
+    return tuple(converted(kind, item) for kind, item in zip(kinds, value, strict=True))
+
+
+def _float(value: Any) -> float:
+    try:
+        number = float(value) if type(value) in (int, float) else inf
+    except OverflowError:
+        number = inf
+    if not isfinite(number):
+        raise ValueError("a finite number")
+    return number
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError("a whole number")
+    if not -_INT_LIMIT <= value < _INT_LIMIT:
+        raise ValueError("a whole number of at most 64 bits")
+    return value
+
+
+def emit(tables: Mapping[str, Any]) -> str:
+    """Return TOML that parses back to `tables`: plain values first, then one section per table.
+
+    Values are bool, int, finite float, str, and lists or tuples of those; keys are bare.
+    """
+    plain = [f"{key} = {_text(v)}" for key, v in tables.items() if not isinstance(v, Mapping)]
+    lines = ["\n".join(plain)] if plain else []
+    for name, table in tables.items():
+        if isinstance(table, Mapping):
+            lines.append("\n".join([f"[{name}]", *(f"{k} = {_text(v)}" for k, v in table.items())]))
+    return "\n\n".join(lines) + "\n"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{"".join(map(_escaped, value))}"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return f"\\{char}"
+    if char.isprintable():
+        return char
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"

@@ -1,0 +1,413 @@
+"""The run log: one frozen dataclass per kind of event, one JSON line per record.
+
+Standard library only; the trainer writes it and the monitor reads it. A line is an envelope with
+the event's fields beside it, units in their names:
+
+    {"v":1,"k":"step","t":1763690000.25,"m":81234567890,"r":0,"step":3,"loss":2.31,…}
+
+`v` is the schema version, `k` the kind, `t` Unix seconds, `m` a monotonic clock in nanoseconds of
+the writing process, `r` the rank. Readers ignore keys and kinds they do not know, so a field may
+be added (with a default) without a new version. JSON has no nan and inf: they are the strings
+"nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeAlias
+
+from offloadtrain import json_codec
+
+SCHEMA = 1
+
+Json: TypeAlias = dict[str, Any]
+"""Plain JSON data with string keys; a non-finite float in it is read back as a string."""
+
+
+class Event:
+    """What all kinds share: the name of the kind in the log."""
+
+    __slots__ = ()
+    KIND: ClassVar[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """The run as it was resolved; written once per start, so again after each resume.
+
+    Attributes:
+        plan: where every byte was planned to live.
+        backend: the kernels: name, isa, threads, why.
+        machine: what `telemetry.probe` found.
+        start_step: optimizer steps already done by an earlier run of this folder.
+        peak_flops: of the compute device, per second, if known.
+    """
+
+    KIND: ClassVar[str] = "run_started"
+    run_id: str
+    name: str
+    pid: int
+    num_params: int
+    config: Json
+    plan: Json
+    backend: Json
+    machine: Json
+    world_size: int = 1
+    start_step: int = 0
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Event):
+    """One optimizer step.
+
+    Attributes:
+        step: 1 for the first; a skipped step has its number too.
+        loss: mean over the microbatches, nats per token.
+        grad_norm: global, before clipping; None if nothing needed it.
+        loss_scale: None where there is no loss scaling.
+        skipped: the gradients overflowed, nothing was updated.
+        tokens: trained on since the very first step, this one included, on all ranks.
+        step_ms: wall time since the end of the previous step.
+        exposed_ms: host or transfer time that the compute device waited for.
+        host_busy_ms: time the host lane computed, hidden or exposed.
+        mfu: share of the device's peak, 0 to 1; None if the peak is not known.
+    """
+
+    KIND: ClassVar[str] = "step"
+    step: int
+    loss: float
+    lr: float
+    tokens: int
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+    tokens_per_s: float = 0.0
+    step_ms: float = 0.0
+    data_ms: float = 0.0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    exposed_ms: float = 0.0
+    host_busy_ms: float = 0.0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    mfu: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """Bytes of one owner in one tier, now and at most so far."""
+
+    owner: str
+    tier: str
+    num_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(Event):
+    """The ledger: every byte with its owner."""
+
+    KIND: ClassVar[str] = "memory"
+    step: int
+    rows: tuple[MemoryRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span(Event):
+    """One operation on one lane; sampled. `start_ms` counts from the beginning of the step."""
+
+    KIND: ClassVar[str] = "span"
+    step: int
+    lane: str
+    name: str
+    start_ms: float
+    duration_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """One GPU as NVML sees it, all processes included; None: the driver does not tell."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization_percent: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System(Event):
+    """A sample of the machine and of this process.
+
+    Attributes:
+        cpu_percent: of this process; 100 is one core.
+        rss_bytes: resident memory of this process.
+        host_available_bytes: what may still be used, under every memory limit.
+        gpu_state: "" if the GPUs could be asked, otherwise why not.
+    """
+
+    KIND: ClassVar[str] = "system"
+    cpu_percent: float
+    rss_bytes: int
+    host_available_bytes: int
+    host_total_bytes: int
+    swap_used_bytes: int
+    gpus: tuple[GpuSample, ...] = ()
+    gpu_state: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eval(Event):
+    """The mean loss on held-out tokens after `step` steps, nats per token."""
+
+    KIND: ClassVar[str] = "eval"
+    step: int
+    val_loss: float
+    tokens: int = 0
+    duration_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Event):
+    """State saved after `step` steps; `state` is "saving", "saved" or "failed"."""
+
+    KIND: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    state: str = "saved"
+    num_bytes: int = 0
+    duration_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warning_(Event):  # noqa: N801 (the builtin has the name)
+    """Something a person should know; `code` is short and stable, `message` a sentence."""
+
+    KIND: ClassVar[str] = "warning"
+    code: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Event):
+    """Text that the model generated."""
+
+    KIND: ClassVar[str] = "sample"
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded(Event):
+    """The last record of a start; `status` is "done", "stopped" (resumable) or "failed"."""
+
+    KIND: ClassVar[str] = "run_ended"
+    status: str
+    step: int
+    message: str = ""
+    val_loss: float | None = None
+    duration_s: float = 0.0
+
+
+KINDS: dict[str, type[Event]] = {
+    kind.KIND: kind
+    for kind in (
+        RunStarted, Step, Memory, Span, System, Eval, Checkpoint, Warning_, Sample, RunEnded,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An event and its envelope."""
+
+    event: Event
+    rank: int
+    time_s: float
+    monotonic_ns: int = 0
+    version: int = SCHEMA
+
+
+def to_line(event: Event, rank: int, time_s: float, monotonic_ns: int = 0) -> bytes:
+    """Return the record as one line of ASCII, newline included.
+
+    Raises:
+        TypeError: a dict in the event has a key that is no string.
+        ValueError, RecursionError: a dict in the event holds itself, or is very deep.
+    """
+    envelope = {"v": SCHEMA, "k": event.KIND, "t": time_s, "m": monotonic_ns, "r": rank}
+    return json_codec.encode(envelope | json_codec.as_dict(event)) + b"\n"
+
+
+def from_line(line: bytes | str) -> Record | None:
+    """Return the record, or None for a torn or foreign line and for a kind of a later version."""
+    try:
+        values = json.loads(line)
+        event: Event = json_codec.decode(KINDS[values["k"]], values)
+        envelope: _Envelope = json_codec.decode(_Envelope, values)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return Record(event, envelope.r, envelope.t, envelope.m, envelope.v)
+
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    v: int
+    t: float
+    r: int
+    m: int = 0
+
+
+def read(path: str | Path) -> Iterator[Record]:
+    """Yield the records of a log, in the order written; lines that cannot be read are left out."""
+    with open(path, "rb") as log:
+        for line in log:
+            if record := from_line(line):
+                yield record
+
+
+_Queued: TypeAlias = tuple[Event, float, int] | threading.Event | None
+
+
+class EventWriter:
+    """Appends records to one log from a thread of its own; training never waits for the disk.
+
+    [Note: who owns an event] `emit` takes the event over: it is formatted later, on the writer's
+    thread, so dicts in it must not change afterwards. Between the two threads lies one queue. When
+    it is full, new events are dropped and counted; spans, which come in hundreds, are dropped
+    while a quarter of it is still free, so that they never push a step out. If the disk refuses
+    (it is full), the writer stops for good, remembers `error`, and goes on emptying the queue.
+
+    Attributes:
+        error: the first refusal of the disk, or None.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        rank: int = 0,
+        capacity: int = 4096,
+        on_error: Callable[[OSError], None] | None = None,
+    ) -> None:
+        """Open the log for appending, with mode 0600 if it is new.
+
+        Args:
+            on_error: called once, on the writer's thread, when the disk refuses.
+
+        Raises:
+            OSError: the log cannot be opened.
+        """
+        self.error: OSError | None = None
+        self._fd = _open_log(path)
+        self._rank = rank
+        self._capacity = capacity
+        self._on_error = on_error
+        self._queue: SimpleQueue[_Queued] = SimpleQueue()
+        self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
+        self._dropped = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Events that will never be in the log."""
+        return self._dropped
+
+    def emit(self, event: Event) -> None:
+        """Queue an event with the time of now; never blocks and never raises."""
+        limit = self._capacity * 3 // 4 if type(event) is Span else self._capacity
+        if self._closed or self._queue.qsize() >= limit:
+            self._count_drop()
+        else:
+            self._queue.put((event, time.time(), time.monotonic_ns()))
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until all that was emitted before is written; False if that took too long."""
+        done = threading.Event()
+        if self._thread.is_alive():
+            self._queue.put(done)
+            return done.wait(timeout_s)
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is queued and a warning if anything was dropped; a second call does nothing.
+
+        A disk that hangs is left behind after `timeout_s`.
+        """
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._write(*item)
+        if self._dropped:
+            self._write(_dropped_warning(self._dropped), time.time(), time.monotonic_ns())
+        with suppress(OSError):
+            os.fsync(self._fd)
+        os.close(self._fd)
+
+    def _write(self, event: Event, time_s: float, monotonic_ns: int) -> None:
+        if self.error:
+            self._count_drop()
+            return
+        try:
+            line = to_line(event, self._rank, time_s, monotonic_ns)
+        except (TypeError, ValueError, RecursionError) as error:
+            warning = Warning_(code="event-unwritable", message=f"{event.KIND}: {error}")
+            line = to_line(warning, self._rank, time_s, monotonic_ns)
+        try:
+            _write_line(self._fd, line)
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        self.error = error
+        self._count_drop()
+        if self._on_error:
+            self._on_error(error)
+
+    def _count_drop(self) -> None:
+        with self._drop_lock:
+            self._dropped += 1
+
+
+def _open_log(path: str | Path) -> int:
+    """Open for appending; a line torn by a crash of an earlier run is ended first."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o600)
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+    return fd
+
+
+def _write_line(fd: int, line: bytes) -> None:
+    """Write the line with one call; more only where the disk took a part of it."""
+    while line:
+        line = line[os.write(fd, line) :]
+
+
+def _dropped_warning(count: int) -> Warning_:
+    message = f"{count} events were dropped: the log's disk was slower than the run"
+    return Warning_(code="events-dropped", message=message)

@@ -1,0 +1,279 @@
+"""Where the bytes are: the Ledger of every allocation by owner, and the pinned host arena.
+
+[Note: The arena]
+Everything the host keeps for a run (master weights, moments, gradients, staging) is laid out first
+and mapped once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
+to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
+very large registrations, and no request crosses a slab, so no copy crosses two registrations.
+Requests are staggered: streams that lie an exact power of two apart fall into the same cache sets
+and make Adam up to three times slower. Nothing protects this memory from an early end: the arena
+lives until `close`, which its owner calls after draining the lanes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offloadtrain import kernels
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+STAGGER_BYTES = PAGE_BYTES + 256
+SLAB_BYTES = 8 << 30
+
+
+class HostMemoryError(OffloadTrainError):
+    """The host has not the memory that was asked for."""
+
+
+class Tier(StrEnum):
+    """Where bytes live."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """Bytes of one owner on one tier, now and at most so far."""
+
+    owner: str
+    tier: str
+    bytes: int
+    peak_bytes: int
+
+
+class Ledger:
+    """Every byte the engine holds has a named owner here."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[str, Tier], tuple[int, int]] = {}
+
+    def add(self, owner: str, tier: Tier, nbytes: int) -> None:
+        """Book `nbytes` (negative: give back) to `owner`."""
+        held, peak = self._bytes.get((owner, tier), (0, 0))
+        held += nbytes
+        assert held >= 0, f"{owner} gave back {-held} bytes more than it held on {tier}"
+        self._bytes[owner, tier] = (held, max(peak, held))
+
+    def rows(self) -> list[LedgerRow]:
+        """All owners, the largest first."""
+        rows = [LedgerRow(o, t.value, held, peak) for (o, t), (held, peak) in self._bytes.items()]
+        return sorted(rows, key=lambda row: -row.bytes)
+
+    def total(self, tier: Tier) -> int:
+        """Bytes held on a tier now."""
+        return sum(held for (_, t), (held, _) in self._bytes.items() if t is tier)
+
+    def device_tensor(self, owner: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D tensor of undefined contents on the device, booked to `owner`.
+
+        Raises:
+            torch.OutOfMemoryError: with the largest owners in its message.
+        """
+        try:
+            tensor = torch.empty(numel, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            asked = format_bytes(numel * dtype.itemsize)
+            raise torch.OutOfMemoryError(
+                f"{owner} asked the device for {asked}. Held by the engine: {self.summary()}. {error}"
+            ) from error
+        self.add(owner, Tier.DEVICE, numel * dtype.itemsize)
+        return tensor
+
+    def summary(self, limit: int = 5) -> str:
+        """The largest owners in one line."""
+        rows = [row for row in self.rows() if row.bytes][:limit]
+        named = [f"{row.owner} {format_bytes(row.bytes)} ({row.tier})" for row in rows]
+        return ", ".join(named) or "nothing yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Host memory that somebody will need: `numel` elements of `dtype`."""
+
+    owner: str
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def span_bytes(self) -> int:
+        """With the stagger that separates it from its neighbour."""
+        return -(-self.nbytes // 256) * 256 + STAGGER_BYTES
+
+
+class Arena:
+    """Host memory in slabs, pinned for one CUDA device or pageable for the CPU."""
+
+    def __init__(self, ledger: Ledger, *, pin: bool) -> None:
+        self._ledger = ledger
+        self._slabs: list[_Slab] = []
+        self._booked: list[Request] = []
+        self.pin = pin
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every slab is registered with CUDA."""
+        return self.pin and all(slab.pinned for slab in self._slabs)
+
+    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Map all requests at once; zeroed 1-D tensors in the order of the requests.
+
+        Raises:
+            HostMemoryError: before anything is mapped, if the host has not that much.
+        """
+        self._check_available(requests)
+        tensors: list[Tensor] = []
+        for group in _pack(requests):
+            slab = _Slab(sum(request.span_bytes for request in group), pin=self.pin)
+            self._slabs.append(slab)
+            tensors += slab.carve(group)
+        for request in requests:
+            self._ledger.add(request.owner, Tier.HOST, request.nbytes)
+        self._booked += requests
+        self._warn_if_pageable()
+        return tensors
+
+    def close(self) -> None:
+        """Unregister. The memory is unmapped when the last view of it is gone."""
+        for slab in self._slabs:
+            slab.close()
+        for request in self._booked:
+            self._ledger.add(request.owner, Tier.HOST, -request.nbytes)
+        self._slabs, self._booked = [], []
+
+    def _check_available(self, requests: Sequence[Request]) -> None:
+        asked = sum(request.span_bytes for request in requests)
+        available = available_bytes()
+        if asked > available:
+            raise HostMemoryError(
+                f"offloading asks for {format_bytes(asked)} of host memory and "
+                f"{format_bytes(available)} is available. Largest: {_largest(requests)}. Free host "
+                "memory, take a smaller model, or set grad_accum_steps = 1 (4 bytes per parameter less)."
+            )
+
+    def _warn_if_pageable(self) -> None:
+        if self.pin and not self.pinned:
+            _log.warning(
+                "host memory could not be pinned (cudaHostRegister was refused): transfers will be "
+                "slow and will not overlap. Check `ulimit -l` and the memory limit of the container."
+            )
+
+
+class _Slab:
+    """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        if pin:
+            # A fork would copy pinned pages at once: children do not get them.
+            mapping.madvise(mmap.MADV_DONTFORK)
+        # The memoryview holds the mapping: torch.frombuffer on the mmap itself would not.
+        self._bytes = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
+        kernels.first_touch(self._bytes)
+        self.pinned = pin and _register(self._bytes)
+
+    def carve(self, requests: Iterable[Request]) -> list[Tensor]:
+        tensors, offset = [], 0
+        for request in requests:
+            piece = self._bytes[offset : offset + request.nbytes]
+            tensors.append(piece.view(request.dtype))
+            offset += request.span_bytes
+        return tensors
+
+    def close(self) -> None:
+        if self.pinned:
+            _unregister(self._bytes)
+            self.pinned = False
+
+
+def _pack(requests: Sequence[Request]) -> list[list[Request]]:
+    """Consecutive requests into slabs of at most SLAB_BYTES; a larger request is a slab of its own."""
+    groups: list[list[Request]] = []
+    room = 0
+    for request in requests:
+        if request.span_bytes > room:
+            groups.append([])
+            room = SLAB_BYTES
+        groups[-1].append(request)
+        room -= request.span_bytes
+    return groups
+
+
+def _largest(requests: Sequence[Request]) -> str:
+    by_owner: dict[str, int] = {}
+    for request in requests:
+        by_owner[request.owner] = by_owner.get(request.owner, 0) + request.nbytes
+    rows = sorted(by_owner.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in rows)
+
+
+def available_bytes() -> int:
+    """Host memory that can still be had: the kernel's estimate, capped by the cgroup's limit."""
+    return min(_meminfo_available(), _cgroup_available(Path("/sys/fs/cgroup")))
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise HostMemoryError("/proc/meminfo has no MemAvailable: Linux 3.14 or newer is needed")
+
+
+def _cgroup_available(mount: Path) -> int:
+    """memory.max - memory.current + reclaimable cache, the least over this cgroup and its ancestors."""
+    unlimited = 1 << 62
+    membership = Path("/proc/self/cgroup")
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    relative = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    folder = mount / relative.lstrip("/")
+    return min([_cgroup_room(f) for f in (folder, *folder.parents) if f.is_relative_to(mount)] or [unlimited])
+
+
+def _cgroup_room(folder: Path) -> int:
+    unlimited = 1 << 62
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return unlimited
+        current = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:  # the root cgroup and cgroup v1 have no such files: no limit to read
+        return unlimited
+    return int(limit) - current + int(stat.get("inactive_file", 0))
+
+
+# The driver's entry points, not the runtime's: a refused cudaHostRegister leaves a pending error
+# behind that a later, unrelated operation would report.
+_CU_MEMHOSTREGISTER_PORTABLE = 1
+
+
+def _register(memory: Tensor) -> bool:
+    torch.cuda.current_stream()  # makes the primary context current on this thread
+    result = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2(
+        ctypes.c_void_p(memory.data_ptr()),
+        ctypes.c_size_t(memory.numel()),
+        ctypes.c_uint(_CU_MEMHOSTREGISTER_PORTABLE),
+    )
+    return int(result) == 0
+
+
+def _unregister(memory: Tensor) -> None:
+    ctypes.CDLL("libcuda.so.1").cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr()))

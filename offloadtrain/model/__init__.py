@@ -1,0 +1,1 @@
+"""Models: a decoder-only transformer and sampling from it. They know nothing of offload."""

@@ -1,0 +1,207 @@
+"""A decoder-only transformer: GPT-2 and Llama shapes from one `ModelShape`.
+
+Shape suffixes: B batch, T time, D d_model, V vocab_size, F ff_width, N query heads,
+K key/value heads, H head_dim, P = H/2 rotary pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offloadtrain.model.loss import cross_entropy
+from offloadtrain.model.rotary import RotaryTables, rotate
+from offloadtrain.shapes import ModelShape
+
+Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP; fp32
+
+_INIT_STD = 0.02  # GPT-2's
+
+
+class Transformer(nn.Module):
+    """Embedding, `blocks`, final norm and head, which may be tied to the embedding.
+
+    Pre-norm residual blocks. Parameters are made in torch's default dtype on its default device;
+    on the meta device no weight is drawn: call `init_weights` after `to_empty`.
+
+    Raises:
+        ValueError: from the constructor, the `problems()` of the shape.
+    """
+
+    def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
+        super().__init__()
+        if problems := shape.problems():
+            raise ValueError(f"impossible model shape: {'; '.join(problems)}")
+        self.shape = shape
+        self.embedding = Embedding(shape.vocab_size, shape.d_model)
+        self.positions: nn.Module
+        if shape.positions == "learned":
+            self.positions = Embedding(shape.max_seq_len, shape.d_model)
+        else:
+            self.positions = RotaryTables(shape.head_dim, shape.max_seq_len, shape.rope_theta)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = _norm(shape)
+        self.head = Linear(shape.d_model, shape.vocab_size, bias=False)
+        if shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.init_weights(seed)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, V) in the parameters' dtype, or with targets the mean loss, fp32.
+
+        Args:
+            tokens_BT: int64, T at most `shape.max_seq_len`.
+            targets_BT: int64, the token that follows each of `tokens_BT`.
+        """
+        seq_len = tokens_BT.shape[1]
+        if seq_len > self.shape.max_seq_len:
+            raise ValueError(
+                f"a sequence of {seq_len} tokens does not fit max_seq_len = "
+                f"{self.shape.max_seq_len}: shorten it or set model.max_seq_len"
+            )
+        x_BTD = self.embedding(tokens_BT)
+        rotary: Rotary | None = None
+        if self.shape.positions == "learned":
+            x_BTD = x_BTD + self.positions(torch.arange(seq_len, device=tokens_BT.device))
+        else:
+            rotary = self.positions(seq_len)
+        x_BTD = self.dropout(x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotary)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTV
+        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draw every weight as GPT-2 does: normal with deviation 0.02, biases 0, norms 1.
+
+        The projections back into the residual stream get 0.02 / sqrt(2 · num_layers), so that
+        the variance of the stream does not grow with depth. Draws are fp32 from one CPU
+        generator: the same weights on every device. Parameters on the meta device are skipped.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        residual = {id(weight) for weight in self._residual_weights()}
+        residual_std = _INIT_STD / math.sqrt(2 * self.shape.num_layers)
+        drawn: set[int] = set()
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, Linear | Embedding) and id(module.weight) not in drawn:
+                drawn.add(id(module.weight))
+                std = residual_std if id(module.weight) in residual else _INIT_STD
+                _draw_normal(module.weight, std, generator)
+                if isinstance(module, Linear) and module.bias is not None:
+                    module.bias.zero_()
+
+    def _residual_weights(self) -> Iterator[Tensor]:
+        for block in self.blocks:
+            block = cast(Block, block)
+            yield block.attention.out.weight
+            yield block.mlp.down.weight
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = _norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = _norm(shape)
+        self.mlp = Mlp(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary))
+        x_BTD = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        return x_BTD
+
+
+class Attention(nn.Module):
+    """Causal attention; N / K query heads share one key/value head (arXiv:2305.13245).
+
+    One matrix holds the rows of queries, keys and values, in this order.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads = shape.num_heads, shape.kv_heads
+        self.head_dim = shape.head_dim
+        self.dropout = shape.dropout
+        width = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Linear(shape.d_model, width, bias=shape.bias)
+        self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
+        qkv_BTMH = self.qkv(x_BTD).unflatten(2, (-1, self.head_dim))  # M = N + 2K
+        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        q_BNTH, k_BKTH, v_BKTH = qkv_BTMH.transpose(1, 2).split(heads, dim=1)
+        if rotary is not None:
+            q_BNTH, k_BKTH = rotate(q_BNTH, *rotary), rotate(k_BKTH, *rotary)
+        mixed_BNTH = F.scaled_dot_product_attention(
+            q_BNTH,
+            k_BKTH,
+            v_BKTH,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.num_heads,
+        )
+        return cast(Tensor, self.out(mixed_BNTH.transpose(1, 2).flatten(2)))
+
+
+class Mlp(nn.Module):
+    """GELU (tanh form, as GPT-2), or SwiGLU (arXiv:2002.05202): `up` is gate above value."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gated = shape.mlp == "swiglu"
+        width = shape.ff_width
+        self.up = Linear(shape.d_model, 2 * width if self.gated else width, bias=shape.bias)
+        self.down = Linear(width, shape.d_model, bias=shape.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        up = self.up(x_BTD)
+        if self.gated:
+            gate_BTF, value_BTF = up.chunk(2, dim=-1)
+            hidden_BTF = F.silu(gate_BTF) * value_BTF
+        else:
+            hidden_BTF = F.gelu(up, approximate="tanh")
+        return cast(Tensor, self.down(hidden_BTF))
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose weights are drawn by `Transformer.init_weights` only."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory uninitialised, and torch's global generator untouched."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` whose weights are drawn by `Transformer.init_weights` only."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory uninitialised, and torch's global generator untouched."""
+
+
+def _norm(shape: ModelShape) -> nn.Module:
+    if shape.norm == "layernorm":
+        return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
+    return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+
+
+def _draw_normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
+    if weight.is_meta:
+        return
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        weight.normal_(0.0, std, generator=generator)
+        return
+    drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+    weight.copy_(drawn.normal_(0.0, std, generator=generator))

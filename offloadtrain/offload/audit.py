@@ -1,0 +1,77 @@
+"""The first forward is watched: weights that are read outside the forward of their own module.
+
+[Note: Reads without a call]
+A forward may read parameters without calling the module that owns them: `F.linear(h, self.wte.weight)`,
+`nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never `block(x)`. No hook of
+the owner fires then, and after an upload was launched nobody would wait for it. In the first
+forward, when nothing is in flight yet, every operation's arguments are looked up; a block that is read
+before anybody entered it is from then on also waited for by the module that was running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from offloadtrain.offload.block import Block
+
+
+class Audit(TorchDispatchMode):
+    """Active during one forward; calls `missed(module, block)` for every such read, once each."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        owner: Callable[[Tensor], Block | None],
+        missed: Callable[[nn.Module, Block], None],
+    ) -> None:
+        super().__init__()
+        self._owner = owner
+        self._missed = missed
+        self._running: list[nn.Module] = [root]
+        self._entered: set[Block] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Audit:
+        self._handles = [
+            register_module_forward_pre_hook(lambda module, _: self._running.append(module)),
+            register_module_forward_hook(lambda *_: self._left(), always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for handle in self._handles:
+            handle.remove()
+
+    def entered(self, block: Block) -> None:
+        """A hook has waited for this block in this forward."""
+        self._entered.add(block)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._look_up(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def _look_up(self, tensor: Tensor) -> None:
+        block = self._owner(tensor)
+        if block is not None and block not in self._entered:
+            self._entered.add(block)
+            self._missed(self._running[-1], block)
+
+    def _left(self) -> None:
+        if len(self._running) > 1:
+            self._running.pop()

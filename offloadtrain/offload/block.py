@@ -1,0 +1,96 @@
+"""One block: where its working weights are now, and who still reads them."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from torch import nn
+
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.offload.bucket import Bucket
+from offloadtrain.transfer import Event, Lane, Lanes, Range, Span
+
+
+class StaleGraphError(OffloadTrainError):
+    """A backward pass over a graph that was built with weights that are gone."""
+
+
+class Residence(Enum):
+    """What is in memory for a block's working weights."""
+
+    DEVICE = auto()
+    """The device holds the newest weights; compute may read them."""
+    UPLOADING = auto()
+    """An upload is in flight; compute waits for its event before it reads."""
+
+
+class Block:
+    """The unit of residence: the parameters that one module's forward uses as one.
+
+    Attributes:
+        generation: how many times the weights were replaced. A saved handle with another generation
+            belongs to an older graph.
+        expected: number of trainable parameters, each of which delivers a gradient per backward.
+    """
+
+    def __init__(self, name: str, module: nn.Module, buckets: tuple[Bucket, ...], lanes: Lanes) -> None:
+        self.name = name or "root"
+        self.module = module
+        self.buckets = buckets
+        self.expected = sum(len(bucket.slots) for bucket in buckets)
+        self.generation = 0
+        self.residence = Residence.DEVICE
+        self._lanes = lanes
+        self._uploaded: Event | None = None
+        self._live_handles = 0
+        self._backward: Span | None = None
+
+    @property
+    def weights(self) -> list[Range]:
+        return [bucket.working.whole for bucket in self.buckets]
+
+    def launched_upload(self, event: Event) -> None:
+        """DEVICE → UPLOADING: the weights change; graphs built before are stale."""
+        self.generation += 1
+        self._uploaded = event
+        self.residence = Residence.UPLOADING
+
+    def wait_uploaded(self, lane: Lane) -> None:
+        """UPLOADING → DEVICE, seen from `lane`; what it runs next may read the new weights."""
+        if self._uploaded is not None:
+            self._lanes.wait(lane, self._uploaded, f"upload of {self.name}")
+        if lane is Lane.COMPUTE:
+            self._uploaded = None
+            self.residence = Residence.DEVICE
+
+    # [Note: Backward spans]
+    # Autograd reads a block's weights from the first unpacking of a saved handle until the last handle
+    # dies with its graph node. That interval is the block's backward span.
+
+    def packed(self) -> None:
+        self._live_handles += 1
+
+    def unpacked(self, generation: int) -> None:
+        """A node of the graph is about to read the weights.
+
+        Raises:
+            StaleGraphError: if they were replaced since the graph was built.
+        """
+        if generation != self.generation:
+            raise StaleGraphError(
+                f"backward reached block '{self.name}' through a graph that was built before the "
+                f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
+                "are gone. Run forward again after step()."
+            )
+        if self._backward is None:
+            self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
+
+    def released(self) -> None:
+        self._live_handles -= 1
+        if self._live_handles == 0:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        if self._backward is not None:
+            self._lanes.close_span(self._backward)
+            self._backward = None

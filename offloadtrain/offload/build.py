@@ -1,0 +1,210 @@
+"""From a model to an engine: blocks, buckets, memory, and the weights moved into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.memory import Arena, Ledger, Request
+from offloadtrain.offload.block import Block
+from offloadtrain.offload.bucket import Bucket, pack
+from offloadtrain.offload.checks import ModelError, keeps_fp32
+from offloadtrain.offload.cut import Part, cut
+from offloadtrain.offload.engine import Engine
+from offloadtrain.offload.gradients import Gradients
+from offloadtrain.offload.ring import Ring
+from offloadtrain.offload.update import Updates
+from offloadtrain.optim import LossScaler, UpdateRule
+from offloadtrain.transfer import Buffer, Lanes
+
+_RING_SLOTS = 2
+"""One is filled while the other is copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `offload()` was asked for, resolved."""
+
+    device: torch.device
+    dtype: torch.dtype
+    clip_norm: float | None
+    grad_accum_steps: int
+    pin_memory: bool
+
+
+def build(
+    model: nn.Module,
+    rule: UpdateRule,
+    groups: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    *,
+    lanes: Lanes,
+    arena: Arena,
+    ledger: Ledger,
+) -> tuple[Engine, list[Block]]:
+    """Cut the model, move its weights into flat buffers, make the engine.
+
+    After it every trainable parameter is a view of a flat buffer on the device, its fp32 value is in
+    the arena, and frozen parameters and buffers are on the device.
+    """
+    parts = cut(model)
+    blocks, entries = _blocks(parts, model, groups, settings, lanes)
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    accumulates = settings.grad_accum_steps > 1
+    squares = _map_host(arena, buckets, rule, accumulates, sum(1 for _ in model.parameters()))
+    for bucket in buckets:
+        flat = ledger.device_tensor("working weights", bucket.numel, bucket.dtype, settings.device)
+        bucket.working = Buffer(f"working {bucket.name}", flat)
+    host_ring = Ring("host staging", lanes, lambda: _host_slots(arena, buckets))
+    if accumulates:
+        host_ring.prepare()
+    device_ring = Ring(
+        "gradient staging", lanes, lambda: _device_slots(ledger, buckets, settings.device)
+    )
+    device_ring.prepare()
+    gradients = Gradients(
+        lanes,
+        blocks,
+        device_ring=device_ring,
+        host_ring=host_ring,
+        squares=squares,
+        grad_accum_steps=settings.grad_accum_steps,
+    )
+    _adopt_weights(model, buckets, settings)
+    scaler = LossScaler() if settings.dtype is torch.float16 else None
+    engine = Engine(
+        model,
+        blocks,
+        entries,
+        lanes=lanes,
+        gradients=gradients,
+        updates=Updates(lanes, rule, groups, host_ring),
+        clip_norm=settings.clip_norm,
+        scaler=scaler,
+        grad_accum_steps=settings.grad_accum_steps,
+    )
+    return engine, blocks
+
+
+def _blocks(
+    parts: Sequence[Part],
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    lanes: Lanes,
+) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
+    """A parameter belongs to the first part that refers to it; later ones wait for its block."""
+    order = {param: index for index, param in enumerate(model.parameters())}
+    group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
+    full = keeps_fp32(model)
+    owner: dict[nn.Parameter, Block] = {}
+    blocks: list[Block] = []
+    for part in parts:
+        owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
+        buckets = _buckets(part.name, owned, order, group_of, full, settings.dtype)
+        if buckets:
+            blocks.append(Block(part.name, part.module, buckets, lanes))
+            owner.update((p, blocks[-1]) for _, p in owned)
+    entries = {
+        part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
+        for part in parts
+    }
+    return blocks, entries
+
+
+def _buckets(
+    name: str,
+    owned: Sequence[tuple[str, nn.Parameter]],
+    order: Mapping[nn.Parameter, int],
+    group_of: Mapping[nn.Parameter, int],
+    full: set[nn.Parameter],
+    dtype: torch.dtype,
+) -> tuple[Bucket, ...]:
+    """One bucket per (hyperparameters, working dtype) among a block's parameters."""
+    sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for full_name, param in owned:
+        key = (group_of[param], torch.float32 if param in full else dtype)
+        sorted_in.setdefault(key, []).append((full_name, param))
+    label = name or "root"
+    return tuple(
+        pack(label if len(sorted_in) == 1 else f"{label}/{i}", group, kind, params, order)
+        for i, ((group, kind), params) in enumerate(sorted_in.items())
+    )
+
+
+def _map_host(
+    arena: Arena, buckets: Sequence[Bucket], rule: UpdateRule, accumulates: bool, num_params: int
+) -> Buffer:
+    """Map everything the host keeps, bucket by bucket; returns the sums of squares."""
+    requests = [r for bucket in buckets for r in _requests(bucket, rule, accumulates)]
+    requests.append(Request("norms", num_params, torch.float64))
+    tensors: Iterator[Tensor] = iter(arena.map(requests))
+    for bucket in buckets:
+        bucket.master = Buffer(f"master {bucket.name}", next(tensors))
+        bucket.state = tuple(
+            Buffer(f"{name} {bucket.name}", next(tensors)) for name in rule.state_names
+        )
+        gradient = Buffer(f"gradient {bucket.name}", next(tensors))
+        bucket.grad_sum, bucket.grad = (gradient, None) if accumulates else (None, gradient)
+    return Buffer("norms", next(tensors))
+
+
+def _requests(bucket: Bucket, rule: UpdateRule, accumulates: bool) -> list[Request]:
+    states = [Request(name, bucket.numel, torch.float32) for name in rule.state_names]
+    gradient = (
+        Request("gradient sums", bucket.numel, torch.float32)
+        if accumulates
+        else Request("gradients", bucket.numel, bucket.dtype)
+    )
+    return [Request("master weights", bucket.numel, torch.float32), *states, gradient]
+
+
+def _largest_bytes(buckets: Sequence[Bucket]) -> int:
+    return max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+
+
+def _host_slots(arena: Arena, buckets: Sequence[Bucket]) -> list[Tensor]:
+    request = Request("host staging", _largest_bytes(buckets), torch.uint8)
+    return arena.map([request] * _RING_SLOTS)
+
+
+def _device_slots(ledger: Ledger, buckets: Sequence[Bucket], device: torch.device) -> list[Tensor]:
+    nbytes = _largest_bytes(buckets)
+    return [
+        ledger.device_tensor("gradient staging", nbytes, torch.uint8, device)
+        for _ in range(_RING_SLOTS)
+    ]
+
+
+def _adopt_weights(model: nn.Module, buckets: Sequence[Bucket], settings: Settings) -> None:
+    """Masters from the weights as given; parameters become views; the rest moves to the device."""
+    with torch.no_grad():
+        for bucket in buckets:
+            for slot in bucket.slots:
+                slot.view(bucket.master.flat).copy_(slot.param.data)
+                _check_range(slot.name, slot.view(bucket.master.flat), bucket.dtype)
+                slot.param.data = slot.view(bucket.working.flat)
+            bucket.working.flat.zero_()
+        moved = {slot.param for bucket in buckets for slot in bucket.slots}
+        full = keeps_fp32(model)
+        for param in model.parameters():
+            if param not in moved:
+                dtype = settings.dtype if param.is_floating_point() and param not in full else None
+                param.data = param.data.to(settings.device, dtype)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(settings.device)
+
+
+def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    if dtype is torch.float16 and not bool((master.abs() <= limit).all()):
+        raise ModelError(
+            f"parameter '{name}' has values beyond the range of fp16 (largest "
+            f"{master.abs().max().item():.4g}, limit {limit:.4g}): use precision = 'bf16' or 'fp32'"
+        )

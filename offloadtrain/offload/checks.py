@@ -1,0 +1,157 @@
+"""What a model must be like to be offloaded, and whether it is still like that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from offloadtrain.errors import OffloadTrainError
+
+
+class ModelError(OffloadTrainError):
+    """A model that cannot be offloaded, or that was changed after it was."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse, before anything is allocated or changed, what could not be trained rightly.
+
+    Raises:
+        ModelError: naming the parameter or module and what to do.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ModelError(
+            f"the model is wrapped in {type(model).__name__}, which keeps gradients of its own: "
+            "offload model.module"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
+    for name, param in model.named_parameters():
+        _check_parameter(name, param)
+    if not any(p.requires_grad and p.numel() for p in model.parameters()):
+        raise ModelError("the model has nothing to train: no parameter has requires_grad=True")
+    _check_overlap(list(model.named_parameters()))
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    for found, what in _faults(param):
+        if found:
+            raise ModelError(f"parameter '{name}' {what}")
+
+
+def _faults(param: nn.Parameter) -> Iterator[tuple[bool, str]]:
+    lazy = isinstance(param, nn.parameter.UninitializedParameter)
+    yield lazy, "is not initialised: run one forward of the model first"
+    if lazy:
+        return
+    yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
+    yield (
+        param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16),
+        f"is {param.dtype}: trainable parameters must be float32, bfloat16 or float16",
+    )
+    yield param.layout is not torch.strided, f"is {param.layout}: only dense parameters can be offloaded"
+    yield (
+        param.device.type == "meta",
+        "is on the meta device: materialise it first (model.to_empty, then initialise)",
+    )
+    yield (
+        param.grad is not None,
+        "has a gradient already: call zero_grad(set_to_none=True) before offload()",
+    )
+    yield (
+        param.untyped_storage().nbytes() < param.numel() * param.element_size(),
+        "is an expanded view of a smaller storage: make it contiguous",
+    )
+
+
+def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters over the same bytes are tied in a way that flat buffers would break."""
+    extents = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in named
+        if p.numel() > 0
+    )
+    for (_, end, name), (start, _, other) in zip(extents, extents[1:], strict=False):
+        if start < end:
+            raise ModelError(
+                f"parameters '{name}' and '{other}' share memory but are two objects. To tie them, "
+                "assign the same nn.Parameter to both modules; otherwise clone one."
+            )
+
+
+def keeps_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that stay fp32 on the device whatever the precision.
+
+    Those of norms with running statistics (torch refuses mixed dtypes there), and what a Hugging
+    Face model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`.
+    """
+    kept: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            kept.update(module.parameters(recurse=False))
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            words = set(getattr(module, attribute, None) or ())
+            kept.update(p for n, p in module.named_parameters() if words & set(n.split(".")))
+    return kept
+
+
+class ModelSeal:
+    """Notices that parameters were written, moved, frozen or added behind the engine's back.
+
+    The engine writes through flat buffers, which moves neither a parameter's version counter nor its
+    address; whoever else writes moves one of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = [name for name, _ in model.named_parameters()]
+        self._params = list(model.parameters())
+        self._seals = [_seal(param) for param in self._params]
+
+    def written(self) -> list[nn.Parameter]:
+        """Parameters whose values were written by others since the last renewal."""
+        pairs = zip(self._params, self._seals, strict=True)
+        return [param for param, seal in pairs if param._version != seal[0]]
+
+    def renew(self) -> None:
+        """Accept the values as they are."""
+        self._seals = [_seal(param) for param in self._params]
+
+    def check(self) -> None:
+        """Raises ModelError naming the first parameter that is not as it was."""
+        current = list(self._model.parameters())
+        if len(current) != len(self._params):
+            raise ModelError(
+                f"the model has {len(current)} parameters, {len(self._params)} when it was offloaded: "
+                "close() the optimizer and offload the changed model"
+            )
+        for name, param, now, seal in zip(
+            self._names, self._params, current, self._seals, strict=True
+        ):
+            if now is not param or _seal(param) != seal:
+                raise ModelError(_describe(name, now is param, param, seal))
+
+
+_Seal = tuple[int, int, bool]
+
+
+def _seal(param: nn.Parameter) -> _Seal:
+    return (param._version, param.data_ptr(), param.requires_grad)
+
+
+def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
+    version, address, trainable = seal
+    if not same:
+        what = "was replaced by another object"
+    elif param.requires_grad != trainable:
+        what = "was frozen" if trainable else "was unfrozen"
+    elif param.data_ptr() != address:
+        what = "was moved or replaced (.to(), .data = …)"
+    else:
+        what = f"was written in place ({param._version - version} time(s))"
+    return (
+        f"parameter '{name}' {what} after offload(): the master weight does not know. Load weights "
+        "with model.load_state_dict(), or change the model before offload()."
+    )

@@ -1,0 +1,66 @@
+"""From any module tree to blocks: which parameters move together, and whose forward uses them.
+
+Structure decides, not class names: at the first `ModuleList` or `Sequential` with at least two children
+that own parameters, each child is a block and is not looked into. Every other module that owns
+parameters directly (embeddings, final norm, head) is a block of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A module whose forward uses parameters as one.
+
+    Attributes:
+        name: qualified name in the model; "" is the root.
+        module: its forward is the span of the block.
+        parameters: (qualified name, parameter) of everything it refers to, tied ones included.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def cut(model: nn.Module) -> list[Part]:
+    """All parts in registration order; a parameter may be referred to by several (tied)."""
+    seen: set[nn.Module] = set()
+    return [part for part in _walk("", model) if not (part.module in seen or seen.add(part.module))]
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[Part]:
+    own = tuple(_named(name, module, recurse=False))
+    if own:
+        yield Part(name, module, own)
+    children = [(_join(name, key), child) for key, child in module.named_children()]
+    if _is_repeated(module):
+        for child_name, child in children:
+            if _owns(child):
+                yield Part(child_name, child, tuple(_named(child_name, child, recurse=True)))
+        return
+    for child_name, child in children:
+        yield from _walk(child_name, child)
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    listed = isinstance(module, nn.ModuleList | nn.Sequential)
+    return listed and sum(_owns(child) for child in module.children()) >= 2
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _named(name: str, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    for key, param in module.named_parameters(recurse=recurse):
+        yield _join(name, key), param
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

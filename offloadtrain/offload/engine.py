@@ -1,0 +1,321 @@
+"""The engine: a step from the first forward hook to the last upload, over any module tree.
+
+[Note: A step in update mode `exact`]
+    forward     each block's hook waits for the upload of its weights
+    backward    a block whose gradients are all there sends them down in one flat copy; the host
+                adds microbatches in fp32 and measures the norm while backward goes on
+    step()      waits for the norm (the only wait of the training thread), decides on skip and
+                clipping, launches Adam and the upload of each block in forward order, returns
+    forward     of the next step begins behind the first block's upload
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.offload.audit import Audit
+from offloadtrain.offload.block import Block
+from offloadtrain.offload.bucket import Slot
+from offloadtrain.offload.gradients import Gradients
+from offloadtrain.offload.hooks import watch
+from offloadtrain.offload.saved import SavedWeights
+from offloadtrain.offload.update import Updates
+from offloadtrain.optim import LossScaler
+from offloadtrain.transfer import Interval, Lane, Lanes, Span
+
+_log = logging.getLogger(__name__)
+
+
+class EngineError(OffloadTrainError):
+    """A call that makes no sense in the phase the step is in."""
+
+
+class Phase(Enum):
+    """What the step is doing now."""
+
+    FORWARD = auto()
+    """No gradient of the next step has arrived."""
+    BACKWARD = auto()
+    """A micro-step is open: gradients are arriving."""
+    ACCUMULATED = auto()
+    """Whole micro-steps wait for step()."""
+    CLOSED = auto()
+    """The engine has let go of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What the last `step()` did.
+
+    Attributes:
+        step: optimizer steps done so far, this one included if it was not skipped.
+        skipped: the gradient norm was not finite: no state changed.
+        grad_norm: of the unscaled mean gradient, before clipping.
+        clip_coef: what the gradient was multiplied by.
+        loss_scale: in force during the step; 1.0 where there is none.
+        micro_steps: backward passes that it used.
+        exposed_ms: how long compute waited for transfers and the host since the step before.
+        host_busy_ms: work on the host lane since the step before.
+        d2h_bytes, h2d_bytes: moved since the step before.
+        timeline: intervals of the lanes, where this step was sampled.
+    """
+
+    step: int
+    skipped: bool
+    grad_norm: float
+    clip_coef: float
+    loss_scale: float
+    micro_steps: int
+    exposed_ms: float
+    host_busy_ms: float
+    d2h_bytes: int
+    h2d_bytes: int
+    timeline: tuple[Interval, ...] = field(default=(), repr=False)
+
+
+@dataclass(slots=True)
+class _Passage:
+    """What the hooks of one module do, and what one running forward of it holds."""
+
+    name: str
+    waits: list[Block]
+    running: list[tuple[Span, bool]] = field(default_factory=list)
+
+
+class Engine:
+    """Drives blocks through steps. `OffloadOptimizer` is its face to the user."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        entries: dict[nn.Module, list[Block]],
+        *,
+        lanes: Lanes,
+        gradients: Gradients,
+        updates: Updates,
+        clip_norm: float | None,
+        scaler: LossScaler | None,
+        grad_accum_steps: int,
+    ) -> None:
+        """`entries`: module → the blocks whose weights its forward reads."""
+        self.lanes = lanes
+        self.scaler = scaler
+        self.step_count = 0
+        self.last_step: StepReport | None = None
+        self._model = model
+        self._gradients = gradients
+        self._updates = updates
+        self._clip_norm = clip_norm
+        self._grad_accum_steps = grad_accum_steps
+        self._order: dict[Block, None] = {}  # in the order of first use; the rest follows
+        self._blocks = blocks
+        self._saved = SavedWeights()
+        self._passages: dict[nn.Module, _Passage] = {}
+        self._handles: list[RemovableHandle] = []
+        self._audit: Audit | None = None
+        self._audited = False
+        self._in_explicit_backward = False
+        self._closed = False
+        self._totals = lanes.totals.copy()
+        self._sampling = False
+        self._attach(entries)
+
+    @property
+    def phase(self) -> Phase:
+        if self._closed:
+            return Phase.CLOSED
+        if self._gradients.open:
+            return Phase.BACKWARD
+        return Phase.ACCUMULATED if self._gradients.micro_steps else Phase.FORWARD
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def forward_order(self) -> list[Block]:
+        """As the first forward entered them; blocks that it never entered come last."""
+        return [*self._order, *(block for block in self._blocks if block not in self._order)]
+
+    def enter(self, module: nn.Module) -> None:
+        """Pre-forward: wait for the weights, open the span, make saved weights handles."""
+        if module is self._model:
+            self._enter_root()
+        passage = self._passages[module]
+        for block in passage.waits:
+            self._use(block)
+        reads = [weights for block in passage.waits for weights in block.weights]
+        span = self.lanes.open_span(f"forward {passage.name}", reads)
+        passage.running.append((span, self._saved.push()))
+
+    def leave(self, module: nn.Module) -> None:
+        """Post-forward, also after an exception."""
+        passage = self._passages[module]
+        if not passage.running:
+            return
+        span, pushed = passage.running.pop()
+        if pushed:
+            self._saved.pop()
+        self.lanes.close_span(span)
+        if module is self._model and self._audit is not None and not passage.running:
+            self._audit.__exit__(None, None, None)
+            self._audit = None
+
+    def deliver(self, block: Block, slot: Slot) -> None:
+        """Post-accumulate-grad hook of one parameter."""
+        self._require_open("backward")
+        if self.scaler is not None and not self._in_explicit_backward:
+            raise EngineError(
+                "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
+                "loss.backward(), whose gradients would be taken for scaled ones"
+            )
+        self._gradients.deliver(block, slot)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """One micro-step: mean over microbatches, loss scale, backward."""
+        self._require_open("backward")
+        self._gradients.end_micro_step()
+        if self._grad_accum_steps > 1:
+            loss = loss / self._grad_accum_steps
+        if self.scaler is not None:
+            loss = loss * self.scaler.scale
+        self._in_explicit_backward = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._gradients.drop()
+            raise
+        finally:
+            self._in_explicit_backward = False
+        self._gradients.end_micro_step()
+
+    def step(self) -> StepReport:
+        """Norm, skip or clip, then launch Adam and uploads; returns before these are done."""
+        self._require_open("step")
+        self._gradients.end_micro_step()
+        micro_steps = self._gradients.micro_steps
+        if micro_steps == 0:
+            raise EngineError(
+                "step() without a backward: no parameter of the model has received a gradient "
+                "since the last step"
+            )
+        scale = self.loss_scale
+        norm = math.sqrt(self._gradients.sum_of_squares()) / scale
+        skipped = not math.isfinite(norm)
+        coef = 1.0 if skipped else self._clip_coef(norm)
+        if not skipped:
+            self.step_count += 1
+            self._updates.apply(self.forward_order, step=self.step_count, grad_scale=coef / scale)
+        self._gradients.drop()
+        if self.scaler is not None:
+            self.scaler.update(overflow=skipped)
+        self.last_step = self._report(norm, skipped, coef, scale, micro_steps)
+        return self.last_step
+
+    def emit(self) -> None:
+        """Replace the working weights by the masters, rounded."""
+        self._require_open("replace the weights")
+        if self.phase is not Phase.FORWARD:
+            raise EngineError("weights cannot be replaced between backward and step(): call zero_grad()")
+        self._updates.emit(self._blocks)
+        self.synchronize()
+
+    def drop_gradients(self) -> None:
+        """Forget what backward has delivered since the last step."""
+        self._gradients.drop()
+
+    def synchronize(self) -> None:
+        """Wait until all lanes are empty: parameters hold the newest weights, state is at rest."""
+        if not self._closed:
+            self.lanes.synchronize()
+            for block in self._blocks:
+                block.wait_uploaded(Lane.COMPUTE)
+
+    def sample_timeline(self) -> None:
+        """Record the intervals of all lanes until the next step(), which then waits for them."""
+        self._sampling = True
+        self.lanes.start_timeline()
+
+    def close(self) -> None:
+        """Drain the lanes and take the hooks off. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self.lanes.close()
+
+    def _attach(self, entries: dict[nn.Module, list[Block]]) -> None:
+        names = {module: name or "root" for name, module in self._model.named_modules()}
+        for module, waits in {self._model: [], **entries}.items():
+            self._passages[module] = _Passage(names[module], list(waits))
+            self._handles += watch(module, self)
+        for block in self._blocks:
+            self._saved.register(block)
+
+    def _enter_root(self) -> None:
+        if self._gradients.open and not _in_backward():
+            self._gradients.end_micro_step()
+        if not self._audited and not _in_backward():
+            self._audited = True
+            self._audit = Audit(self._model, self._saved.owner, self._missed)
+            self._audit.__enter__()
+
+    def _use(self, block: Block) -> None:
+        block.wait_uploaded(Lane.COMPUTE)
+        self._order.setdefault(block)
+        if self._audit is not None:
+            self._audit.entered(block)
+
+    def _missed(self, module: nn.Module, block: Block) -> None:
+        self._order.setdefault(block)
+        if module not in self._passages:
+            name = next(name for name, m in self._model.named_modules() if m is module)
+            self._passages[module] = _Passage(name, [])
+            self._handles += watch(module, self)
+        self._passages[module].waits.append(block)
+
+    def _clip_coef(self, norm: float) -> float:
+        if self._clip_norm is None:
+            return 1.0
+        return min(1.0, self._clip_norm / (norm + 1e-6))
+
+    def _report(
+        self, norm: float, skipped: bool, coef: float, scale: float, micro_steps: int
+    ) -> StepReport:
+        timeline: tuple[Interval, ...] = ()
+        if self._sampling:
+            self._sampling = False
+            timeline = tuple(self.lanes.take_timeline())
+        spent, self._totals = self.lanes.totals.minus(self._totals), self.lanes.totals.copy()
+        return StepReport(
+            step=self.step_count,
+            skipped=skipped,
+            grad_norm=norm,
+            clip_coef=coef,
+            loss_scale=scale,
+            micro_steps=micro_steps,
+            exposed_ms=spent.exposed_ms,
+            host_busy_ms=spent.host_busy_ms,
+            d2h_bytes=spent.d2h_bytes,
+            h2d_bytes=spent.h2d_bytes,
+            timeline=timeline,
+        )
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise EngineError(f"{what} after close(): offload the model again")
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

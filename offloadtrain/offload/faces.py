@@ -1,0 +1,114 @@
+"""What the offloaded model itself does: casts its inputs, saves and loads whole state dicts."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from offloadtrain.offload.hooks import Inert
+
+
+class Face(Protocol):
+    """What the hooks need of the optimizer."""
+
+    working_dtype: torch.dtype
+
+    def synchronize(self) -> None: ...
+    def adopt_written_weights(self) -> None: ...
+
+
+class _FaceHook:
+    """Holds the optimizer weakly; inert in copies of the model."""
+
+    __slots__ = ("_face", "_from_public_api")
+
+    def __init__(self, face: Face) -> None:
+        self._face = weakref.ref(face)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return (Inert, ())
+
+
+class _CastInputs(_FaceHook):
+    """fp32 inputs meet 16-bit weights: cast them as a resident 16-bit model's user would."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        face = self._face()
+        if face is None:
+            return None
+        dtype = face.working_dtype
+
+        def cast(leaf: Any) -> Any:
+            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if floating else leaf
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+class _WaitBeforeSaving(_FaceHook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        face = self._face()
+        if face is not None:
+            face.synchronize()
+
+
+class _CopyToHost(_FaceHook):
+    """A state dict of host copies: views of a flat buffer would be saved with all of it, and change."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        if self._face() is None:
+            return
+        copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied names share one copy
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+                key = (value.data_ptr(), value.shape)
+                if key not in copies:
+                    copies[key] = value.detach().to("cpu", copy=True)
+                state_dict[name] = copies[key]
+
+
+class _AdoptAfterLoading(_FaceHook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        face = self._face()
+        if face is not None:
+            face.adopt_written_weights()
+
+
+class _WaitBeforeLoading(_FaceHook):
+    """A late upload would overwrite what is loaded."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        face = self._face()
+        if face is not None:
+            face.synchronize()
+
+
+def attach_faces(model: nn.Module, face: Face) -> list[RemovableHandle]:
+    """Hooks of the root module; see the classes."""
+    return [
+        model.register_forward_pre_hook(_CastInputs(face), with_kwargs=True),
+        model.register_state_dict_pre_hook(_WaitBeforeSaving(face)),
+        model.register_state_dict_post_hook(_CopyToHost(face)),
+        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(face)),
+        model.register_load_state_dict_post_hook(_AdoptAfterLoading(face)),
+    ]

@@ -1,0 +1,247 @@
+"""Gradients on their way down: delivered by autograd, gathered per block, copied, summed, measured.
+
+[Note: Micro-steps]
+A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not when
+backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()` the first
+delivery opens the micro-step and the next forward of the model, or `step()`, ends it. What a block has
+not delivered by then is zero. A block whose parameters have all delivered leaves at once; if one of them
+delivers again in the same micro-step (reentrant recompute), the block's later gradient is added to
+the earlier one, and from then on the block leaves only at the end of its micro-steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offloadtrain import kernels
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.offload.block import Block
+from offloadtrain.offload.bucket import Bucket, Slot
+from offloadtrain.offload.ring import Lease, Ring
+from offloadtrain.transfer import Buffer, Lane, Lanes, copy
+
+
+class GradientError(OffloadTrainError):
+    """A gradient arrived that cannot be used, or at a moment when it cannot."""
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """Of one block in the micro-step in progress."""
+
+    arrived: int = 0
+    left: bool = False
+    leaves_late: bool = False
+
+
+class Gradients:
+    """Takes gradients from autograd and leaves their sums and norms on the host."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        blocks: Sequence[Block],
+        *,
+        device_ring: Ring,
+        host_ring: Ring,
+        squares: Buffer,
+        grad_accum_steps: int,
+    ) -> None:
+        """`squares`: host fp64, (number of parameters,), each parameter's sum of squares."""
+        self._lanes = lanes
+        self._blocks = blocks
+        self._device_ring = device_ring
+        self._host_ring = host_ring
+        self._squares = squares
+        self._grad_accum_steps = grad_accum_steps
+        self._deliveries = {block: _Delivery() for block in blocks}
+        self.micro_steps = 0
+        """Whole micro-steps since the last optimizer step."""
+        self.open = False
+        """A micro-step has begun and not ended."""
+
+    def deliver(self, block: Block, slot: Slot) -> None:
+        """Autograd has put a gradient into `slot.param.grad`.
+
+        Raises:
+            GradientError: if it is one backward too many, or a sparse one.
+        """
+        if not self.open:
+            self._begin()
+        _check_gradient(slot)
+        delivery = self._deliveries[block]
+        if delivery.left:
+            delivery.leaves_late = True
+        delivery.arrived += 1
+        if delivery.arrived == block.expected and not delivery.leaves_late:
+            self._take(block)
+
+    def end_micro_step(self) -> None:
+        """What was not delivered by now is zero. Ignored if no micro-step is open."""
+        if not self.open:
+            return
+        for block in self._blocks:
+            self._take(block)
+            block.end_backward()
+        self._reset_deliveries()
+        self.open = False
+        self.micro_steps += 1
+
+    def drop(self) -> None:
+        """Forget every gradient since the last step."""
+        for block in self._blocks:
+            block.end_backward()
+            for bucket in block.buckets:
+                bucket.touched = bucket.normed = False
+                for slot in bucket.slots:
+                    slot.param.grad = None
+        self._reset_deliveries()
+        self.open = False
+        self.micro_steps = 0
+
+    def sum_of_squares(self) -> float:
+        """Of all gradients of the step, fp64; waits for the host lane.
+
+        Each parameter's sum runs over fixed segments (see `kernels`); parameters are added in the
+        order of `model.named_parameters()`, so that blocks, buckets and groups change no bit.
+        """
+        for block in self._blocks:
+            for bucket in block.buckets:
+                self._complete(bucket)
+        self._lanes.host_wait(self._lanes.record(Lane.HOST), "the gradient norm")
+        total = 0.0
+        for value in self._squares.flat.tolist():
+            total += value
+        return total
+
+    def _begin(self) -> None:
+        if self.micro_steps >= self._grad_accum_steps:
+            raise GradientError(
+                f"{self.micro_steps + 1} backward passes before step(), but grad_accum_steps = "
+                f"{self._grad_accum_steps}. Call step() first, or offload with grad_accum_steps = "
+                f"{self.micro_steps + 1}."
+            )
+        self.open = True
+
+    def _reset_deliveries(self) -> None:
+        for delivery in self._deliveries.values():
+            delivery.arrived, delivery.left = 0, False
+
+    def _take(self, block: Block) -> None:
+        """Send what the block's parameters hold down, and let go of it on the device."""
+        for bucket in block.buckets:
+            delivered = [slot for slot in bucket.slots if slot.param.grad is not None]
+            if delivered:
+                self._send(bucket, delivered)
+        self._deliveries[block].left = True
+
+    def _send(self, bucket: Bucket, delivered: Sequence[Slot]) -> None:
+        lease = self._gather(bucket, delivered)
+        if bucket.grad is not None and not bucket.touched:
+            self._wait_free(bucket, Lane.D2H)
+            self._lanes.launch(
+                Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [bucket.grad.whole]
+            )
+            lease.release(self._lanes.record(Lane.D2H))
+        else:
+            self._add(bucket, lease)
+        bucket.touched, bucket.normed = True, False
+        if self.micro_steps + 1 == self._grad_accum_steps and len(delivered) == len(bucket.slots):
+            self._measure(bucket)
+
+    def _wait_free(self, bucket: Bucket, lane: Lane) -> None:
+        """Before `lane` writes a gradient over the weights of the last step, they must have left."""
+        if bucket.grad_free_after is not None:
+            self._lanes.wait(lane, bucket.grad_free_after, f"upload of {bucket.name} has left")
+            bucket.grad_free_after = None
+
+    def _gather(self, bucket: Bucket, delivered: Sequence[Slot]) -> Lease:
+        """One flat 16-bit copy of the gradients, zero where there is none, on the compute lane."""
+        lease = self._device_ring.take(bucket.numel, bucket.dtype, Lane.COMPUTE)
+        grads = [slot.param.grad for slot in delivered]
+        for slot in delivered:
+            slot.param.grad = None
+
+        def gather(flat: Tensor) -> None:
+            with torch.no_grad():
+                _zero_gaps(flat, delivered)
+                torch._foreach_copy_([slot.view(flat) for slot in delivered], grads)
+
+        self._lanes.launch(Lane.COMPUTE, f"gather {bucket.name}", gather, (), [lease.range])
+        ready = self._lanes.record(Lane.COMPUTE)
+        self._lanes.wait(Lane.D2H, ready, f"gradients of {bucket.name}")
+        return lease
+
+    def _add(self, bucket: Bucket, lease: Lease) -> None:
+        """Through a staging slot into the sum: fp32 over microbatches, 16-bit within one."""
+        staged = self._host_ring.take(bucket.numel, bucket.dtype, Lane.D2H)
+        self._lanes.launch(Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [staged.range])
+        arrived = self._lanes.record(Lane.D2H)
+        lease.release(arrived)
+        self._lanes.wait(Lane.HOST, arrived, f"gradients of {bucket.name} on the host")
+        add = _accumulator(bucket)
+        self._lanes.launch(
+            Lane.HOST, f"accumulate {bucket.name}", add, [staged.range], [bucket.gradient]
+        )
+        staged.release(self._lanes.record(Lane.HOST))
+
+    def _complete(self, bucket: Bucket) -> None:
+        if not bucket.touched:
+            self._wait_free(bucket, Lane.HOST)
+            self._lanes.launch(
+                Lane.HOST, f"no gradient {bucket.name}", torch.Tensor.zero_, (), [bucket.gradient]
+            )
+            bucket.touched, bucket.normed = True, False
+        if not bucket.normed:
+            self._measure(bucket)
+
+    def _measure(self, bucket: Bucket) -> None:
+        """Sum of squares per parameter, on the host as soon as the gradient is there."""
+        self._lanes.wait(Lane.HOST, self._lanes.record(Lane.D2H), f"gradients of {bucket.name}")
+        offsets = [slot.offset for slot in bucket.slots]
+        numels = [slot.numel for slot in bucket.slots]
+        targets = [slot.index for slot in bucket.slots]
+
+        def measure(flat: Tensor, squares: Tensor) -> None:
+            sums = kernels.sum_squares_many(flat, offsets, numels)
+            for target, value in zip(targets, sums, strict=True):
+                squares[target] = value
+
+        self._lanes.launch(
+            Lane.HOST, f"norm {bucket.name}", measure, [bucket.gradient], [self._squares.whole]
+        )
+        bucket.normed = True
+
+
+def _accumulator(bucket: Bucket) -> Callable[[Tensor, Tensor], object]:
+    if bucket.grad_sum is None:
+        # Within one micro-step autograd itself adds in the gradient's dtype: so do we.
+        return lambda staged, grad: grad.add_(staged)
+    first = not bucket.touched
+    return lambda staged, total: kernels.accumulate(total, staged, first)
+
+
+def _zero_gaps(flat: Tensor, delivered: Iterable[Slot]) -> None:
+    """Zero what no gradient covers: padding, and parameters that delivered none."""
+    end = 0
+    for slot in delivered:
+        if slot.offset > end:
+            flat[end : slot.offset].zero_()
+        end = slot.offset + slot.numel
+    if end < flat.numel():
+        flat[end:].zero_()
+
+
+def _check_gradient(slot: Slot) -> None:
+    grad = slot.param.grad
+    if grad is None or grad.layout is not torch.strided:
+        found = "none" if grad is None else f"a {grad.layout} one"
+        raise GradientError(
+            f"parameter '{slot.name}' delivered {found} instead of a dense gradient. Use "
+            "sparse=False in embeddings, and hooks that leave .grad in place."
+        )
+

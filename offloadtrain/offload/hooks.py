@@ -1,0 +1,62 @@
+"""Module hooks: small objects that hold the engine weakly and become inert in a copy of the model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Watcher(Protocol):
+    """What the hooks call."""
+
+    def enter(self, module: nn.Module) -> None: ...
+    def leave(self, module: nn.Module) -> None: ...
+
+
+class Inert:
+    """What a hook becomes in a deep copy or a pickle of the model: the copy is not offloaded."""
+
+    def __call__(self, *_: Any) -> None:
+        return None
+
+
+class _Hook:
+    __slots__ = ("_watcher",)
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = weakref.ref(watcher)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return (Inert, ())
+
+
+class _Enter(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.enter(module)
+
+
+class _Leave(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.leave(module)
+
+
+def watch(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
+    """Call the watcher around each forward of the module, also when forward raises."""
+    return [
+        module.register_forward_pre_hook(_Enter(watcher), prepend=True),
+        module.register_forward_hook(_Leave(watcher), always_call=True),
+    ]

@@ -1,0 +1,118 @@
+"""Saved weights become handles.
+
+[Note: Handles]
+Autograd saves weights for backward and never notices that an upload replaced them: the version counter
+of a parameter that views a flat buffer does not move. So every saved tensor that lies in a block's
+flat buffer is replaced by a handle that knows the block's generation; unpacking with an old one
+raises. The hooks that do this are pushed by each block's own pre-forward hook, innermost, and
+chained to whatever hooks are active (recompute pushes its own): pushed once around the whole
+forward they would miss everything that runs again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.offload.block import Block
+
+_autograd = torch._C._autograd  # the public context manager cannot be chained: it hides the outer hooks
+
+
+class Handle:
+    """Stands for a saved view of a block's weights in a graph."""
+
+    __slots__ = ("_flat", "_offset", "_stride", "block", "generation", "shape")
+
+    def __init__(self, block: Block, tensor: Tensor, flat: Tensor) -> None:
+        self.block = block
+        self.generation = block.generation
+        self.shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._flat = flat
+        block.packed()
+
+    def view(self) -> Tensor:
+        """The weights, if they are still those of the graph; raises StaleGraphError otherwise."""
+        self.block.unpacked(self.generation)
+        return torch.as_strided(self._flat, self.shape, self._stride, self._offset)
+
+    def __del__(self) -> None:
+        self.block.released()
+
+
+class SavedWeights:
+    """Finds the block that a tensor's bytes belong to, and packs such tensors as handles."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[Block, Tensor]] = {}
+
+    def register(self, block: Block) -> None:
+        for bucket in block.buckets:
+            flat = bucket.working.flat
+            self._owners[flat.untyped_storage().data_ptr()] = (block, flat)
+
+    def owner(self, tensor: Tensor) -> Block | None:
+        """The block whose working weights this tensor is a view of."""
+        found = self._find(tensor)
+        return found[0] if found else None
+
+    def push(self) -> bool:
+        """Make the hooks the innermost of this thread; False where they are so already or not needed."""
+        if not torch.is_grad_enabled():
+            return False
+        outer = _autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and isinstance(getattr(outer[0], "__self__", None), _Chain):
+            return False
+        chain = _Chain(self, outer)
+        _autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
+        return True
+
+    @staticmethod
+    def pop() -> None:
+        _autograd._pop_saved_tensors_default_hooks()
+
+    def handle(self, tensor: Tensor) -> Handle | None:
+        found = self._find(tensor)
+        if found is None or tensor.dtype != found[1].dtype:
+            return None
+        return Handle(found[0], tensor, found[1])
+
+    def _find(self, tensor: Tensor) -> tuple[Block, Tensor] | None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        try:
+            return self._owners.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # tensor subclasses without storage cannot lie in a flat buffer
+            return None
+
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class _Chain:
+    """Our hooks over the ones that were active when they were pushed."""
+
+    __slots__ = ("_outer", "_saved")
+
+    def __init__(self, saved: SavedWeights, outer: _Hooks | None) -> None:
+        self._saved = saved
+        self._outer = outer
+
+    def pack(self, tensor: Tensor) -> Any:
+        handle = self._saved.handle(tensor)
+        if handle is not None:
+            return handle
+        return tensor if self._outer is None else (self._outer[1], self._outer[0](tensor))
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Handle):
+            return packed.view()
+        if isinstance(packed, tuple):
+            unpack_outer, inner = packed
+            return unpack_outer(inner)  # type: ignore[no-any-return]
+        return packed  # type: ignore[no-any-return]

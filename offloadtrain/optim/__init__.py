@@ -1,0 +1,7 @@
+"""Optimizers: the update of one bucket, loss scaling, and schedules."""
+
+from offloadtrain.optim.adam import Adam, AdamW
+from offloadtrain.optim.rule import UpdateRule
+from offloadtrain.optim.scaler import LossScaleError, LossScaler
+
+__all__ = ["Adam", "AdamW", "LossScaleError", "LossScaler", "UpdateRule"]

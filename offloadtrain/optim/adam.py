@@ -1,0 +1,88 @@
+"""Adam and AdamW on the host, one pass over a bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from offloadtrain import kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam (Kingma & Ba 2015, algorithm 1) with weight decay as an L2 term of the gradient.
+
+    The bits are those of `torch.optim.Adam(fused=True)` on the CPU.
+
+    Attributes:
+        lr: step size, dimensionless, > 0.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment, > 0.
+        weight_decay: >= 0.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    decoupled: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __post_init__(self) -> None:
+        self.check(asdict(self))
+
+    def defaults(self) -> dict[str, Any]:
+        """The hyperparameters of a `param_groups` entry."""
+        return asdict(self)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError if a group's hyperparameters are out of range."""
+        for key, low in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
+            value = float(group[key])
+            if not (math.isfinite(value) and value >= low):
+                raise ValueError(f"{key} = {value} is not a number of at least {low}")
+        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+            raise ValueError(f"betas = {group['betas']} are not two numbers in [0, 1)")
+
+    def update(
+        self,
+        grad: Tensor,
+        master: Tensor,
+        state: tuple[Tensor, ...],
+        working: Tensor,
+        *,
+        group: Mapping[str, Any],
+        step: int,
+        grad_scale: float,
+    ) -> None:
+        """One step of one bucket; see `UpdateRule.update`."""
+        exp_avg, exp_avg_sq = state
+        beta1, beta2 = group["betas"]
+        scalars = kernels.AdamScalars(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            decoupled=self.decoupled,
+            grad_scale=grad_scale,
+        )
+        kernels.adam(master, exp_avg, exp_avg_sq, grad, working, scalars)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2).
+
+    The bits are those of `torch.optim.AdamW(fused=True)` on the CPU.
+    """
+
+    weight_decay: float = 1e-2
+
+    decoupled: ClassVar[bool] = True

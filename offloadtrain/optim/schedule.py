@@ -1,0 +1,40 @@
+"""The learning rate as a pure function of the step, so that a resume needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    schedule: Schedule,
+    total_steps: int,
+    warmup_steps: int = 0,
+    min_ratio: float = 0.0,
+) -> float:
+    """Return the rate of optimizer step `step`, counted from 0.
+
+    Warm-up is linear and ends at `peak` in its last step (step `warmup_steps - 1`). From there the
+    rate falls to `peak * min_ratio`, which the last step (`total_steps - 1`) uses, along half a
+    cosine (SGDR, arXiv:1608.03983, without restarts) or a straight line. "constant" stays at
+    `peak`. Steps past the end keep the last rate.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    return peak * (min_ratio + (1.0 - min_ratio) * _remaining(step, schedule, total_steps, warmup_steps))
+
+
+def _remaining(step: int, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:
+    """Return how much of the decay is still to come: 1 at its start, 0 in the last step."""
+    start = max(warmup_steps - 1, 0)
+    progress = min((step - start) / max(total_steps - 1 - start, 1), 1.0)
+    if schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

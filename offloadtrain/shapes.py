@@ -1,0 +1,259 @@
+"""Model shapes: the numbers that define a decoder-only transformer, and the named sizes.
+
+Standard library only, so that the configuration and the planner can read shapes without torch.
+`offloadtrain.model.transformer` builds the module that a shape describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+Positions = Literal["rotary", "learned"]
+Norm = Literal["rmsnorm", "layernorm"]
+Mlp = Literal["swiglu", "gelu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Shape of one transformer. A zero in `num_kv_heads` or `d_ff` means "the usual value".
+
+    Attributes:
+        num_kv_heads: key/value heads of grouped-query attention; 0: as many as `num_heads`.
+        d_ff: hidden width of the MLP; 0: see `ff_width`.
+        max_seq_len: longest sequence; with learned positions, also rows of the position table.
+        tie_embeddings: the output head is the token embedding itself (one parameter).
+        bias: additive biases in every linear layer except the head, and in LayerNorm.
+        dropout: probability, after the embedding, in attention and on both residual branches.
+    """
+
+    vocab_size: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int = 0
+    d_ff: int = 0
+    max_seq_len: int = 1024
+    positions: Positions = "rotary"
+    norm: Norm = "rmsnorm"
+    mlp: Mlp = "swiglu"
+    tie_embeddings: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ff_width(self) -> int:
+        """`d_ff`, or 4·d for GELU, or 8/3·d for SwiGLU (three matrices, so as many parameters).
+
+        The SwiGLU width is rounded up to a multiple of 256 as in Llama (of 64 below d = 1024).
+        """
+        if self.d_ff:
+            return self.d_ff
+        if self.mlp == "gelu":
+            return 4 * self.d_model
+        multiple = 256 if self.d_model >= 1024 else 64
+        return -(-8 * self.d_model // (3 * multiple)) * multiple
+
+    def problems(self) -> list[str]:
+        """Return one sentence per broken rule, each naming the key to change; empty if valid."""
+        return [*_range_problems(self), *_choice_problems(self), *_divisibility_problems(self)]
+
+
+def _range_problems(shape: ModelShape) -> list[str]:
+    found = [
+        f"{key} = {getattr(shape, key)} must be at least 1"
+        for key in ("vocab_size", "num_layers", "d_model", "num_heads", "max_seq_len")
+        if getattr(shape, key) < 1
+    ]
+    found += [
+        f"{key} = {getattr(shape, key)} must not be negative (0: the usual value)"
+        for key in ("num_kv_heads", "d_ff")
+        if getattr(shape, key) < 0
+    ]
+    if not 0.0 <= shape.dropout < 1.0:
+        found.append(f"dropout = {shape.dropout} must be in [0, 1)")
+    found += [
+        f"{key} = {getattr(shape, key)} must be a finite number above 0"
+        for key in ("rope_theta", "norm_eps")
+        if not 0.0 < getattr(shape, key) < float("inf")
+    ]
+    return found
+
+
+def _choice_problems(shape: ModelShape) -> list[str]:
+    choices = {"positions": Positions, "norm": Norm, "mlp": Mlp}
+    return [
+        f"{key} = {getattr(shape, key)!r} is not one of {', '.join(get_args(choice))}"
+        for key, choice in choices.items()
+        if getattr(shape, key) not in get_args(choice)
+    ]
+
+
+def _divisibility_problems(shape: ModelShape) -> list[str]:
+    if shape.num_heads < 1 or shape.kv_heads < 1 or shape.d_model < 1:
+        return []
+    found = []
+    if shape.d_model % shape.num_heads:
+        found.append(
+            f"d_model = {shape.d_model} must be a multiple of num_heads = {shape.num_heads}"
+        )
+    elif shape.positions == "rotary" and shape.head_dim % 2:
+        found.append(
+            f"rotary positions need an even head width; d_model / num_heads = {shape.head_dim}"
+        )
+    if shape.num_heads % shape.kv_heads:
+        found.append(
+            f"num_heads = {shape.num_heads} must be a multiple of num_kv_heads = {shape.kv_heads}"
+        )
+    return found
+
+
+def num_params(shape: ModelShape) -> int:
+    """Return the number of parameters, exactly; a tied embedding counts once."""
+    embedding = shape.vocab_size * shape.d_model
+    positions = shape.max_seq_len * shape.d_model if shape.positions == "learned" else 0
+    head = 0 if shape.tie_embeddings else embedding
+    blocks = shape.num_layers * num_block_params(shape)
+    return embedding + positions + blocks + _norm_params(shape) + head
+
+
+def num_block_params(shape: ModelShape) -> int:
+    """Return the number of parameters of one transformer block, exactly."""
+    biases = 0
+    if shape.bias:
+        projections = shape.d_model + 2 * shape.kv_heads * shape.head_dim + shape.d_model
+        gates = 2 if shape.mlp == "swiglu" else 1
+        biases = projections + gates * shape.ff_width + shape.d_model
+    return _block_matrix_params(shape) + biases + 2 * _norm_params(shape)
+
+
+def _block_matrix_params(shape: ModelShape) -> int:
+    attention = 2 * shape.d_model * (shape.d_model + shape.kv_heads * shape.head_dim)
+    matrices = 3 if shape.mlp == "swiglu" else 2
+    return attention + matrices * shape.d_model * shape.ff_width
+
+
+def _norm_params(shape: ModelShape) -> int:
+    with_bias = shape.norm == "layernorm" and shape.bias
+    return shape.d_model * (2 if with_bias else 1)
+
+
+def flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """Return the FLOPs of forward and backward per token: 6·N + 12·L·d·T, no recompute.
+
+    The formula of PaLM (arXiv:2204.02311, appendix B), whose 12·L·H·Q·T is 12·L·d·T because
+    H·Q = d_model: a matrix multiply costs 2 FLOPs per weight and token forward and 4 backward;
+    attention multiplies Q by K and the scores by V, 4·d·T forward. N counts the weights that are
+    multiplied: the matrices of the blocks and the head (also when it is tied to the embedding),
+    but no embedding lookup, norm or bias. Attention is counted in full, not halved for causality.
+    """
+    matrices = shape.num_layers * _block_matrix_params(shape) + shape.vocab_size * shape.d_model
+    return 6.0 * matrices + 12.0 * shape.num_layers * shape.d_model * seq_len
+
+
+def _gpt(layers: int, d_model: int, heads: int, vocab_size: int) -> ModelShape:
+    """Return the architecture of GPT-2, which the ZeRO papers also use."""
+    return ModelShape(
+        vocab_size=vocab_size,
+        num_layers=layers,
+        d_model=d_model,
+        num_heads=heads,
+        max_seq_len=1024,
+        positions="learned",
+        norm="layernorm",
+        mlp="gelu",
+        tie_embeddings=True,
+        bias=True,
+    )
+
+
+def _zero_offload(layers: int, d_model: int) -> ModelShape:
+    """Return one row of Table 3 of ZeRO-Offload (arXiv:2101.06840).
+
+    The table gives layers and hidden size only. Assumed: heads of width 128 (which gives the 32
+    heads of the 10B run that DeepSpeed's tutorial documents), sequences of 1024 tokens, and
+    GPT-2's vocabulary padded to 50304, a multiple of 128.
+    """
+    return _gpt(layers, d_model, heads=d_model // 128, vocab_size=50304)
+
+
+_SMALL = {
+    # For tests: the smallest model with every part of a real one.
+    "debug": ModelShape(vocab_size=256, num_layers=2, d_model=64, num_heads=4, max_seq_len=128),
+    # Byte-level, learns Python source in minutes on a CPU.
+    "demo": ModelShape(vocab_size=256, num_layers=4, d_model=192, num_heads=6, max_seq_len=256),
+}
+
+_GPT2 = {
+    "gpt2-124m": _gpt(12, 768, 12, 50257),
+    "gpt2-355m": _gpt(24, 1024, 16, 50257),
+    "gpt2-774m": _gpt(36, 1280, 20, 50257),
+    "gpt2-1.5b": _gpt(48, 1600, 25, 50257),
+}
+
+_ZERO_OFFLOAD = {
+    "gpt-1b": _zero_offload(20, 2048),
+    "gpt-2b": _zero_offload(40, 2048),
+    "gpt-4b": _zero_offload(64, 2304),
+    "gpt-6b": _zero_offload(53, 3072),
+    "gpt-8b": _zero_offload(72, 3072),
+    "gpt-10b": _zero_offload(50, 4096),
+    "gpt-11b": _zero_offload(55, 4096),
+    "gpt-12b": _zero_offload(60, 4096),
+    "gpt-13b": _zero_offload(65, 4096),
+    "gpt-15b": _zero_offload(78, 4096),
+    "gpt-20b": _zero_offload(25, 8192),
+    "gpt-40b": _zero_offload(50, 8192),
+    "gpt-60b": _zero_offload(75, 8192),
+    "gpt-70b": _zero_offload(69, 9216),
+}
+
+_LLAMA = {
+    # Sheared-LLaMA-1.3B
+    "llama-1.3b": ModelShape(
+        vocab_size=32000, num_layers=24, d_model=2048, num_heads=16, d_ff=5504, max_seq_len=4096
+    ),
+    # OpenLLaMA-3B
+    "llama-3b": ModelShape(
+        vocab_size=32000,
+        num_layers=26,
+        d_model=3200,
+        num_heads=32,
+        d_ff=8640,
+        max_seq_len=2048,
+        norm_eps=1e-6,
+    ),
+    # Llama-2-7B
+    "llama-7b": ModelShape(
+        vocab_size=32000, num_layers=32, d_model=4096, num_heads=32, d_ff=11008, max_seq_len=4096
+    ),
+    # Llama-3-8B
+    "llama-8b": ModelShape(
+        vocab_size=128256,
+        num_layers=32,
+        d_model=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        d_ff=14336,
+        max_seq_len=8192,
+        rope_theta=500000.0,
+    ),
+    # Llama-2-13B
+    "llama-13b": ModelShape(
+        vocab_size=32000, num_layers=40, d_model=5120, num_heads=40, d_ff=13824, max_seq_len=4096
+    ),
+}
+
+SIZES: Mapping[str, ModelShape] = MappingProxyType({**_SMALL, **_GPT2, **_ZERO_OFFLOAD, **_LLAMA})

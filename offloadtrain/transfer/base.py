@@ -1,0 +1,230 @@
+"""Lanes: the four places where a step happens at once, and the one interface to all of them.
+
+[Note: Lanes]
+A *lane* executes its operations in the order of launch. Lanes run beside each other; the only order
+between two lanes is made by `record` on one and `wait` on the other. Launching never blocks on the
+work itself. Every operation declares the ranges that it reads and writes and is handed exactly the
+views of these ranges, so that an access that was not declared cannot be written. Code that is not
+ours (the user's forward, autograd's backward) cannot be wrapped so: it runs inside a *span*, an
+interval of the compute lane with declared ranges, opened and closed by hooks.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from offloadtrain.errors import OffloadTrainError
+
+
+class LaneError(OffloadTrainError):
+    """An operation failed on a lane that runs beside the training thread."""
+
+
+class Lane(StrEnum):
+    """Where an operation runs."""
+
+    COMPUTE = "compute"
+    """The stream of the user's forward and backward."""
+    D2H = "d2h"
+    """Copies from the device to the host: gradients."""
+    HOST = "host"
+    """CPU work on host memory: sums, norms, Adam."""
+    H2D = "h2d"
+    """Copies from the host to the device: working weights."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """A named piece of memory that lanes share.
+
+    Attributes:
+        name: as the Ledger and traces call it.
+        flat: 1-D contiguous tensor; the buffer keeps it alive.
+    """
+
+    name: str
+    flat: Tensor
+
+    @property
+    def whole(self) -> Range:
+        return Range(self, 0, self.flat.numel())
+
+    def first(self, numel: int) -> Range:
+        return Range(self, 0, numel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Range:
+    """Elements [lo, hi) of a buffer."""
+
+    buffer: Buffer
+    lo: int
+    hi: int
+
+    @property
+    def view(self) -> Tensor:
+        return self.buffer.flat[self.lo : self.hi]
+
+    @property
+    def nbytes(self) -> int:
+        return (self.hi - self.lo) * self.buffer.flat.element_size()
+
+
+class Event:
+    """A point on one lane that other lanes can wait for; made by `Lanes.record` only."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One stretch of work on a lane, for the timeline of a sampled step. Times are relative to its start."""
+
+    lane: str
+    name: str
+    start_ms: float
+    duration_ms: float
+
+
+@dataclass(slots=True)
+class LaneTotals:
+    """What the lanes did since they were made; the step report takes differences."""
+
+    host_busy_ms: float = 0.0
+    exposed_ms: float = 0.0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+
+    def minus(self, earlier: LaneTotals) -> LaneTotals:
+        return LaneTotals(
+            host_busy_ms=self.host_busy_ms - earlier.host_busy_ms,
+            exposed_ms=self.exposed_ms - earlier.exposed_ms,
+            d2h_bytes=self.d2h_bytes - earlier.d2h_bytes,
+            h2d_bytes=self.h2d_bytes - earlier.h2d_bytes,
+        )
+
+    def copy(self) -> LaneTotals:
+        return self.minus(LaneTotals())
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Foreign code that runs on the compute lane between `open_span` and `close_span`."""
+
+    name: str
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+    mark: object = None
+    closed: bool = field(default=False)
+
+
+Operation = Callable[..., object]
+"""Gets the views of `reads`, then the views of `writes`; a range that is updated is a write."""
+
+
+class Lanes(ABC):
+    """One backend: CUDA streams and a host thread, or everything in order on the CPU."""
+
+    def __init__(self) -> None:
+        self.totals = LaneTotals()
+        self.poison = False
+        """Tests: fill what `alloc` and `free` name with NaN, so that a stale read cannot pass."""
+
+    @abstractmethod
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        """Put `fn` at the end of `lane`; it is called with the declared views."""
+
+    @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """The event that happens when everything launched on `lane` so far is done."""
+
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event, why: str) -> None:
+        """What is launched on `lane` from here on starts after `event`."""
+
+    @abstractmethod
+    def host_wait(self, event: Event, why: str) -> None:
+        """Block the calling thread until `event` has happened. Counted as exposed time."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until every lane is empty; raises what failed on any of them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain and end. Idempotent. Does not raise what failed before."""
+
+    @abstractmethod
+    def start_timeline(self) -> None:
+        """Keep an `Interval` for each operation until `take_timeline`."""
+
+    @abstractmethod
+    def take_timeline(self) -> list[Interval]:
+        """The intervals since `start_timeline`, by start; ends the sampling. Waits for the lanes."""
+
+    @abstractmethod
+    def open_span(
+        self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()
+    ) -> Span:
+        """Foreign code may touch these ranges on the compute lane until `close_span`."""
+
+    @abstractmethod
+    def close_span(self, span: Span) -> None:
+        """The end of the span on the compute lane. A second close is ignored."""
+
+    def alloc(self, range_: Range) -> Range:
+        """The contents of a reused range are undefined from here on; the caller has ordered its reuse."""
+        return self._poisoned(range_)
+
+    def free(self, range_: Range) -> None:
+        """Nobody reads the contents of this range any more."""
+        self._poisoned(range_)
+
+    def _poisoned(self, range_: Range) -> Range:
+        if self.poison and range_.buffer.flat.is_floating_point():
+            range_.view.fill_(float("nan"))
+        return range_
+
+    def _count(self, lane: Lane, writes: Sequence[Range]) -> None:
+        nbytes = sum(range_.nbytes for range_ in writes)
+        if lane is Lane.D2H:
+            self.totals.d2h_bytes += nbytes
+        elif lane is Lane.H2D:
+            self.totals.h2d_bytes += nbytes
+
+
+def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:
+    """What an operation is called with."""
+    return [range_.view for range_ in reads] + [range_.view for range_ in writes]
+
+
+def now_ms() -> float:
+    """Monotonic time in milliseconds."""
+    return time.perf_counter() * 1e3
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """The operation of both transfer lanes: one flat copy of equal dtype, asynchronous on CUDA.
+
+    Raises:
+        ValueError: if the dtypes differ: such a copy makes a temporary, and only same-dtype
+            flats may cross the bus.
+    """
+    if source.dtype != target.dtype:
+        raise ValueError(f"a transfer keeps the dtype: {source.dtype} to {target.dtype}")
+    with torch.no_grad():
+        target.copy_(source, non_blocking=True)

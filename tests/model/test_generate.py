@@ -1,0 +1,96 @@
+"""Sampling: repeatable, restricted, cropped, and side-effect free."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain.model.generate import generate
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.shapes import ModelShape
+
+SHAPE = ModelShape(
+    vocab_size=23, num_layers=1, d_model=32, num_heads=2, max_seq_len=8, dropout=0.3
+)
+PROMPT_BT = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return Transformer(SHAPE, seed=1)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_same_generator_gives_the_same_text(model: Transformer) -> None:
+    first, again, other = (
+        generate(model, PROMPT_BT, 12, generator=seeded(seed)) for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == (2, 15)
+    assert torch.equal(first[:, :3], PROMPT_BT)
+
+
+def test_the_global_generator_and_the_mode_are_left_alone(model: Transformer) -> None:
+    before = torch.get_rng_state()
+    generate(model, PROMPT_BT, 2, generator=seeded())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    generate(model.eval(), PROMPT_BT, 2, generator=seeded())
+    assert not model.training
+
+
+@pytest.mark.parametrize("choice", [{"temperature": 0.0}, {"top_k": 1}])
+def test_zero_temperature_and_one_candidate_are_greedy(
+    model: Transformer, choice: dict[str, float]
+) -> None:
+    sampled_BT = generate(model, PROMPT_BT, 10, generator=seeded(), **choice)  # type: ignore[arg-type]
+    model.eval()
+    for at in range(3, 13):
+        logits_BV = model(sampled_BT[:, max(0, at - 8) : at])[:, -1]
+        assert torch.equal(sampled_BT[:, at], logits_BV.argmax(dim=1))
+
+
+def test_top_k_excludes_the_unlikely(model: Transformer) -> None:
+    model.eval()
+    prompt_BT = PROMPT_BT[:1].expand(400, -1)
+    allowed = set(model(PROMPT_BT[:1])[0, -1].topk(3).indices.tolist())
+    drawn = generate(model, prompt_BT, 1, temperature=5.0, top_k=3, generator=seeded())[:, -1]
+    assert set(drawn.tolist()) == allowed
+
+
+def test_a_low_temperature_prefers_the_likely(model: Transformer) -> None:
+    model.eval()
+    prompt_BT = PROMPT_BT[:1].expand(400, -1)
+    likeliest = model(PROMPT_BT[:1])[0, -1].argmax()
+
+    def share(temperature: float) -> float:
+        drawn_BT = generate(model, prompt_BT, 1, temperature=temperature, generator=seeded())
+        return float((drawn_BT[:, -1] == likeliest).float().mean())
+
+    assert share(0.02) > share(1.0) + 0.2
+
+
+@pytest.mark.parametrize(
+    ("prompt_BT", "choice", "message"),
+    [
+        (PROMPT_BT[:, :0], {}, "at least one token"),
+        (PROMPT_BT, {"temperature": -1.0}, "temperature"),
+        (PROMPT_BT, {"top_k": -1}, "top_k"),
+    ],
+)
+def test_impossible_requests_are_refused(
+    model: Transformer, prompt_BT: Tensor, choice: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt_BT, 1, generator=seeded(), **choice)  # type: ignore[arg-type]
+
+
+def test_a_diverged_model_is_refused(model: Transformer) -> None:
+    with torch.no_grad():
+        model.head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        generate(model, PROMPT_BT, 1, generator=seeded())
+    assert model.training

@@ -1,0 +1,55 @@
+"""Cross-entropy in row chunks against the plain formula."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from offloadtrain.model import loss as loss_module
+from offloadtrain.model.loss import cross_entropy
+
+
+@pytest.mark.parametrize("rows_bytes", [1, 4 * 50 * 3, 1 << 20], ids=["1 row", "3 rows", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_loss_and_gradient_equal_the_formula(
+    rows_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", rows_bytes)
+    logits_NV = (4 * torch.randn(11, 50)).to(dtype).requires_grad_()
+    targets_N = torch.randint(50, (11,))
+    loss = cross_entropy(logits_NV, targets_N)
+    (3.0 * loss).backward()
+    wide_NV = logits_NV.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide_NV, targets_N)
+    (3.0 * expected).backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert logits_NV.grad is not None and logits_NV.grad.dtype == dtype
+    assert wide_NV.grad is not None
+    # one rounding to the dtype of the logits, on top of fp32 arithmetic
+    spacing = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits_NV.grad.double(), wide_NV.grad, rtol=spacing, atol=1e-7)
+
+
+def test_scaled_gradients_do_not_underflow_in_fp16() -> None:
+    """The scale is applied in fp32, before the gradient is rounded."""
+    logits_NV = torch.zeros(1, 60000, dtype=torch.float16, requires_grad=True)
+    loss = cross_entropy(logits_NV.expand(64, -1), torch.zeros(64, dtype=torch.int64))
+    (65536.0 * loss).backward()
+    assert logits_NV.grad is not None
+    assert logits_NV.grad[0, 1].item() == pytest.approx(65536 / 60000, rel=2e-2)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    logits_NV = torch.tensor([[30000.0, -30000.0]], dtype=torch.float16, requires_grad=True)
+    loss = cross_entropy(logits_NV, torch.tensor([1]))
+    loss.backward()
+    assert loss.item() == 60000.0
+    assert logits_NV.grad is not None and logits_NV.grad.tolist() == [[1.0, -1.0]]
+
+
+def test_nothing_of_the_size_of_fp32_logits_waits_for_backward() -> None:
+    saved = []
+    logits_NV = torch.randn(64, 1000).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cross_entropy(logits_NV, torch.zeros(64, dtype=torch.int64))
+    assert sum(t.nbytes for t in saved) == logits_NV.nbytes + 64 * 8

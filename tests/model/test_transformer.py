@@ -1,0 +1,303 @@
+"""The transformer: exact sizes, causality, positions, heads, ties, dtypes, initial weights."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from offloadtrain.model.transformer import Block, Transformer
+from offloadtrain.shapes import (
+    SIZES,
+    ModelShape,
+    flops_per_token,
+    num_block_params,
+    num_params,
+)
+
+LLAMA = ModelShape(
+    vocab_size=97, num_layers=2, d_model=64, num_heads=8, num_kv_heads=2, max_seq_len=48
+)
+GPT2 = ModelShape(
+    vocab_size=97,
+    num_layers=2,
+    d_model=64,
+    num_heads=4,
+    max_seq_len=48,
+    positions="learned",
+    norm="layernorm",
+    mlp="gelu",
+    tie_embeddings=True,
+    bias=True,
+)
+BOTH = pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
+    ids=["fp32", "bf16", "fp16"],
+)
+
+
+def tokens_of(shape: ModelShape, batch: int = 2, seq_len: int = 24, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(shape.vocab_size, (batch, seq_len), generator=generator)
+
+
+def meta(shape: ModelShape) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(shape)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_num_params_is_exact_for_every_named_size(name: str) -> None:
+    model = meta(SIZES[name])
+    assert sum(p.numel() for p in model.parameters()) == num_params(SIZES[name])
+    block_numel = sum(p.numel() for p in model.blocks[0].parameters())
+    assert block_numel == num_block_params(SIZES[name])
+
+
+@given(
+    heads=st.sampled_from([(1, 1), (4, 0), (4, 2), (6, 3)]),
+    head_dim=st.sampled_from([2, 6, 8]),
+    d_ff=st.sampled_from([0, 10]),
+    positions=st.sampled_from(["rotary", "learned"]),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    mlp=st.sampled_from(["swiglu", "gelu"]),
+    tied=st.booleans(),
+    bias=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_num_params_is_exact_for_any_shape(
+    heads: tuple[int, int],
+    head_dim: int,
+    d_ff: int,
+    positions: str,
+    norm: str,
+    mlp: str,
+    tied: bool,
+    bias: bool,
+) -> None:
+    shape = ModelShape(
+        vocab_size=11,
+        num_layers=2,
+        d_model=heads[0] * head_dim,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        d_ff=d_ff,
+        positions=positions,  # type: ignore[arg-type]
+        norm=norm,  # type: ignore[arg-type]
+        mlp=mlp,  # type: ignore[arg-type]
+        tie_embeddings=tied,
+        bias=bias,
+    )
+    assert sum(p.numel() for p in meta(shape).parameters()) == num_params(shape)
+
+
+@BOTH
+def test_flops_are_those_that_run(shape: ModelShape) -> None:
+    model, tokens_BT = Transformer(shape), tokens_of(shape, batch=3, seq_len=16)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens_BT, tokens_BT).backward()
+    # The counter takes the product of scores in full, and no elementwise work, as the formula.
+    assert counter.get_total_flops() / tokens_BT.numel() == flops_per_token(shape, 16)
+
+
+@BOTH
+def test_a_future_token_changes_no_earlier_logit(shape: ModelShape) -> None:
+    model, tokens_BT = Transformer(shape).eval(), tokens_of(shape)
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, 10] = (changed_BT[:, 10] + 1) % shape.vocab_size
+    before_BTV, after_BTV = model(tokens_BT), model(changed_BT)
+    assert torch.equal(before_BTV[:, :10], after_BTV[:, :10])
+    assert (before_BTV[:, 10:] != after_BTV[:, 10:]).any(dim=2).all()
+
+
+@BOTH
+def test_the_order_of_tokens_matters(shape: ModelShape) -> None:
+    model, tokens_BT = Transformer(shape).eval(), tokens_of(shape)
+    swapped_BT = tokens_BT.clone()
+    swapped_BT[:, [0, 1]] = tokens_BT[:, [1, 0]]
+    assert (tokens_BT[:, 0] != tokens_BT[:, 1]).any()
+    assert not torch.allclose(model(tokens_BT)[:, -1], model(swapped_BT)[:, -1], atol=1e-6)
+
+
+def test_attention_is_the_softmax_of_scaled_products() -> None:
+    attention = Transformer(GPT2).blocks[0].attention
+    x_BTD = torch.randn(2, 7, 64)
+    heads = attention.qkv(x_BTD).view(2, 7, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    q_BNTH, k_BNTH, v_BNTH = heads
+    scores_BNTT = q_BNTH @ k_BNTH.transpose(2, 3) / 16**0.5
+    hidden_TT = torch.ones(7, 7).triu(1).bool()
+    weights_BNTT = scores_BNTT.masked_fill(hidden_TT, float("-inf")).softmax(dim=-1)
+    mixed_BTD = (weights_BNTT @ v_BNTH).transpose(1, 2).reshape(2, 7, 64)
+    torch.testing.assert_close(attention(x_BTD, None), attention.out(mixed_BTD))
+
+
+def test_grouped_query_attention_equals_repeated_heads() -> None:
+    grouped = Transformer(LLAMA).eval()
+    full = Transformer(dataclasses.replace(LLAMA, num_kv_heads=8)).eval()
+    state = grouped.state_dict()
+    for name in [name for name in state if "qkv" in name]:
+        heads_MHD = state[name].unflatten(0, (-1, LLAMA.head_dim))
+        q_NHD, k_KHD, v_KHD = heads_MHD.split((8, 2, 2))
+        repeated = [x_KHD.repeat_interleave(4, dim=0) for x_KHD in (k_KHD, v_KHD)]
+        state[name] = torch.cat([q_NHD, *repeated]).flatten(0, 1)
+    full.load_state_dict(state)
+    tokens_BT = tokens_of(LLAMA)
+    torch.testing.assert_close(grouped(tokens_BT), full(tokens_BT))
+
+
+def test_tied_parameters_are_one_object() -> None:
+    tied, untied = Transformer(GPT2), Transformer(LLAMA)
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+    assert not torch.equal(untied.head.weight, untied.embedding.weight)
+
+
+@BOTH
+@DTYPES
+def test_every_dtype_runs_and_agrees_with_fp32(
+    shape: ModelShape, dtype: torch.dtype, tolerance: float
+) -> None:
+    tokens_BT = tokens_of(shape)
+    reference = Transformer(shape)(tokens_BT, tokens_BT)
+    model = Transformer(shape).to(dtype)
+    assert model(tokens_BT).dtype == dtype
+    loss = model(tokens_BT, tokens_BT)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(reference.item(), rel=tolerance)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
+
+
+@BOTH
+def test_the_initial_loss_is_that_of_guessing(shape: ModelShape) -> None:
+    tokens_BT, targets_BT = tokens_of(shape, batch=8), tokens_of(shape, batch=8, seed=2)
+    loss = Transformer(shape)(tokens_BT, targets_BT).item()
+    assert loss == pytest.approx(math.log(shape.vocab_size), abs=0.05)
+
+
+@BOTH
+def test_the_loss_is_the_cross_entropy_of_the_logits(shape: ModelShape) -> None:
+    model, tokens_BT = Transformer(shape), tokens_of(shape)
+    targets_BT = tokens_of(shape, seed=2)
+    log_probabilities_BTV = model(tokens_BT).double().log_softmax(dim=2)
+    naive = -log_probabilities_BTV.gather(2, targets_BT[:, :, None]).mean()
+    assert model(tokens_BT, targets_BT).item() == pytest.approx(naive.item(), rel=1e-6)
+
+
+@BOTH
+def test_a_few_steps_learn_a_repeated_sequence(shape: ModelShape) -> None:
+    model = Transformer(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens_BT = tokens_of(shape, batch=4, seq_len=17)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    same, again, other = Transformer(GPT2, seed=3), Transformer(GPT2, seed=3), Transformer(GPT2)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, weight in same.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+    assert not torch.equal(same.embedding.weight, other.embedding.weight)
+
+
+def test_weights_do_not_depend_on_how_the_model_was_made() -> None:
+    made = meta(LLAMA).to_empty(device="cpu")
+    made.init_weights(7)
+    direct, tokens_BT = Transformer(LLAMA, seed=7), tokens_of(LLAMA)
+    assert torch.equal(made(tokens_BT), direct(tokens_BT))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rounded = Transformer(LLAMA, seed=7)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, weight in direct.state_dict().items():
+        assert torch.equal(weight.bfloat16(), rounded.state_dict()[name])
+
+
+def test_initial_deviations_are_those_of_gpt2() -> None:
+    shape = dataclasses.replace(GPT2, num_layers=8, d_model=256)
+    model = Transformer(shape)
+    block = model.blocks[5]
+    assert isinstance(block, Block)
+    for weight in (model.embedding.weight, block.attention.qkv.weight, block.mlp.up.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for weight in (block.attention.out.weight, block.mlp.down.weight):
+        assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert not block.mlp.up.bias.any()
+    assert torch.equal(model.norm.weight, torch.ones(256))
+
+
+@BOTH
+def test_runs_repeat_under_deterministic_algorithms(shape: ModelShape) -> None:
+    tokens_BT = tokens_of(shape)
+
+    def gradients() -> list[Tensor]:
+        model = Transformer(shape)
+        model(tokens_BT, tokens_BT).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = gradients(), gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, tokens_BT = Transformer(dataclasses.replace(LLAMA, dropout=0.2)), tokens_of(LLAMA)
+    assert not torch.equal(model(tokens_BT), model(tokens_BT))
+    model.eval()
+    assert torch.equal(model(tokens_BT), model(tokens_BT))
+    assert torch.equal(model(tokens_BT), Transformer(LLAMA)(tokens_BT))
+
+
+def test_a_sequence_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="49 tokens does not fit max_seq_len = 48"):
+        Transformer(LLAMA)(tokens_of(LLAMA, seq_len=49))
+
+
+def test_an_impossible_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads = 7"):
+        Transformer(dataclasses.replace(LLAMA, num_heads=7, num_kv_heads=0))
+
+
+@pytest.mark.gpu
+@BOTH
+def test_the_gpu_agrees_and_repeats(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    tokens_BT = tokens_of(shape)
+    reference = Transformer(shape)(tokens_BT, tokens_BT)
+    with torch.device("cuda"):
+        model = Transformer(shape)
+    assert torch.equal(model.embedding.weight.cpu(), Transformer(shape).embedding.weight)
+    model = model.bfloat16()
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(tokens_BT.cuda(), tokens_BT.cuda())
+            loss.backward()
+            runs.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert loss.item() == pytest.approx(reference.item(), rel=2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -1,0 +1,135 @@
+"""Small models whose shapes are the ones that break naive engines."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 24
+VOCAB = 37
+
+
+class Layer(nn.Module):
+    """Norm, MLP and residual; 37 and 24 make sure that nothing is a multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, VOCAB)
+        self.down = nn.Linear(VOCAB, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """Embedding, blocks, norm, head."""
+
+    def __init__(self, depth: int = 3, *, tied: bool = False, recompute: str = "") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.recompute = recompute
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            if self.recompute:
+                x = checkpoint(layer, x, use_reentrant=self.recompute == "reentrant")
+            else:
+                x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Unusual(nn.Module):
+    """Weights read without calling their module, used through detach(), used twice, and unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.twice = Layer()
+        self.experts = nn.ModuleList(Layer() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.turn = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        attended, _ = self.attention(x, x, x, need_weights=False)
+        x = self.twice(self.twice(x + attended))
+        x = self.experts[self.turn % 2](x)  # the third is never used
+        self.turn += 1
+        x = x + F.linear(x, self.twice.down.weight.detach() @ self.twice.up.weight.detach())
+        return F.linear(x * self.scale, self.embed.weight)
+
+
+class Frozen(Chain):
+    """Every other layer frozen, and one bias inside a trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.layers[0].requires_grad_(False)
+        self.layers[2].up.bias.requires_grad_(False)
+
+
+class SharedLayer(nn.Module):
+    """One layer entered three times, in a container of length one (ALBERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+        self.embed = nn.Embedding(VOCAB, WIDTH)  # registered after it is used
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(3):
+            x = self.layers[0](x)
+        return self.head(x)
+
+
+class MixedReentrant(nn.Module):
+    """A weight used inside a reentrant recompute and outside: it delivers twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = checkpoint(self.layers[0], x, use_reentrant=True)
+        x = self.layers[1](x)
+        x = self.layers[0](x)
+        return self.head(x)
+
+
+MODELS = {
+    "chain": Chain,
+    "tied": lambda: Chain(tied=True),
+    "recompute": lambda: Chain(recompute="plain"),
+    "reentrant": lambda: Chain(recompute="reentrant"),
+    "unusual": Unusual,
+    "frozen": Frozen,
+    "shared": SharedLayer,
+}
+
+
+def batches(count: int, seed: int = 0) -> list[Tensor]:
+    """Token batches of shape (3, 11)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (3, 11), generator=generator) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Next-token cross-entropy in fp32."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

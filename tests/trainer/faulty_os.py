@@ -1,0 +1,52 @@
+"""A stand-in for the `os` module that counts calls and fails, or kills the process, at one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+EFFECTS = (
+    *("open", "read", "write", "fsync", "close", "posix_fadvise"),
+    *("mkdir", "makedirs", "rename", "unlink", "rmdir", "listdir", "statvfs"),
+)
+
+
+class FaultyOs:
+    """Passes every call on to `os`; at call number `at` it does `fault(name)` first.
+
+    Attributes:
+        calls: (name, path or file descriptor) of every call so far.
+    """
+
+    def __init__(self, at: int = -1, fault: Callable[[str], None] = lambda name: None) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.tear_writes = False
+        self._at, self._fault = at, fault
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in EFFECTS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args[0]))
+            if len(self.calls) - 1 == self._at:
+                if name == "write" and self.tear_writes:
+                    os.write(args[0], args[1][: len(args[1]) // 2])
+                self._fault(name)
+            return real(*args, **kwargs)
+
+        return call
+
+
+def kill(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_with(code: int) -> Callable[[str], None]:
+    def fail(name: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail

@@ -1,0 +1,63 @@
+"""A model and host state of the shape that a checkpoint asks of the optimizer, without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+class ToyModel(torch.nn.Module):
+    """Two trained layers, a frozen one, a persistent and a non-persistent buffer, an empty weight."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(width, width)
+        self.second = torch.nn.Linear(width, 3, bias=False)
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.empty = torch.nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("cache", torch.zeros(5), persistent=False)
+
+
+class ToyState:
+    """Host tensors per trained parameter, as `OffloadedState`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": 1e-3}]
+        self.tensors = {
+            name: {kind: torch.zeros(param.shape) for kind in KINDS}
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
+
+    def named_state(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+        yield from self.tensors.items()
+
+    def load_named_state(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        for kind, tensor in state.items():
+            self.tensors[name][kind].copy_(tensor)
+
+
+def filled(step: int, width: int = 8) -> tuple[ToyModel, ToyState]:
+    """Return a model and state whose every value follows from `step`."""
+    model = ToyModel(width)
+    state = ToyState(model)
+    generator = torch.Generator().manual_seed(step)
+    for tensors in state.tensors.values():
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    model.seen.fill_(step)
+    torch.nn.init.constant_(model.frozen.weight, step + 0.5)
+    return model, state
+
+
+def same(state: ToyState, other: ToyState) -> bool:
+    return all(
+        torch.equal(state.tensors[name][kind], other.tensors[name][kind])
+        for name in state.tensors
+        for kind in KINDS
+    )

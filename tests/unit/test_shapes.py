@@ -1,0 +1,140 @@
+"""Shapes: published parameter counts, the ZeRO-Offload table, FLOPs and validation."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.shapes import (
+    SIZES,
+    ModelShape,
+    flops_per_token,
+    num_block_params,
+    num_params,
+)
+
+PUBLISHED = {  # counts of the released checkpoints
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-1.3b": 1_345_423_360,
+    "llama-3b": 3_426_473_600,
+    "llama-7b": 6_738_415_616,
+    "llama-8b": 8_030_261_248,
+    "llama-13b": 13_015_864_320,
+}
+
+ZERO_OFFLOAD_TABLE_3 = {  # layers, hidden size
+    "gpt-1b": (20, 2048),
+    "gpt-2b": (40, 2048),
+    "gpt-4b": (64, 2304),
+    "gpt-6b": (53, 3072),
+    "gpt-8b": (72, 3072),
+    "gpt-10b": (50, 4096),
+    "gpt-11b": (55, 4096),
+    "gpt-12b": (60, 4096),
+    "gpt-13b": (65, 4096),
+    "gpt-15b": (78, 4096),
+    "gpt-20b": (25, 8192),
+    "gpt-40b": (50, 8192),
+    "gpt-60b": (75, 8192),
+    "gpt-70b": (69, 9216),
+}
+
+LLAMA_8B = SIZES["llama-8b"]
+
+
+def small(**changes: object) -> ModelShape:
+    shape = ModelShape(vocab_size=256, num_layers=2, d_model=64, num_heads=4)
+    return dataclasses.replace(shape, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name: str) -> None:
+    assert num_params(SIZES[name]) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ZERO_OFFLOAD_TABLE_3)
+def test_zero_offload_shapes_follow_the_megatron_count(name: str) -> None:
+    layers, hidden = ZERO_OFFLOAD_TABLE_3[name]
+    shape = SIZES[name]
+    assert (shape.num_layers, shape.d_model, shape.head_dim) == (layers, hidden, 128)
+    # P = 12·l·h²·(1 + 13/(12h) + (V + s)/(12·l·h)), Megatron SC21 eq. 2, which leaves out the
+    # final LayerNorm's 2h
+    megatron = 12 * layers * hidden**2 + 13 * layers * hidden + (50304 + 1024) * hidden
+    assert num_params(shape) == megatron + 2 * hidden
+    assert num_params(shape) / 1e9 == pytest.approx(float(name[4:-1]), rel=0.13)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_named_sizes_are_valid(name: str) -> None:
+    assert SIZES[name].problems() == []
+
+
+def test_demo_is_small_and_byte_level() -> None:
+    assert 1e6 <= num_params(SIZES["demo"]) <= 3e6
+    assert SIZES["demo"].vocab_size == 256
+
+
+def test_usual_values_are_resolved() -> None:
+    assert small().kv_heads == 4
+    assert small(num_kv_heads=2).kv_heads == 2
+    assert small(mlp="gelu").ff_width == 256
+    assert small().ff_width == 192  # 8/3 · 64 = 170.7, up to a multiple of 64
+    assert dataclasses.replace(SIZES["llama-7b"], d_ff=0).ff_width == 11008
+    assert small(d_ff=100).ff_width == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_layers": -1}, "num_layers"),
+        ({"d_model": 0}, "d_model"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"max_seq_len": 0}, "max_seq_len"),
+        ({"num_kv_heads": -1}, "num_kv_heads"),
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"d_ff": -1}, "d_ff"),
+        ({"num_heads": 3}, "num_heads"),
+        ({"num_heads": 64}, "even head width"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"dropout": float("nan")}, "dropout"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"norm_eps": float("inf")}, "norm_eps"),
+        ({"positions": "absolute"}, "rotary, learned"),
+        ({"norm": "batchnorm"}, "rmsnorm, layernorm"),
+        ({"mlp": "relu"}, "swiglu, gelu"),
+    ],
+)
+def test_each_broken_rule_is_one_sentence(changes: dict[str, object], key: str) -> None:
+    (problem,) = small(**changes).problems()
+    assert key in problem
+
+
+def test_odd_head_width_is_fine_without_rotary_positions() -> None:
+    assert small(num_heads=64, positions="learned").problems() == []
+
+
+def test_flops_of_llama_8b_by_hand() -> None:
+    block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+    matrices = 32 * block + 128256 * 4096
+    assert flops_per_token(LLAMA_8B, 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
+
+
+@given(seq_len=st.integers(1, 1 << 20))
+def test_flops_grow_linearly_with_the_sequence(seq_len: int) -> None:
+    grown = flops_per_token(LLAMA_8B, seq_len) - flops_per_token(LLAMA_8B, 0)
+    assert grown == 12 * 32 * 4096 * seq_len
+
+
+def test_block_params_are_the_slope_of_depth() -> None:
+    deeper = dataclasses.replace(LLAMA_8B, num_layers=33)
+    assert num_params(deeper) - num_params(LLAMA_8B) == num_block_params(LLAMA_8B)
+
+
+def test_sizes_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        SIZES["mine"] = small()  # type: ignore[index]

@@ -77,7 +77,9 @@ class Ledger:
         """Bytes held on a tier now."""
         return sum(held for (_, t), (held, _) in self._bytes.items() if t is tier)
 
-    def device_tensor(self, owner: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def device_tensor(
+        self, owner: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """A 1-D tensor of undefined contents on the device, booked to `owner`.
 
         Raises:
@@ -88,7 +90,8 @@ class Ledger:
         except torch.OutOfMemoryError as error:
             asked = format_bytes(numel * dtype.itemsize)
             raise torch.OutOfMemoryError(
-                f"{owner} asked the device for {asked}. Held by the engine: {self.summary()}. {error}"
+                f"{owner} asked the device for {asked}. Held by the engine: "
+                f"{self.summary()}. {error}"
             ) from error
         self.add(owner, Tier.DEVICE, numel * dtype.itemsize)
         return tensor
@@ -165,14 +168,16 @@ class Arena:
             raise HostMemoryError(
                 f"offloading asks for {format_bytes(asked)} of host memory and "
                 f"{format_bytes(available)} is available. Largest: {_largest(requests)}. Free host "
-                "memory, take a smaller model, or set grad_accum_steps = 1 (4 bytes per parameter less)."
+                "memory, take a smaller model, or set grad_accum_steps = 1 (4 bytes per "
+                "parameter less)."
             )
 
     def _warn_if_pageable(self) -> None:
         if self.pin and not self.pinned:
             _log.warning(
                 "host memory could not be pinned (cudaHostRegister was refused): transfers will be "
-                "slow and will not overlap. Check `ulimit -l` and the memory limit of the container."
+                "slow and will not overlap. Check `ulimit -l` and the memory limit of the "
+                "container."
             )
 
 
@@ -205,7 +210,7 @@ class _Slab:
 
 
 def _pack(requests: Sequence[Request]) -> list[list[Request]]:
-    """Consecutive requests into slabs of at most SLAB_BYTES; a larger request is a slab of its own."""
+    """Consecutive requests into slabs of at most SLAB_BYTES; a larger one is a slab of its own."""
     groups: list[list[Request]] = []
     room = 0
     for request in requests:
@@ -238,13 +243,16 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_available(mount: Path) -> int:
-    """memory.max - memory.current + reclaimable cache, the least over this cgroup and its ancestors."""
+    """memory.max - memory.current + reclaimable cache: the least of this cgroup and ancestors."""
     unlimited = 1 << 62
     membership = Path("/proc/self/cgroup")
     lines = membership.read_text().splitlines() if membership.exists() else []
     relative = next((line[3:] for line in lines if line.startswith("0::")), "/")
     folder = mount / relative.lstrip("/")
-    return min([_cgroup_room(f) for f in (folder, *folder.parents) if f.is_relative_to(mount)] or [unlimited])
+    return min(
+        [_cgroup_room(f) for f in (folder, *folder.parents) if f.is_relative_to(mount)]
+        or [unlimited]
+    )
 
 
 def _cgroup_room(folder: Path) -> int:

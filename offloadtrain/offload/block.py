@@ -33,7 +33,9 @@ class Block:
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
-    def __init__(self, name: str, module: nn.Module, buckets: tuple[Bucket, ...], lanes: Lanes) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, buckets: tuple[Bucket, ...], lanes: Lanes
+    ) -> None:
         self.name = name or "root"
         self.module = module
         self.buckets = buckets
@@ -64,8 +66,8 @@ class Block:
             self.residence = Residence.DEVICE
 
     # [Note: Backward spans]
-    # Autograd reads a block's weights from the first unpacking of a saved handle until the last handle
-    # dies with its graph node. That interval is the block's backward span.
+    # Autograd reads a block's weights from the first unpacking of a saved handle until the last
+    # handle dies with its graph node. That interval is the block's backward span.
 
     def packed(self) -> None:
         self._live_handles += 1

@@ -1,4 +1,4 @@
-"""Flat layout: how the parameters of a block lie in the buffers that move and are updated as one."""
+"""Flat layout: how the parameters of a block lie in the buffers that move as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offloadtrain.transfer import Buffer, Event, Range
 
 ALIGN = 128
-"""Elements. Every parameter starts on 256 bytes at 16 bit: misaligned weights change bits of a GEMV."""
+"""Elements. Every parameter starts on 256 bytes at 16 bit: misaligned weights change a GEMV's bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,4 +95,6 @@ def pack(
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own strides if it is dense (any memory format), else contiguous ones."""
-    return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())
+    return tuple(
+        torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+    )

@@ -48,8 +48,8 @@ def build(
 ) -> tuple[Engine, list[Block]]:
     """Cut the model, move its weights into flat buffers, make the engine.
 
-    After it every trainable parameter is a view of a flat buffer on the device, its fp32 value is in
-    the arena, and frozen parameters and buffers are on the device.
+    After it every trainable parameter is a view of a flat buffer on the device, its fp32 value is
+    in the arena, and frozen parameters and buffers are on the device.
     """
     parts = cut(model)
     blocks, entries = _blocks(parts, model, groups, settings, lanes)

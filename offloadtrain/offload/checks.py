@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -51,7 +52,10 @@ def _faults(param: nn.Parameter) -> Iterator[tuple[bool, str]]:
         param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16),
         f"is {param.dtype}: trainable parameters must be float32, bfloat16 or float16",
     )
-    yield param.layout is not torch.strided, f"is {param.layout}: only dense parameters can be offloaded"
+    yield (
+        param.layout is not torch.strided,
+        f"is {param.layout}: only dense parameters can be offloaded",
+    )
     yield (
         param.device.type == "meta",
         "is on the meta device: materialise it first (model.to_empty, then initialise)",
@@ -73,7 +77,7 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         for name, p in named
         if p.numel() > 0
     )
-    for (_, end, name), (start, _, other) in zip(extents, extents[1:], strict=False):
+    for (_, end, name), (start, _, other) in pairwise(extents):
         if start < end:
             raise ModelError(
                 f"parameters '{name}' and '{other}' share memory but are two objects. To tie them, "
@@ -100,8 +104,8 @@ def keeps_fp32(model: nn.Module) -> set[nn.Parameter]:
 class ModelSeal:
     """Notices that parameters were written, moved, frozen or added behind the engine's back.
 
-    The engine writes through flat buffers, which moves neither a parameter's version counter nor its
-    address; whoever else writes moves one of them.
+    The engine writes through flat buffers, which moves neither a parameter's version counter nor
+    its address; whoever else writes moves one of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,7 +128,8 @@ class ModelSeal:
         current = list(self._model.parameters())
         if len(current) != len(self._params):
             raise ModelError(
-                f"the model has {len(current)} parameters, {len(self._params)} when it was offloaded: "
+                f"the model has {len(current)} parameters, {len(self._params)} when it "
+                "was offloaded: "
                 "close() the optimizer and offload the changed model"
             )
         for name, param, now, seal in zip(

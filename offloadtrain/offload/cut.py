@@ -1,8 +1,8 @@
 """From any module tree to blocks: which parameters move together, and whose forward uses them.
 
-Structure decides, not class names: at the first `ModuleList` or `Sequential` with at least two children
-that own parameters, each child is a block and is not looked into. Every other module that owns
-parameters directly (embeddings, final norm, head) is a block of its own.
+Structure decides, not class names: at the first `ModuleList` or `Sequential` with at least two
+children that own parameters, each child is a block and is not looked into. Every other module that
+owns parameters directly (embeddings, final norm, head) is a block of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Part:
 
 def cut(model: nn.Module) -> list[Part]:
     """All parts in registration order; a parameter may be referred to by several (tied)."""
-    seen: set[nn.Module] = set()
-    return [part for part in _walk("", model) if not (part.module in seen or seen.add(part.module))]
+    by_module: dict[nn.Module, Part] = {}
+    for part in _walk("", model):
+        by_module.setdefault(part.module, part)
+    return list(by_module.values())
 
 
 def _walk(name: str, module: nn.Module) -> Iterator[Part]:

@@ -226,7 +226,9 @@ class Engine:
         """Replace the working weights by the masters, rounded."""
         self._require_open("replace the weights")
         if self.phase is not Phase.FORWARD:
-            raise EngineError("weights cannot be replaced between backward and step(): call zero_grad()")
+            raise EngineError(
+                "weights cannot be replaced between backward and step(): call zero_grad()"
+            )
         self._updates.emit(self._blocks)
         self.synchronize()
 

@@ -65,7 +65,7 @@ class _WaitBeforeSaving(_FaceHook):
 
 
 class _CopyToHost(_FaceHook):
-    """A state dict of host copies: views of a flat buffer would be saved with all of it, and change."""
+    """A state dict of host copies: views of a flat buffer would be saved with all of it."""
 
     __slots__ = ()
 

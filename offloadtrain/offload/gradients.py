@@ -1,11 +1,11 @@
 """Gradients on their way down: delivered by autograd, gathered per block, copied, summed, measured.
 
 [Note: Micro-steps]
-A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not when
-backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()` the first
-delivery opens the micro-step and the next forward of the model, or `step()`, ends it. What a block has
-not delivered by then is zero. A block whose parameters have all delivered leaves at once; if one of them
-delivers again in the same micro-step (reentrant recompute), the block's later gradient is added to
+A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
+when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()` the
+first delivery opens the micro-step and the next forward of the model, or `step()`, ends it. What a block
+has not delivered by then is zero. A block whose parameters have all delivered leaves at once; if
+one of them delivers again in the same micro-step (reentrant recompute), the block's later gradient is added to
 the earlier one, and from then on the block leaves only at the end of its micro-steps.
 """
 
@@ -154,7 +154,7 @@ class Gradients:
             self._measure(bucket)
 
     def _wait_free(self, bucket: Bucket, lane: Lane) -> None:
-        """Before `lane` writes a gradient over the weights of the last step, they must have left."""
+        """Before `lane` overwrites the weights of the last step, they must have left."""
         if bucket.grad_free_after is not None:
             self._lanes.wait(lane, bucket.grad_free_after, f"upload of {bucket.name} has left")
             bucket.grad_free_after = None
@@ -162,7 +162,7 @@ class Gradients:
     def _gather(self, bucket: Bucket, delivered: Sequence[Slot]) -> Lease:
         """One flat 16-bit copy of the gradients, zero where there is none, on the compute lane."""
         lease = self._device_ring.take(bucket.numel, bucket.dtype, Lane.COMPUTE)
-        grads = [slot.param.grad for slot in delivered]
+        grads = [grad for slot in delivered if (grad := slot.param.grad) is not None]
         for slot in delivered:
             slot.param.grad = None
 
@@ -244,4 +244,3 @@ def _check_gradient(slot: Slot) -> None:
             f"parameter '{slot.name}' delivered {found} instead of a dense gradient. Use "
             "sparse=False in embeddings, and hooks that leave .grad in place."
         )
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from offloadtrain.offload.checks import ModelError
 from offloadtrain.optim import UpdateRule
@@ -37,14 +37,14 @@ def _as_groups(
 ) -> list[dict[str, Any]]:
     if params is None:
         params = (p for p in model.parameters() if p.requires_grad and p.numel())
-    given = list(params)
+    given: list[Any] = list(params)
     if given and isinstance(given[0], dict):
         return [{**group, "params": _listed(group["params"])} for group in given]
     return [{"params": _listed(given)}]
 
 
 def _listed(params: Any) -> list[nn.Parameter]:
-    listed = [params] if isinstance(params, Tensor) else list(params)
+    listed: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
     return [param for param in listed if param.requires_grad and param.numel()]
 
 
@@ -53,7 +53,9 @@ def _check_membership(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]
     counts: dict[nn.Parameter, int] = {}
     for param in (param for group in groups for param in group):
         if param not in names:
-            raise ModelError(f"a parameter of shape {tuple(param.shape)} in `params` is not in the model")
+            raise ModelError(
+                f"a parameter of shape {tuple(param.shape)} in `params` is not in the model"
+            )
         counts[param] = counts.get(param, 0) + 1
     for param, name in names.items():
         if not (param.requires_grad and param.numel()):

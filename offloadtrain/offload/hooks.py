@@ -1,4 +1,4 @@
-"""Module hooks: small objects that hold the engine weakly and become inert in a copy of the model."""
+"""Module hooks that hold the engine weakly and become inert in a copy of the model."""
 
 from __future__ import annotations
 

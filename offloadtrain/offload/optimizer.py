@@ -97,7 +97,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.backward(loss)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update from what backward has delivered; waits only for the gradient norm.
 
         A non-finite gradient norm skips the step: no state, no weight and no step count changes
@@ -131,11 +131,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.drop_gradients()
 
     def synchronize(self) -> None:
-        """Wait until every lane is idle: parameters hold the newest weights, the state is at rest."""
+        """Wait until every lane is idle: parameters hold the newest weights, state is at rest."""
         self._engine.synchronize()
 
     def sample_timeline(self) -> None:
-        """Make the next step's `last_step.timeline` hold what each lane did when; it waits for it."""
+        """Make the next step's `last_step.timeline` hold what each lane did when."""
         self._engine.sample_timeline()
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,14 +144,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         scaler = self._engine.scaler
         return {**super().state_dict(), "scaler": scaler.state_dict() if scaler else None}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over state and hyperparameters; the working weights follow the loaded masters.
 
         Raises:
             EngineError: if groups, shapes or step counts do not fit this optimizer.
         """
         saved, state = state_dict["param_groups"], state_dict["state"]
-        sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in self.param_groups]
+        sizes, own = (
+            [len(g["params"]) for g in saved],
+            [len(g["params"]) for g in self.param_groups],
+        )
         if sizes != own:
             raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {own}")
         slots = {slot.param: slot for _, slot in self._slots()}
@@ -159,7 +162,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         steps = {float(state[key]["step"]) for key in keys}
         if len(steps) != 1:
-            raise EngineError(f"all parameters step together, but the state has steps {sorted(steps)}")
+            raise EngineError(
+                f"all parameters step together, but the state has steps {sorted(steps)}"
+            )
         for key, param in zip(keys, params, strict=True):
             self.load_named_state(slots[param].name, state[key])
         for group, other in zip(self.param_groups, saved, strict=True):
@@ -220,7 +225,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._seal.renew()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while torch's constructor runs: the layout of host memory is fixed by `offload()`."""
+        """Refused after `offload()`, which fixes the layout of host memory."""
         if hasattr(self, "_engine"):
             raise ModelError("groups cannot be added after offload(): close() and offload again")
         super().add_param_group(param_group)
@@ -294,7 +299,8 @@ def offload(
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
-        precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling) or "fp32".
+        precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
+            "fp32".
         state: format of the host state: "fp32".
         update: update mode: "exact".
         clip_norm: largest global gradient norm; None: no clipping.

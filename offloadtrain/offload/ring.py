@@ -47,7 +47,8 @@ class _Slot:
 
 
 class Ring:
-    """Slots taken round robin; taking one waits, on the lane that will fill it, for its last use."""
+    """Slots taken round robin; taking one waits, on the lane that will fill it, for its last
+    use."""
 
     def __init__(self, name: str, lanes: Lanes, make: Callable[[], Sequence[Tensor]]) -> None:
         """`make`: maps one uint8 tensor per slot, (bytes of the largest bucket,); called once."""

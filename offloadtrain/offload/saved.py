@@ -1,10 +1,11 @@
 """Saved weights become handles.
 
 [Note: Handles]
-Autograd saves weights for backward and never notices that an upload replaced them: the version counter
-of a parameter that views a flat buffer does not move. So every saved tensor that lies in a block's
-flat buffer is replaced by a handle that knows the block's generation; unpacking with an old one
-raises. The hooks that do this are pushed by each block's own pre-forward hook, innermost, and
+Autograd saves weights for backward and never notices that an upload replaced them: the version
+counter of a parameter that views a flat buffer does not move. So every saved tensor that lies in a
+block's flat buffer is replaced by a handle that knows the block's generation; unpacking with an
+old one raises. The hooks that do this are pushed by each block's own pre-forward hook, innermost,
+and
 chained to whatever hooks are active (recompute pushes its own): pushed once around the whole
 forward they would miss everything that runs again in backward.
 """
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from offloadtrain.offload.block import Block
 
-_autograd = torch._C._autograd  # the public context manager cannot be chained: it hides the outer hooks
+_autograd = (
+    torch._C._autograd
+)  # the public context manager cannot be chained: it hides the outer hooks
 
 
 class Handle:
@@ -62,7 +65,8 @@ class SavedWeights:
         return found[0] if found else None
 
     def push(self) -> bool:
-        """Make the hooks the innermost of this thread; False where they are so already or not needed."""
+        """Make the hooks the innermost of this thread; False where they are so already or not
+        needed."""
         if not torch.is_grad_enabled():
             return False
         outer = _autograd._top_saved_tensors_default_hooks(False)

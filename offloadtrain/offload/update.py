@@ -16,7 +16,8 @@ from offloadtrain.transfer import Event, Lane, Lanes, Range, copy
 
 
 class Updates:
-    """Updates blocks in forward order, so that the next forward can begin behind the first upload."""
+    """Updates blocks in forward order, so that the next forward can begin behind the first
+    upload."""
 
     def __init__(
         self,
@@ -54,7 +55,11 @@ class Updates:
             for bucket in block.buckets:
                 staged = self._stage(bucket)
                 self._lanes.launch(
-                    Lane.HOST, f"cast {bucket.name}", kernels.cast, [bucket.master.whole], [staged.range]
+                    Lane.HOST,
+                    f"cast {bucket.name}",
+                    kernels.cast,
+                    [bucket.master.whole],
+                    [staged.range],
                 )
                 self._upload(bucket, staged, read)
             block.launched_upload(self._lanes.record(Lane.H2D))
@@ -66,7 +71,9 @@ class Updates:
         return self._host_ring.take(bucket.numel, bucket.dtype, Lane.HOST)
 
     def _adam(self, bucket: Bucket, staged: Range, step: int, grad_scale: float) -> None:
-        group = dict(self._groups[bucket.group])  # as it is now: the caller may change it after step()
+        group = dict(
+            self._groups[bucket.group]
+        )  # as it is now: the caller may change it after step()
         rule = self._rule
 
         def adam(*operands: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""What the engine needs to know of an optimizer: which state it keeps and how one bucket is updated."""
+"""What the engine needs to know of an optimizer: which state it keeps and how one bucket is
+updated."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 
 class UpdateRule(Protocol):
-    """An optimizer as the engine sees it. Implementations are frozen dataclasses of hyperparameters."""
+    """An optimizer as the engine sees it. Implementations are frozen dataclasses of
+    hyperparameters."""
 
     @property
     def state_names(self) -> tuple[str, ...]:

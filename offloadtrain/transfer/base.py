@@ -85,7 +85,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One stretch of work on a lane, for the timeline of a sampled step. Times are relative to its start."""
+    """One stretch of work on a lane; times are relative to the start of the sampled step."""
 
     lane: str
     name: str
@@ -174,12 +174,11 @@ class Lanes(ABC):
 
     @abstractmethod
     def take_timeline(self) -> list[Interval]:
-        """The intervals since `start_timeline`, by start; ends the sampling. Waits for the lanes."""
+        """The intervals since `start_timeline`, by start; waits for the lanes, ends the
+        sampling."""
 
     @abstractmethod
-    def open_span(
-        self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()
-    ) -> Span:
+    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         """Foreign code may touch these ranges on the compute lane until `close_span`."""
 
     @abstractmethod
@@ -187,7 +186,7 @@ class Lanes(ABC):
         """The end of the span on the compute lane. A second close is ignored."""
 
     def alloc(self, range_: Range) -> Range:
-        """The contents of a reused range are undefined from here on; the caller has ordered its reuse."""
+        """The contents of a reused range are undefined from here on; its reuse is in order."""
         return self._poisoned(range_)
 
     def free(self, range_: Range) -> None:

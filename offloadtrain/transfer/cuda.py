@@ -82,7 +82,7 @@ class _HostThread:
                 continue
             try:
                 task()
-            except BaseException as error:  # kept, and raised by the next call on the training thread
+            except BaseException as error:  # raised by the next call of the training thread
                 self.failure = error
 
 

@@ -1,7 +1,8 @@
 """The resident trainer that every offloaded run is compared with: plain torch, no code of ours.
 
 Working weights in the compute dtype, fp32 masters padded to 16 elements under
-`torch.optim.AdamW(fused=True)`, microbatches summed in fp32, the global norm as offloadtrain defines
+`torch.optim.AdamW(fused=True)`, microbatches summed in fp32, the global norm as offloadtrain
+defines
 it (fp64 sums of squares over segments of 2,048 elements, each a halving tree, added in order).
 """
 
@@ -63,7 +64,9 @@ class ResidentRun:
         flat = param.detach().float().reshape(-1).clone()
         return nn.Parameter(torch.nn.functional.pad(flat, (0, -flat.numel() % 16)))
 
-    def step(self, batches: Sequence[object], loss_of: Callable[[nn.Module, object], Tensor]) -> list[float]:
+    def step(
+        self, batches: Sequence[object], loss_of: Callable[[nn.Module, object], Tensor]
+    ) -> list[float]:
         """One optimizer step over microbatches; returns their losses."""
         sums: dict[str, Tensor] = {}
         losses = []
@@ -108,5 +111,7 @@ class ResidentRun:
     def moment(self, name: str, key: str) -> Tensor:
         param = self.trained[name]
         state = self.adam.state[self.masters[name]]
-        flat = state.get(key, torch.zeros_like(self.masters[name]))  # none yet: every step was skipped
+        flat = state.get(
+            key, torch.zeros_like(self.masters[name])
+        )  # none yet: every step was skipped
         return flat[: param.numel()].view(param.shape)

@@ -40,7 +40,11 @@ def pair(
 
 
 def train(
-    optimizer: ot.OffloadOptimizer, model: nn.Module, micro: list[torch.Tensor], *, explicit: bool = True
+    optimizer: ot.OffloadOptimizer,
+    model: nn.Module,
+    micro: list[torch.Tensor],
+    *,
+    explicit: bool = True,
 ) -> list[float]:
     losses = []
     for tokens in micro:
@@ -67,7 +71,13 @@ def assert_same(resident: ResidentRun, optimizer: ot.OffloadOptimizer, model: nn
 
 
 def compare(
-    name: str, precision: str, *, accum: int = 1, clip: float | None = None, steps: int = 4, explicit: bool = True
+    name: str,
+    precision: str,
+    *,
+    accum: int = 1,
+    clip: float | None = None,
+    steps: int = 4,
+    explicit: bool = True,
 ) -> None:
     resident, optimizer, model = pair(make(name), precision, accum=accum, clip=clip)
     stream = batches(steps * accum)
@@ -111,7 +121,12 @@ def test_same_bits_drawn(
     name: str, precision: str, accum: int, clip: float | None, explicit: bool
 ) -> None:
     compare(
-        name, precision, accum=accum, clip=clip, steps=10 if precision == "fp16" else 2, explicit=explicit or precision == "fp16"
+        name,
+        precision,
+        accum=accum,
+        clip=clip,
+        steps=10 if precision == "fp16" else 2,
+        explicit=explicit or precision == "fp16",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_state import ToyModel, ToyState, filled, same
+from tests.trainer.toy_state import ToyModel, ToyState, filled, same
 
 from offloadtrain import checkpoint
 from offloadtrain.checkpoint import CheckpointError, DamagedCheckpointError

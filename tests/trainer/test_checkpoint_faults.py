@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty_os import FaultyOs, fail_with, kill
-from toy_state import filled, same
+from tests.trainer.faulty_os import FaultyOs, fail_with, kill
+from tests.trainer.toy_state import filled, same
 
 from offloadtrain import checkpoint, durable
 from offloadtrain.checkpoint import CheckpointError
@@ -58,6 +58,7 @@ def loaded_step(folder: Path) -> int:
 
     found = checkpoint.newest_good(folder, fail)
     assert found is not None
+    assert all(checkpoint.verify(path) for path in checkpoint.find(folder))
     model, state = filled(99)
     checkpoint.restore(found, model, state)
     assert same(state, filled(found.step)[1]) and model.seen == found.step
@@ -70,7 +71,7 @@ def loaded_step(folder: Path) -> int:
 def test_killed_at_every_call(two_saved: Path, tmp_path: Path, tear: bool) -> None:
     seen = set()
     total = num_calls(two_saved, tmp_path / "run")
-    assert total > 60
+    assert total > 40
     for at in range(total):
         folder = fresh(two_saved, tmp_path / "run")
         child = os.fork()

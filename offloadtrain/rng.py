@@ -1,0 +1,53 @@
+"""Every random state of a run, as plain JSON, so that a resumed run draws the same numbers."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (torch's on every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of all global generators."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, _text(keys.tobytes()), int(position), int(has_gauss), float(cached)],
+        "torch": _text(bytes(torch.get_rng_state().tolist())),
+        "cuda": [_text(bytes(state.tolist())) for state in cuda],
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set all global generators; with fewer or more GPUs than saved, those that both have."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(_bytes(keys), np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_tensor(state["torch"]))
+    for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_tensor(text), index)
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)

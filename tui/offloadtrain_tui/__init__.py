@@ -1,0 +1,1 @@
+"""The monitor of offloadtrain runs: reads event files, never the trainer."""

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offloadtrain.offload import OffloadOptimizer, StepReport, offload
+    from offloadtrain.engine import OffloadOptimizer, StepReport, offload
     from offloadtrain.optim import Adam, AdamW
 
 __version__ = "0.1.0"
@@ -20,10 +20,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adam": "offloadtrain.optim",
     "AdamW": "offloadtrain.optim",
-    "OffloadOptimizer": "offloadtrain.offload",
+    "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.errors",
-    "StepReport": "offloadtrain.offload",
-    "offload": "offloadtrain.offload",
+    "StepReport": "offloadtrain.engine",
+    "offload": "offloadtrain.engine",
 }
 
 __all__ = ["Adam", "AdamW", "OffloadOptimizer", "StepReport", "__version__", "offload"]

@@ -26,9 +26,10 @@ class Progress:
     seconds: float = 0.0
     val_loss: float | None = None
 
-    def count(self, *, tokens: int, skipped: bool) -> None:
+    def count(self, *, tokens: int, skipped: bool, seconds: float) -> None:
         """Account for one attempted step."""
         self.tokens += tokens
+        self.seconds += seconds
         if skipped:
             self.skipped += 1
             self.skipped_in_a_row += 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import resources
 from pathlib import Path
 
 from offloadtrain.config_toml import nearest
 from offloadtrain.errors import ConfigError, OffloadTrainError
+
+_FOLDER = Path(__file__).parent.parent / "jobs"
 
 
 class JobExistsError(OffloadTrainError):
@@ -59,8 +60,7 @@ def find_job(job: str) -> Path:
 
 def shipped_jobs() -> dict[str, Path]:
     """Return the shipped jobs by name, in order."""
-    folder = Path(str(resources.files("offloadtrain"))) / "jobs"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def _shipped(name: str) -> Path:

@@ -33,10 +33,10 @@ def learning_rate(
     )
 
 
-def _remaining(step: int, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:
+def _decay_left(step: int, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:
     """Return how much of the decay is still to come: 1 at its start, 0 in the last step."""
-    start = max(warmup_steps - 1, 0)
-    progress = min((step - start) / max(total_steps - 1 - start, 1), 1.0)
+    first, last = max(warmup_steps - 1, 0), total_steps - 1
+    progress = (min(step, last) - first) / max(last - first, 1)
     if schedule == "linear":
         return 1.0 - progress
     return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from offloadtrain.offload.checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from offloadtrain.optim import UpdateRule
 
 

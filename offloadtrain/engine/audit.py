@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.offload.block import Block
+from offloadtrain.engine.block import Block
 
 
 class Audit(TorchDispatchMode):

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from torch import nn
 
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.offload.bucket import Bucket
+from offloadtrain.engine.bucket import Bucket
 from offloadtrain.transfer import Event, Lane, Lanes, Range, Span
 
 

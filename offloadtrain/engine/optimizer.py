@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.memory import Arena, Ledger
-from offloadtrain.offload.block import Block
-from offloadtrain.offload.bucket import Bucket, Slot
-from offloadtrain.offload.build import Settings, build
-from offloadtrain.offload.checks import ModelError, ModelSeal, check_model
-from offloadtrain.offload.engine import Engine, EngineError, Phase, StepReport
-from offloadtrain.offload.faces import attach_faces
-from offloadtrain.offload.groups import normalise_groups
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.build import Settings, build
+from offloadtrain.engine.checks import ModelError, ModelSeal, check_model
+from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
+from offloadtrain.engine.faces import attach_faces
+from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.optim import AdamW, UpdateRule
 from offloadtrain.transfer import Lanes, lanes_for
 

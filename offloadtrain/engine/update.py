@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from offloadtrain import kernels
-from offloadtrain.offload.block import Block
-from offloadtrain.offload.bucket import Bucket
-from offloadtrain.offload.ring import Lease, Ring
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Event, Lane, Lanes, Range, copy
 

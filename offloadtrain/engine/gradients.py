@@ -19,9 +19,9 @@ from torch import Tensor
 
 from offloadtrain import kernels
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.offload.block import Block
-from offloadtrain.offload.bucket import Bucket, Slot
-from offloadtrain.offload.ring import Lease, Ring
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.transfer import Buffer, Lane, Lanes, copy
 
 

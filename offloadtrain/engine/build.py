@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.memory import Arena, Ledger, Request
-from offloadtrain.offload.block import Block
-from offloadtrain.offload.bucket import Bucket, pack
-from offloadtrain.offload.checks import ModelError, keeps_fp32
-from offloadtrain.offload.cut import Part, cut
-from offloadtrain.offload.engine import Engine
-from offloadtrain.offload.gradients import Gradients
-from offloadtrain.offload.ring import Ring
-from offloadtrain.offload.update import Updates
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, pack
+from offloadtrain.engine.checks import ModelError, keeps_fp32
+from offloadtrain.engine.cut import Part, cut
+from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.gradients import Gradients
+from offloadtrain.engine.ring import Ring
+from offloadtrain.engine.update import Updates
 from offloadtrain.optim import LossScaler, UpdateRule
 from offloadtrain.transfer import Buffer, Lanes
 

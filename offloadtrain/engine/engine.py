@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.offload.audit import Audit
-from offloadtrain.offload.block import Block
-from offloadtrain.offload.bucket import Slot
-from offloadtrain.offload.gradients import Gradients
-from offloadtrain.offload.hooks import watch
-from offloadtrain.offload.saved import SavedWeights
-from offloadtrain.offload.update import Updates
+from offloadtrain.engine.audit import Audit
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.gradients import Gradients
+from offloadtrain.engine.hooks import watch
+from offloadtrain.engine.saved import SavedWeights
+from offloadtrain.engine.update import Updates
 from offloadtrain.optim import LossScaler
 from offloadtrain.transfer import Interval, Lane, Lanes, Span
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.offload.hooks import Inert
+from offloadtrain.engine.hooks import Inert
 
 
 class Face(Protocol):
@@ -72,8 +72,6 @@ class _CopyToHost(_FaceHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
-        if self._face() is None:
-            return
         copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied names share one copy
         for name, value in state_dict.items():
             if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:

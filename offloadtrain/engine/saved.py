@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.offload.block import Block
+from offloadtrain.engine.block import Block
 
 _autograd = (
     torch._C._autograd

@@ -1,0 +1,179 @@
+"""From a job to the parts that the loop drives: seeds, device, data, model, optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadtrain import kernels, optim, rng
+from offloadtrain.config import Config
+from offloadtrain.data.batches import Batches
+from offloadtrain.data.prepare import prepare
+from offloadtrain.data.tokens import TokenFile
+from offloadtrain.errors import ConfigError
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.engine import OffloadOptimizer, offload
+
+PrepareProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop drives.
+
+    Attributes:
+        precision: of the working weights, with "auto" resolved.
+        why: how it was chosen, if it was chosen here.
+        val_tokens: None if nothing is held out.
+    """
+
+    model: Transformer
+    optimizer: OffloadOptimizer
+    batches: Batches
+    train_tokens: TokenFile
+    val_tokens: TokenFile | None
+    precision: str
+    why: str
+
+
+def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts:
+    """Build everything at the state before the first step.
+
+    Raises:
+        ConfigError: the job asks for what this machine or the data does not have.
+        DataError, HostMemoryError: from the data and the engine.
+    """
+    _set_up_torch(config)
+    device = resolve_device(config.device.kind)
+    precision, why = resolve_precision(config.device.precision, device)
+    train_tokens, val_tokens = open_tokens(config, on_prepare)
+    for tokens in filter(None, (train_tokens, val_tokens)):
+        _check_vocabulary(config, tokens)
+    model = Transformer(config.model, seed=config.train.seed)
+    optimizer = offload(
+        model,
+        _update_rule(config),
+        params=_groups(model, config),
+        device=device,
+        precision=precision,
+        state=config.optim.state,
+        update=config.optim.update,
+        clip_norm=config.optim.clip_norm or None,
+        grad_accum_steps=config.train.grad_accum_steps,
+        pin_memory=config.device.pin_memory,
+    )
+    return Parts(
+        model=model,
+        optimizer=optimizer,
+        batches=Batches(
+            train_tokens,
+            batch=config.train.micro_batch,
+            seq_len=config.data.seq_len,
+            seed=config.train.seed,
+        ),
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
+        precision=precision,
+        why=why,
+    )
+
+
+def open_tokens(
+    config: Config, on_prepare: PrepareProgress | None = None
+) -> tuple[TokenFile, TokenFile | None]:
+    """Open the token files of a job, made from its source first if that is what it names."""
+    data = config.data
+    if not data.source:
+        return TokenFile(data.train), TokenFile(data.val) if data.val else None
+    folder = Path(data.cache) / (Path(data.source).stem or "source")
+    made = prepare(data.source, folder, val_fraction=data.val_fraction, progress=on_prepare)
+    return TokenFile(made.train), TokenFile(made.val) if made.val else None
+
+
+def resolve_device(kind: str) -> torch.device:
+    """Return the compute device.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            'device.kind = "cuda", but this torch sees no CUDA GPU; set device.kind = "cpu", or '
+            '"auto" to take what is there'
+        )
+    if kind == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_precision(asked: str, device: torch.device) -> tuple[str, str]:
+    """Return the precision of the working weights and, for "auto", why it is this one.
+
+    On a CPU without bf16 matrix instructions a bf16 model is ten times slower than an fp32 one.
+
+    Raises:
+        ConfigError: bf16 is asked for on a GPU that has none.
+    """
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        name = torch.cuda.get_device_name(device)
+    else:
+        has_bf16, name = _cpu_has_bf16(), "this CPU"
+    if asked == "bf16" and device.type == "cuda" and not has_bf16:
+        raise ConfigError(f'device.precision = "bf16", but {name} has no bf16; set "fp16"')
+    if asked != "auto":
+        return asked, ""
+    if has_bf16:
+        return "bf16", f"{name} computes in bf16"
+    if device.type == "cuda":
+        return "fp16", f"{name} has no bf16"
+    return "fp32", f"{name} has no bf16 matrix instructions, and would be ten times slower in bf16"
+
+
+def _cpu_has_bf16() -> bool:
+    """Ask oneDNN, which falls back to scalar loops where AVX-512 or its like is missing."""
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return bool(torch.backends.mkldnn.is_available() and ask is not None and ask())
+
+
+def _set_up_torch(config: Config) -> None:
+    rng.seed_all(config.train.seed)
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+        kernels.set_threads(config.device.threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.train.deterministic)
+
+
+def _update_rule(config: Config) -> optim.Adam:
+    rule = {"adamw": optim.AdamW, "adam": optim.Adam}[config.optim.name]
+    chosen = config.optim
+    return rule(
+        lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
+    )
+
+
+def _groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Return parameter groups: with "matrices", norms and biases do not decay."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    if config.optim.decay == "all":
+        return [{"params": params}]
+    groups = [
+        {"params": [param for param in params if param.ndim >= 2]},
+        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
+    if tokens.header.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
+            f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
+        )

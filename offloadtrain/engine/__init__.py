@@ -1,0 +1,19 @@
+"""The offload engine over arbitrary modules."""
+
+from offloadtrain.engine.block import StaleGraphError
+from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
+from offloadtrain.engine.gradients import GradientError
+from offloadtrain.engine.optimizer import OffloadOptimizer, offload
+
+__all__ = [
+    "Engine",
+    "EngineError",
+    "GradientError",
+    "ModelError",
+    "OffloadOptimizer",
+    "Phase",
+    "StaleGraphError",
+    "StepReport",
+    "offload",
+]

@@ -1,0 +1,332 @@
+"""The loop, in the order in which things happen.
+
+    build     seeds, device, data, model, and the optimizer through `offload` (assembly.py)
+    resume    the newest good checkpoint of the run: from there on every loss is the same, bit for bit,
+              as if the run had never stopped
+    step      learning rate; per microbatch data, forward, backward; update; one record
+    between   evaluation, checkpoint, a request to stop
+    end       last evaluation, last checkpoint, a sample of text
+
+A step whose gradients are not finite is skipped by the engine: no state changes. Its batch is used
+up, it is counted and shown, and the learning rate stands still, because the schedule follows the
+optimizer steps that were done. After MAX_SKIPS in a row the run ends with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offloadtrain import checkpoint, rng
+from offloadtrain.assembly import Parts
+from offloadtrain.checkpoint import CheckpointError, DamagedCheckpointError
+from offloadtrain.config import Config
+from offloadtrain.data.batches import Batches
+from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.engine import StepReport
+from offloadtrain.errors import ConfigError, OffloadTrainError
+from offloadtrain.model.generate import generate
+from offloadtrain.optim.schedule import learning_rate
+from offloadtrain.progress import Progress, StepClock
+from offloadtrain.run_log import RunLog
+from offloadtrain.stop import StopRequests
+
+MAX_SKIPS = 20
+SAMPLE_TEMPERATURE = 0.8
+_SAMPLE_SEED = 0
+
+
+class TrainingError(OffloadTrainError):
+    """Training cannot go on: the numbers are not finite any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a start of a run ended: all steps done, or stopped on request and resumable."""
+
+    status: Literal["done", "stopped"]
+    step: int
+    val_loss: float | None
+
+
+class Trainer:
+    """One run, from its first or latest step to its last, or until it is asked to stop."""
+
+    def __init__(self, config: Config, parts: Parts, folder: Path, log: RunLog) -> None:
+        """`folder`: for checkpoints; only this trainer writes it."""
+        self.config = config
+        self.model, self.optimizer = parts.model, parts.optimizer
+        self.batches, self.val_tokens = parts.batches, parts.val_tokens
+        self.progress = Progress()
+        self._precision = parts.precision
+        self._tokenizer = parts.train_tokens.header.tokenizer
+        self._folder = folder
+        self._log = log
+        self._loss = _LateLoss(self.optimizer.device)
+        self._saved_step = -1
+
+    # ---- resume
+
+    def resume(self) -> None:
+        """Take over the newest good checkpoint; a damaged one is told about and set aside.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model.
+        """
+        found = checkpoint.newest_good(self._folder, self._set_aside)
+        if found is None:
+            raise CheckpointError(f"{self._folder} holds no good checkpoint to go on from")
+        self._check_same_job(found)
+        checkpoint.restore(found, self.model, self.optimizer)
+        state = found.state
+        self.optimizer.finish_load(**state["optimizer"])
+        self.batches.load_state_dict(state["data"])
+        self.progress = Progress(**state["progress"])
+        rng.restore(state["rng"])
+        self._saved_step = found.step
+
+    def _set_aside(self, path: Path, damage: DamagedCheckpointError) -> None:
+        kept = checkpoint.set_aside(path)
+        self._log.warn("checkpoint-damaged", f"{damage}. It is kept as {kept.name}.")
+
+    def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
+        """Refuse what makes another run of it, and tell what else was changed."""
+        if self._precision != found.state["precision"]:
+            raise ConfigError(
+                f"{found.path} was trained with device.precision = {found.state['precision']!r}, "
+                f"and here it is {self._precision!r}"
+            )
+        changed = _differences(found.state["config"], asdict(self.config))
+        if structural := [line for line in changed if line.startswith("model.")]:
+            raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
+        if changed:
+            self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
+
+    # ---- the loop
+
+    def train(self) -> Outcome:
+        """Train from `progress.step` to the job's last step.
+
+        Raises:
+            TrainingError: gradients stayed non-finite; a checkpoint was saved.
+            CheckpointError: the last checkpoint could not be saved.
+        """
+        config = self.config.train
+        if self.progress.step == 0:
+            self._evaluate()
+        with StopRequests() as stop:
+            while self.progress.step < config.steps and not stop.requested:
+                if self._step():
+                    self._between_steps()
+            if self.progress.step < config.steps:
+                self._save()
+                return Outcome("stopped", self.progress.step, self.progress.val_loss)
+            self._finish()
+        return Outcome("done", self.progress.step, self.progress.val_loss)
+
+    def _step(self) -> bool:
+        """Try one optimizer step; False if it was skipped."""
+        clock = StepClock()
+        lr = self._set_learning_rate()
+        self._log.before_step(self.optimizer)
+        self._accumulate(clock)
+        self.optimizer.step()
+        clock.lap("optimizer")
+        report = self.optimizer.last_step
+        assert report is not None
+        loss = self._loss.wait()
+        number = self.progress.step + 1
+        self.progress.count(
+            tokens=self.config.batch_tokens, skipped=report.skipped, seconds=clock.total_ms / 1e3
+        )
+        self._log.step(number, self.progress, report, clock, loss=loss, lr=lr)
+        self._check_finite(number, report, loss)
+        return not report.skipped
+
+    def _set_learning_rate(self) -> float:
+        optim = self.config.optim
+        lr = learning_rate(
+            self.progress.step,
+            peak=optim.lr,
+            schedule=optim.schedule,
+            total_steps=self.config.train.steps,
+            warmup_steps=optim.warmup_steps,
+            min_ratio=optim.min_lr_ratio,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _accumulate(self, clock: StepClock) -> None:
+        """Forward and backward of every microbatch; `_loss` gets their mean."""
+        count = self.config.train.grad_accum_steps
+        total: Tensor | float = 0.0
+        for number in range(count):
+            tokens_BT, targets_BT = self._next_batch(self.batches)
+            clock.lap("data")
+            loss = self.model(tokens_BT, targets_BT)
+            total = total + loss.detach()
+            if number == count - 1:
+                self._loss.launch(total / count)
+            clock.lap("forward")
+            self.optimizer.backward(loss)
+            clock.lap("backward")
+
+    def _next_batch(self, batches: Batches) -> tuple[Tensor, Tensor]:
+        tokens_BT, targets_BT = batches.next()
+        device = self.optimizer.device
+        if device.type == "cpu":
+            return tokens_BT, targets_BT
+        # From pinned memory the copies are asynchronous; torch keeps it until they are done.
+        return (
+            tokens_BT.pin_memory().to(device, non_blocking=True),
+            targets_BT.pin_memory().to(device, non_blocking=True),
+        )
+
+    def _check_finite(self, number: int, report: StepReport, loss: float) -> None:
+        if not math.isfinite(loss):
+            self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
+        elif report.skipped and self._precision != "fp16":
+            self._log.warn(
+                "step-skipped",
+                f"step {number} was skipped: the gradient norm is {report.grad_norm}",
+                number,
+            )
+        if self.progress.skipped_in_a_row >= MAX_SKIPS:
+            self._save()
+            raise TrainingError(
+                f"{MAX_SKIPS} steps in a row were skipped: the gradients of step {number} are not "
+                f"finite (loss {loss}, loss scale {report.loss_scale:g}). The state before them is "
+                "in the last checkpoint. Lower optim.lr, lengthen optim.warmup_steps, or set "
+                'device.precision = "bf16" or "fp32".'
+            )
+
+    # ---- between steps
+
+    def _between_steps(self) -> None:
+        step, config = self.progress.step, self.config.train
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            self._evaluate()
+        if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
+            self._save_or_warn()
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Mean loss over the first `eval_batches` of the held-out tokens: always the same ones."""
+        if self.val_tokens is None or not self.config.train.eval_every:
+            return
+        clock = StepClock()
+        batch, seq_len = self.config.train.micro_batch, self.config.data.seq_len
+        batches = Batches(self.val_tokens, batch=batch, seq_len=seq_len, shuffle=False)
+        count = max(1, min(self.config.train.eval_batches, batches.windows // batch))
+        self.model.eval()
+        losses = [self.model(*self._next_batch(batches)) for _ in range(count)]
+        self.model.train()
+        self.progress.val_loss = torch.stack(losses).double().mean().item()  # waits for the device
+        clock.lap("evaluation")
+        self.progress.seconds += clock.total_ms / 1e3
+        self._log.evaluated(self.progress, count * batch * seq_len, clock.total_ms)
+
+    def _save_or_warn(self) -> None:
+        """Save; a full disk must not end a run whose last checkpoint is good."""
+        try:
+            self._save()
+        except CheckpointError as error:
+            self._log.checkpoint_failed(self.progress.step, error)
+
+    def _save(self) -> None:
+        """Save the state after this step, unless it was saved already, and prune."""
+        if self._saved_step == self.progress.step:
+            return
+        saved = checkpoint.save(
+            self._folder, self.progress.step, self.model, self.optimizer, self._state()
+        )
+        self._saved_step = self.progress.step
+        self.progress.seconds += saved.seconds
+        self._log.saved(self.progress.step, saved)
+        try:
+            checkpoint.prune(self._folder, self.config.train.keep_last)
+        except OSError as error:
+            self._log.warn("prune-failed", f"old checkpoints stay: {error}")
+
+    def _state(self) -> Mapping[str, Any]:
+        """Return all that is not a tensor and that the rest of the run depends on."""
+        scaler = self.optimizer.state_dict()["scaler"]
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "optimizer": {"step": self.progress.step, "scaler": scaler},
+            "progress": asdict(self.progress),
+            "data": self.batches.state_dict(),
+            "rng": rng.capture(),
+            "param_groups": hyperparameters,
+            "precision": self._precision,
+            "config": asdict(self.config),
+        }
+
+    # ---- the end
+
+    def _finish(self) -> None:
+        self._evaluate()
+        self._save()
+        if self.config.train.sample_tokens:
+            self._sample()
+
+    def _sample(self) -> None:
+        """Let the model write on from the prompt."""
+        words = tokenizer(self._tokenizer)
+        prompt = self.config.train.sample_prompt
+        tokens = words.encode(prompt) or [words.end_of_document]
+        generated_BT = generate(
+            self.model,
+            torch.tensor([tokens], device=self.optimizer.device),
+            self.config.train.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            generator=torch.Generator().manual_seed(_SAMPLE_SEED),
+        )
+        new = [t for t in generated_BT[0, len(tokens) :].tolist() if t < words.vocab_size]
+        self._log.sampled(self.progress.step, prompt, words.decode(new))
+
+
+class _LateLoss:
+    """A loss on its way to the host, read when the step is over instead of stopping the device.
+
+    The copy is launched before backward, and the step waits for gradients, so that `wait` finds it
+    done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty((), dtype=torch.float32, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def launch(self, loss: Tensor) -> None:
+        self._host.copy_(loss, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.item()
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
+    found: list[str] = []
+    for key, value in now.items():
+        before = saved.get(key)
+        if isinstance(value, Mapping):
+            nested = before if isinstance(before, Mapping) else {}
+            found += _differences(nested, value, f"{prefix}{key}.")
+        elif before != (list(value) if isinstance(value, tuple) else value):
+            found.append(f"{prefix}{key}: {before} -> {value}")
+    return found

@@ -1,0 +1,72 @@
+"""The shipped jobs: all load, say what they are, and can be copied."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from offloadtrain import config
+from offloadtrain.cli import main
+from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.commands.preview import state_bytes
+from offloadtrain.shapes import num_params
+
+
+@pytest.mark.parametrize("name", shipped_jobs())
+def test_every_shipped_job_loads_and_is_described(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = config.load(shipped_jobs()[name])
+    assert job.train.steps > 0
+    assert main(["ls"]) == 0
+    described = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert len(described[name]) > 20
+
+
+def test_copy_makes_a_job_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cp", "debug"]) == 0
+    assert capsys.readouterr().out == "debug.toml\n"
+    assert (tmp_path / "debug.toml").read_text() == shipped_jobs()["debug"].read_text()
+    assert main(["cp", "debug", "mine.toml"]) == 0
+    assert config.load("mine.toml") == config.load(shipped_jobs()["debug"])
+
+
+def test_copy_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "debug.toml").write_text("mine")
+    assert main(["cp", "debug", str(tmp_path)]) == 1
+    assert "exists" in capsys.readouterr().err
+    assert (tmp_path / "debug.toml").read_text() == "mine"
+    assert main(["cp", "debug", str(tmp_path / "no" / "folder.toml")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_dry_run_prints_the_resolved_job_and_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "gpt_13b_32gb", "--dry-run", "--set", "optim.lr=5e-5"]) == 0
+    out, err = capsys.readouterr()
+    assert tomllib.loads(out)["optim"]["lr"] == 5e-5
+    assert config.loads(out) == config.load(shipped_jobs()["gpt_13b_32gb"], ["optim.lr=5e-5"])
+    assert "13.3" in err and "master weights" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "host"),
+    [
+        (["device.precision=bf16"], 2, 12 + 2),
+        (["device.precision=bf16", "train.grad_accum_steps=2"], 2, 12 + 4),
+        (["device.precision=fp32"], 4, 12 + 4),
+    ],
+)
+def test_bytes_per_parameter(overrides: list[str], device: int, host: int) -> None:
+    job = config.load(shipped_jobs()["demo"], overrides)
+    tiers = state_bytes(job)
+    assert sum(tiers["device"].values()) == device * num_params(job.model)
+    assert sum(tiers["host"].values()) == host * num_params(job.model)

@@ -1,0 +1,57 @@
+"""`offloadtrain prepare`: the names of the token files on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offloadtrain.cli import main
+from offloadtrain.commands.prepare import ProgressBar
+from offloadtrain.data.tokens import TokenFile
+
+
+def test_token_files_are_made_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.txt").write_text(f"text number {number}\n" * 50)
+    out = tmp_path / "tokens"
+    assert main(["prepare", str(source), str(out), "--val-fraction", "0.2"]) == 0
+    printed, narrated = capsys.readouterr()
+    assert printed == f"{out}/train.bin\n{out}/val.bin\n"
+    assert "written" in narrated
+    assert len(TokenFile(out / "train.bin")) > len(TokenFile(out / "val.bin")) > 0
+
+    assert main(["prepare", str(source), str(out), "--val-fraction", "0.2"]) == 0
+    assert "made before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [("absent", [], "absent"), ("empty", [], "empty"), ("empty", ["--val-fraction", "2"], "[0, 1)")],
+)
+def test_what_cannot_be_prepared_is_told(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    options: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["prepare", str(tmp_path / source), str(tmp_path / "out"), *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "Traceback" not in err
+
+
+def test_the_bar_moves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    bar = ProgressBar("preparing")
+    bar._shown_at -= 1
+    bar.show(50, 200)
+    bar.show(51, 200)  # too soon to be drawn
+    bar.end()
+    drawn = capsys.readouterr().err
+    assert drawn.count("preparing") == 1 and " 25%" in drawn and drawn.endswith("\r\x1b[K")

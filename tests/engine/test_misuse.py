@@ -1,0 +1,244 @@
+"""Every wrong use gets an error that says what and which parameter, before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadtrain as ot
+from offloadtrain.engine import EngineError, GradientError, ModelError, StaleGraphError
+from tests.numerics.models import Chain, batches, loss_of
+
+
+def model() -> Chain:
+    torch.manual_seed(0)
+    return Chain()
+
+
+def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:
+    net = model()
+    return ot.offload(net, device="cpu", **options), net
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1).expand(4))
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(4))
+        self.two = nn.Parameter(self.one.data[2:])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+
+
+def with_gradient() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    return net
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "nothing to train": (lambda: nn.Linear(2, 2).requires_grad_(False), "nothing to train"),
+    "no parameters": (nn.Identity, "nothing to train"),
+    "double": (lambda: nn.Linear(2, 2).double(), r"'weight' is torch\.float64"),
+    "complex": (Complex, "'weight' is complex"),
+    "sparse gradients": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "'0' makes sparse"),
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
+    "lazy": (lambda: nn.LazyLinear(2), "'weight' is not initialised"),
+    "gradient left": (with_gradient, "'weight' has a gradient already"),
+    "expanded": (Expanded, "'weight' is an expanded view"),
+    "overlapping": (Overlapping, "'one' and 'two' share memory"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_trained_are_refused(case: str) -> None:
+    build, message = REFUSED[case]
+    net = build()
+    before = {name: param.data_ptr() for name, param in net.named_parameters() if case != "lazy"}
+    with pytest.raises(ModelError, match=message):
+        ot.offload(net, device="cpu")
+    assert before == {n: p.data_ptr() for n, p in net.named_parameters() if case != "lazy"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int8"}, "precision = 'int8' is not one of"),
+        ({"state": "fp8"}, "state = 'fp8' is not one of"),
+        ({"update": "eager"}, "update = 'eager' is not one of"),
+        ({"clip_norm": 0.0}, "clip_norm = 0.0 is not positive"),
+        ({"grad_accum_steps": 0}, "grad_accum_steps = 0 is not positive"),
+        ({"device": "meta"}, "works for 'cuda' and 'cpu'"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ot.offload(model(), **{"device": "cpu", **options})
+
+
+@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": float("nan")}])
+def test_hyperparameters_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ot.AdamW(**wrong)
+
+
+def test_groups_must_hold_each_trainable_parameter_once() -> None:
+    net = model()
+    params = list(net.parameters())
+    with pytest.raises(ModelError, match=r"'head.weight' is in no group"):
+        ot.offload(net, params=params[:-1], device="cpu")
+    with pytest.raises(ModelError, match=r"'embed.weight' is in 2 groups"):
+        ot.offload(net, params=[{"params": params}, {"params": params[:1]}], device="cpu")
+    with pytest.raises(ModelError, match="not in the model"):
+        ot.offload(net, params=[*params, nn.Parameter(torch.zeros(3))], device="cpu")
+    with pytest.raises(ValueError, match="learning_rate"):
+        ot.offload(net, params=[{"params": params, "learning_rate": 1.0}], device="cpu")
+
+
+def test_fp16_cannot_hold_large_weights() -> None:
+    net = model()
+    with torch.no_grad():
+        net.head.weight[0, 0] = 1e6
+    with pytest.raises(ModelError, match=r"'head.weight' has values beyond the range of fp16"):
+        ot.offload(net, device="cpu", precision="fp16")
+
+
+def test_a_model_is_offloaded_once() -> None:
+    optimizer, net = offloaded()
+    with pytest.raises(ModelError, match="offloaded already"):
+        ot.offload(net, device="cpu")
+    optimizer.close()
+    ot.offload(net, device="cpu").close()
+
+
+def test_step_without_backward() -> None:
+    optimizer, net = offloaded()
+    with pytest.raises(EngineError, match="step\\(\\) without a backward"):
+        optimizer.step()
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.step()
+    with pytest.raises(EngineError, match="step\\(\\) without a backward"):
+        optimizer.step()
+
+
+def test_one_backward_too_many() -> None:
+    optimizer, net = offloaded(grad_accum_steps=2)
+    for tokens in batches(2):
+        optimizer.backward(loss_of(net, tokens))
+    with pytest.raises(GradientError, match="3 backward passes before step"):
+        optimizer.backward(loss_of(net, batches(1)[0]))
+
+
+def test_a_graph_older_than_the_weights_raises() -> None:
+    optimizer, net = offloaded()
+    tokens = batches(1)[0]
+    loss = loss_of(net, tokens)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(StaleGraphError, match="built before the last optimizer step"):
+        loss.backward()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(net, tokens))
+    optimizer.step()
+
+
+def test_a_forward_before_step_is_stale_after_it() -> None:
+    optimizer, net = offloaded()
+    first, second = batches(2)
+    early = loss_of(net, second)
+    optimizer.backward(loss_of(net, first))
+    optimizer.step()
+    with pytest.raises(StaleGraphError):
+        optimizer.backward(early)
+
+
+def test_plain_backward_under_loss_scaling_raises() -> None:
+    optimizer, net = offloaded(precision="fp16")
+    with pytest.raises(EngineError, match=r"call optimizer.backward\(loss\)"):
+        loss_of(net, batches(1)[0]).backward()
+    optimizer.zero_grad()
+
+
+def test_after_an_exception_in_backward_the_next_step_is_right() -> None:
+    plain, expected = offloaded()
+    optimizer, net = offloaded()
+    bad, good = batches(2)
+
+    def explode(grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("planned")
+
+    loss = loss_of(net, bad)
+    handle = net.layers[1].register_full_backward_hook(lambda *_: explode(_[1][0]))
+    loss = loss_of(net, bad)
+    with pytest.raises(RuntimeError, match="planned"):
+        optimizer.backward(loss)
+    handle.remove()
+    del loss
+    for opt, target in ((plain, expected), (optimizer, net)):
+        opt.backward(loss_of(target, good))
+        opt.step()
+        opt.synchronize()
+    for a, b in zip(expected.parameters(), net.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+CHANGES: dict[str, tuple[Callable[[Chain], object], str]] = {
+    "written": (lambda net: nn.init.zeros_(net.head.weight), r"'head.weight' was written in place"),
+    "frozen": (lambda net: net.head.requires_grad_(False), r"'head.weight' was frozen"),
+    "moved": (lambda net: net.head.double(), r"'head.weight' was moved"),
+    "replaced": (
+        lambda net: setattr(net.head, "weight", nn.Parameter(net.head.weight.detach().clone())),
+        r"'head.weight' was replaced",
+    ),
+    "grown": (lambda net: net.layers.append(nn.Linear(2, 2)), "the model has 21 parameters, 19 when"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_model_changed_after_offload(case: str) -> None:
+    optimizer, net = offloaded()
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    change, message = CHANGES[case]
+    change(net)
+    with pytest.raises(ModelError, match=message):
+        optimizer.step()
+
+
+def test_after_close() -> None:
+    optimizer, net = offloaded()
+    optimizer.close()
+    loss_of(net, batches(1)[0]).backward()  # an ordinary model again
+    with pytest.raises(EngineError, match="after close"):
+        optimizer.step()
+
+
+def test_groups_cannot_be_added() -> None:
+    optimizer, _ = offloaded()
+    with pytest.raises(ModelError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_state_dicts_that_do_not_fit() -> None:
+    optimizer, net = offloaded()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["master"] = torch.zeros(3)
+    with pytest.raises(EngineError, match=r"'embed.weight' needs master of shape"):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["params"].pop()
+    with pytest.raises(EngineError, match="parameter groups of sizes"):
+        optimizer.load_state_dict(saved)

@@ -1,0 +1,64 @@
+"""Quantities as people read and write them: bytes, counts, seconds, rates."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "B", "T")
+_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def format_bytes(count: float) -> str:
+    """1536 → "1.5 KiB"; whole bytes below 1 KiB."""
+    size, unit = _scaled(count, 1024.0, _BINARY)
+    return f"{count:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Sizes such as "32GiB", "1.5 MB" or "4096" → bytes; GiB is 2^30, GB is 10^9.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is not a size such as 32GiB, 500MB or 4096")
+    number, prefix, binary = match.groups()
+    power = " kmgtp".index(prefix.lower()) if prefix else 0
+    return round(float(number) * (1024 if binary else 1000) ** power)
+
+
+def format_count(count: float) -> str:
+    """1_340_000_000 → "1.34B"; whole numbers below a thousand."""
+    size, unit = _scaled(count, 1000.0, _DECIMAL)
+    return f"{count:.0f}" if not unit else f"{size:.3g}{unit}"
+
+
+def format_rate(per_second: float, unit: str) -> str:
+    """12_345.6, "tok" → "12.3k tok/s"."""
+    return f"{format_count(per_second)} {unit}/s"
+
+
+def format_duration(seconds: float) -> str:
+    """75.2 → "1m15s", 4000 → "1h06m", 0.25 → "250ms"; "-" if it is not known."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f}ms"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+def _scaled(count: float, base: float, units: tuple[str, ...]) -> tuple[float, str]:
+    size, index = float(count), 0
+    while abs(size) >= base and index < len(units) - 1:
+        size, index = size / base, index + 1
+    return size, units[index]

@@ -1,0 +1,102 @@
+"""The sequential lanes, rings and the arena."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadtrain import memory
+from offloadtrain.engine.ring import Ring
+from offloadtrain.memory import Arena, HostMemoryError, Ledger, Request, Tier
+from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy
+
+
+def test_an_operation_gets_exactly_its_views() -> None:
+    lanes, buffer = SequentialLanes(), Buffer("b", torch.arange(10.0))
+    seen: list[torch.Tensor] = []
+    lanes.launch(Lane.HOST, "look", lambda *v: seen.extend(v), [buffer.first(3)], [buffer.whole])
+    assert [v.numel() for v in seen] == [3, 10]
+    assert seen[0].data_ptr() == buffer.flat.data_ptr()
+
+
+def test_transfers_are_counted_and_keep_the_dtype() -> None:
+    lanes = SequentialLanes()
+    source, target = Buffer("s", torch.ones(8)), Buffer("t", torch.zeros(8))
+    lanes.launch(Lane.D2H, "down", copy, [source.whole], [target.whole])
+    lanes.launch(Lane.H2D, "up", copy, [target.first(2)], [source.first(2)])
+    assert (lanes.totals.d2h_bytes, lanes.totals.h2d_bytes) == (32, 8)
+    half = Buffer("h", torch.zeros(8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="keeps the dtype"):
+        lanes.launch(Lane.D2H, "cast", copy, [source.whole], [half.whole])
+
+
+def test_foreign_events_are_refused() -> None:
+    with pytest.raises(TypeError, match="not recorded by these lanes"):
+        SequentialLanes().wait(Lane.HOST, Event(), "nothing")
+
+
+def test_a_ring_hands_out_its_slots_in_turn() -> None:
+    lanes = SequentialLanes()
+    made = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    ring = Ring("ring", lanes, lambda: made)
+    leases = [ring.take(4, torch.float32, Lane.D2H) for _ in range(3)]
+    addresses = [lease.range.view.data_ptr() for lease in leases]
+    assert addresses[0] == addresses[2] != addresses[1]
+    leases[0].release(lanes.record(Lane.HOST))
+
+
+def test_poison_shows_a_stale_read() -> None:
+    lanes = SequentialLanes()
+    lanes.poison = True
+    ring = Ring("ring", lanes, lambda: [torch.zeros(64, dtype=torch.uint8)])
+    assert ring.take(4, torch.float32, Lane.D2H).range.view.isnan().all()
+
+
+def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:
+    ledger = Ledger()
+    arena = Arena(ledger, pin=False)
+    sizes = [1, 0, 7, 4096, 100_003]
+    tensors = arena.map([Request(f"o{n}", n, torch.bfloat16) for n in sizes])
+    assert [t.numel() for t in tensors] == sizes
+    assert ledger.total(Tier.HOST) == 2 * sum(sizes)
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
+    assert all(bool((t == i).all()) for i, t in enumerate(tensors))
+    assert all(t.data_ptr() % 64 == 0 for t in tensors if t.numel())
+    arena.close()
+    assert ledger.total(Tier.HOST) == 0
+    assert bool((tensors[3] == 3).all()), "memory lives as long as a view of it"
+
+
+def test_streams_are_staggered() -> None:
+    arena = Arena(Ledger(), pin=False)
+    a, b = arena.map([Request("a", 1 << 20, torch.float32), Request("b", 1 << 20, torch.float32)])
+    assert (b.data_ptr() - a.data_ptr()) % (1 << 20) >= 4096
+
+
+def test_slabs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLAB_BYTES", 1 << 20)
+    arena = Arena(Ledger(), pin=False)
+    arena.map([Request("x", 200_000, torch.float32) for _ in range(4)])
+    assert len(arena._slabs) == 4
+
+
+def test_too_little_memory_is_said_before_anything_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
+    arena = Arena(Ledger(), pin=False)
+    with pytest.raises(HostMemoryError, match=r"asks for 4\.0 MiB .* 1\.0 MiB is available.*master"):
+        arena.map([Request("master weights", 1 << 20, torch.float32)])
+    assert not arena._slabs
+
+
+def test_the_cgroup_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert memory._cgroup_room(tmp_path) == 650_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._cgroup_room(tmp_path) > 1 << 60

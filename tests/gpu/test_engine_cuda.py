@@ -1,0 +1,192 @@
+"""What only a GPU can show: the same bits over CUDA streams, pinned memory, waits, failures."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import offloadtrain as ot
+from offloadtrain import kernels
+from offloadtrain.memory import Arena, Ledger, Request, Tier
+from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError
+from offloadtrain.transfer import copy as transfer_copy
+from tests.numerics.models import MODELS, Chain, batches, loss_of
+from tests.numerics.reference import ResidentRun
+
+pytestmark = pytest.mark.gpu
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ResidentOnGpu(ResidentRun):
+    """The resident reference with its model on the GPU and its AdamW(fused=True) on the CPU."""
+
+    def apply(self, sums: dict[str, torch.Tensor]) -> None:
+        super().apply({name: total.cpu() for name, total in sums.items()})
+
+    @staticmethod
+    def _master(param: torch.Tensor) -> nn.Parameter:
+        return ResidentRun._master(param.cpu())
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield None
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: int) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    twin = copy.deepcopy(model).cuda()
+    optimizer = ot.offload(
+        model,
+        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+        device="cuda",
+        precision=precision,
+        clip_norm=0.5,
+        grad_accum_steps=accum,
+    )
+    resident = ResidentOnGpu(twin, DTYPES[precision], clip_norm=0.5, scale=optimizer.loss_scale)
+    stream = [tokens.cuda() for tokens in batches(10 * accum)]
+    for step in range(10):
+        micro = stream[step * accum : (step + 1) * accum]
+        expected = resident.step(micro, loss_of)
+        losses = []
+        for tokens in micro:
+            loss = loss_of(model, tokens)
+            losses.append(loss.detach())
+            optimizer.backward(loss)
+        optimizer.step()
+        assert [loss.item() for loss in losses] == expected
+        assert optimizer.grad_norm == resident.norms[-1]
+    optimizer.synchronize()
+    for key, param in model.named_parameters():
+        assert torch.equal(param, resident.params[key]), key
+    for key, state in optimizer.named_state():
+        assert torch.equal(state["master"], resident.master(key)), key
+    optimizer.close()
+
+
+class TinyComputeBigTransfer(nn.Module):
+    """Wide layers over one row: copies and Adam take far longer than compute, so races show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_race_provoking_shapes() -> None:
+    torch.manual_seed(0)
+    model = TinyComputeBigTransfer()
+    twin = copy.deepcopy(model).cuda()
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1), device="cuda"
+    )
+    resident = ResidentOnGpu(twin, torch.bfloat16, lr=1e-3)
+    inputs = [torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(20)]
+
+    def loss(net: nn.Module, x: object) -> torch.Tensor:
+        return net(x).float().square().mean()
+
+    # In separate loops: the other model's work would give a missing wait time to go unnoticed.
+    mine = []
+    for x in inputs:
+        value = loss(model, x)
+        optimizer.backward(value)
+        optimizer.step()
+        mine.append(value.detach())
+    optimizer.synchronize()
+    theirs = [resident.step([x], loss)[0] for x in inputs]
+    assert [value.item() for value in mine] == theirs
+    for key, param in model.named_parameters():
+        assert torch.equal(param, resident.params[key]), key
+
+
+def test_the_arena_is_pinned_and_kernels_take_it() -> None:
+    ledger = Ledger()
+    arena = Arena(ledger, pin=True)
+    (memory,) = arena.map([Request("test", 1 << 20, torch.float32)])
+    assert arena.pinned
+    assert memory.is_pinned() and memory[1000:].is_pinned()
+    kernels.cast(torch.randn(1 << 20), memory)
+    on_device = torch.empty(1 << 20, device="cuda")
+    on_device.copy_(memory, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(on_device.cpu(), memory)
+    arena.close()
+    assert ledger.total(Tier.HOST) == 0
+
+
+def test_lanes_keep_their_order_under_delays() -> None:
+    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
+    host = Buffer("host", torch.zeros(1 << 20).pin_memory())
+    device = Buffer("device", torch.zeros(1 << 20, device="cuda"))
+    for round_ in range(1, 6):
+        torch.cuda._sleep(20_000_000)
+        lanes.launch(Lane.COMPUTE, "fill", lambda t, r=round_: t.fill_(r), (), [device.whole])
+        lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "filled")
+        lanes.launch(Lane.D2H, "down", transfer_copy, [device.whole], [host.whole])
+        lanes.wait(Lane.HOST, lanes.record(Lane.D2H), "down")
+        lanes.launch(Lane.HOST, "double", lambda t: t.mul_(2), (), [host.whole])
+        lanes.wait(Lane.H2D, lanes.record(Lane.HOST), "doubled")
+        lanes.launch(Lane.H2D, "up", transfer_copy, [host.whole], [device.whole])
+        lanes.wait(Lane.COMPUTE, lanes.record(Lane.H2D), "up")
+        assert bool((device.flat == 2 * round_).all())
+    lanes.close()
+
+
+def test_a_failure_on_the_host_lane_is_raised_and_nothing_hangs() -> None:
+    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
+    buffer = Buffer("host", torch.zeros(4))
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("planned")
+
+    lanes.launch(Lane.HOST, "fail", fail, (), [buffer.whole])
+    with pytest.raises(LaneError, match="planned"):
+        lanes.synchronize()
+    lanes.close()
+
+
+def test_training_waits_for_nothing_but_the_norm() -> None:
+    model = Chain()
+    optimizer = ot.offload(model, device="cuda")
+    tokens = batches(1)[0].cuda()
+    for _ in range(3):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.close()
+
+
+def test_the_timeline_shows_adam_beside_uploads() -> None:
+    model = TinyComputeBigTransfer()
+    optimizer = ot.offload(model, device="cuda")
+    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    optimizer.backward(model(x).float().square().mean())
+    optimizer.step()
+    optimizer.sample_timeline()
+    optimizer.backward(model(x).float().square().mean())
+    optimizer.step()
+    assert optimizer.last_step is not None
+    lanes = {interval.lane for interval in optimizer.last_step.timeline}
+    assert lanes == {"compute", "d2h", "host", "h2d"}
+    optimizer.close()

@@ -1,39 +1,55 @@
-# Paths are relative and quoted: a clone may lie in a folder with a space in its name.
+# make help lists the targets. Only relative paths: the clone's own path may hold spaces.
+
 PYTHON ?= python3
-VENV := .venv
-PY := $(VENV)/bin/python
-NATIVE := $(wildcard native/*)
+# More arguments for pip, e.g. on a machine without a GPU, where the CPU build of torch saves 2 GB:
+#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean
+.DELETE_ON_ERROR:
 
-help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+help:
+	@echo "make demo    install, then train a byte-level GPT on Python's standard library (2 minutes)"
+	@echo "make test    install, then run the tests"
+	@echo "make lint    ruff, format, strict mypy, import contracts"
+	@echo "make bench   CPU Adam against the traffic limit and torch, in one process"
+	@echo "make clean   remove .venv, builds and caches; data and runs stay"
 
-demo: $(VENV)/installed ## Install and train a small GPT on the Python standard library (about 2 minutes)
-	$(VENV)/bin/offloadtrain train demo
+demo: .venv/.installed
+	$(BIN)/offloadtrain train demo
 
-test: $(VENV)/installed ## Install and run the tests
-	$(PY) -m pytest
+test: .venv/.installed
+	$(BIN)/python -m pytest
 
-lint: $(VENV)/installed ## Check style, types and the direction of imports
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(VENV)/bin/lint-imports
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-bench: $(VENV)/installed ## Measure the CPU Adam kernels against the memory's limit and torch
-	$(PY) -m benchmarks.adam
+bench: .venv/.installed
+	$(BIN)/python -m benchmarks.adam
 
-clean: ## Remove the environment and everything built
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-
-$(VENV)/created: constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt torch
+# Stamps, so that a second run installs nothing.
+.venv/.created:
+	$(PYTHON) -m venv .venv
 	@touch $@
 
-# Editable, so that Python sources are live; the extension is rebuilt when native/ changes.
-$(VENV)/installed: $(VENV)/created pyproject.toml $(NATIVE)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+# torch comes first and alone: it is by far the largest, and a failure to get it should say so.
+.venv/.torch: .venv/.created constraints.txt
+	$(PIP) install $(PIP_ARGS) -c constraints.txt torch
 	@touch $@
+
+# Editable: Python files take effect as they are saved, which a plain install would not notice. The
+# extension is rebuilt when one of its sources is newer than the stamp.
+.venv/.installed: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

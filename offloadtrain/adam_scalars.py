@@ -13,7 +13,7 @@ class AdamScalars:
 
     Attributes:
         step: 1-based.
-        decoupled: weight decay multiplies the master (AdamW) instead of joining the gradient (Adam).
+        decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
         grad_scale: multiplied into each gradient first; rounded to fp32.
     """
 

@@ -15,9 +15,9 @@ from offloadtrain.config import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
+from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.engine import OffloadOptimizer, offload
 
 PrepareProgress = Callable[[int, int], None]
 

@@ -289,8 +289,8 @@ def adam(
     Args:
         master, exp_avg, exp_avg_sq: (n,) fp32, updated in place.
         grad: (n,) fp32, bf16 or fp16.
-        working: (n,) fp32, bf16 or fp16: receives the new master, rounded to nearest even, NaN kept.
-            May be the memory of `grad` itself if their elements have the same size.
+        working: (n,) fp32, bf16 or fp16: receives the new master rounded to nearest even, NaN
+            kept. May be the memory of `grad` itself if their elements have the same size.
 
     Raises:
         TypeError, ValueError: and nothing is written.

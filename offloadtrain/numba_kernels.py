@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -202,9 +203,7 @@ class _Threads:
         if count <= 1:
             body(0, numel)
             return
-        futures = [
-            self._executor().submit(body, a, b) for a, b in zip(cuts[1:-1], cuts[2:], strict=True)
-        ]
+        futures = [self._executor().submit(body, a, b) for a, b in pairwise(cuts[1:])]
         body(cuts[0], cuts[1])
         for future in futures:
             future.result()
@@ -268,9 +267,7 @@ def adam(
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
     """See `kernels.accumulate`."""
     array, operand = total.numpy(), _operand(grad)
-    threads.run(
-        total.numel(), _GRAIN, lambda lo, hi: _accumulate(array, operand, first, lo, hi)
-    )
+    threads.run(total.numel(), _GRAIN, lambda lo, hi: _accumulate(array, operand, first, lo, hi))
 
 
 def cast(source: Tensor, target: Tensor) -> None:

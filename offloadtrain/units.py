@@ -27,7 +27,8 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"'{text}' is not a size such as 32GiB, 500MB or 4096")
     number, prefix, binary = match.groups()
     power = " kmgtp".index(prefix.lower()) if prefix else 0
-    return round(float(number) * (1024 if binary else 1000) ** power)
+    factor: int = (1024 if binary else 1000) ** power
+    return round(float(number) * factor)
 
 
 def format_count(count: float) -> str:

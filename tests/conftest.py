@@ -1,4 +1,4 @@
-"""One torch thread everywhere: small shapes gain nothing from more, and bits depend on the count."""
+"""One torch thread everywhere: small shapes gain nothing, and bits depend on the count."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 [Note: Reads without a call]
 A forward may read parameters without calling the module that owns them: `F.linear(h,
-self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never `block(x)`. No hook
-of the owner fires then, and after an upload was launched nobody would wait for it. In the first
-forward, when nothing is in flight yet, every operation's arguments are looked up; a block that is
-read before anybody entered it is from then on also waited for by the module that was running.
+self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
+`block(x)`. No hook of the owner fires then, and after an upload was launched nobody would wait for
+it. In the first forward, when nothing is in flight yet, every operation's arguments are looked up;
+a block that is read before anybody entered it is from then on also waited for by the module that
+was running.
 """
 
 from __future__ import annotations

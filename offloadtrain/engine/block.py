@@ -6,8 +6,8 @@ from enum import Enum, auto
 
 from torch import nn
 
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.errors import OffloadTrainError
 from offloadtrain.transfer import Event, Lane, Lanes, Range, Span
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offloadtrain.transfer import Buffer, Event, Range
 
 ALIGN = 128
-"""Elements. Every parameter starts on 256 bytes at 16 bit: misaligned weights change a GEMV's bits."""
+"""Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

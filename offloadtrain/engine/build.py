@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.memory import Arena, Ledger, Request
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, keeps_fp32
@@ -18,6 +17,7 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.ring import Ring
 from offloadtrain.engine.update import Updates
+from offloadtrain.memory import Arena, Ledger, Request
 from offloadtrain.optim import LossScaler, UpdateRule
 from offloadtrain.transfer import Buffer, Lanes
 

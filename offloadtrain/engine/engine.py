@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.engine.audit import Audit
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
@@ -29,6 +28,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.saved import SavedWeights
 from offloadtrain.engine.update import Updates
+from offloadtrain.errors import OffloadTrainError
 from offloadtrain.optim import LossScaler
 from offloadtrain.transfer import Interval, Lane, Lanes, Span
 
@@ -191,7 +191,7 @@ class Engine:
             loss = loss * self.scaler.scale
         self._in_explicit_backward = True
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         except BaseException:
             self._gradients.drop()
             raise

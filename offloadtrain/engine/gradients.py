@@ -2,11 +2,12 @@
 
 [Note: Micro-steps]
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
-when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()` the
-first delivery opens the micro-step and the next forward of the model, or `step()`, ends it. What a block
-has not delivered by then is zero. A block whose parameters have all delivered leaves at once; if
-one of them delivers again in the same micro-step (reentrant recompute), the block's later gradient is added to
-the earlier one, and from then on the block leaves only at the end of its micro-steps.
+when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()`
+the first delivery opens the micro-step and the next forward of the model, or `step()`, ends it.
+What a block has not delivered by then is zero. A block whose parameters have all delivered leaves
+at once; if one of them delivers again in the same micro-step (reentrant recompute), the block's
+later gradient is added to the earlier one, and from then on the block leaves only at the end of
+its micro-steps.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from offloadtrain import kernels
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.ring import Lease, Ring
+from offloadtrain.errors import OffloadTrainError
 from offloadtrain.transfer import Buffer, Lane, Lanes, copy
 
 

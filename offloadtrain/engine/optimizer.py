@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.memory import Arena, Ledger
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import Settings, build
@@ -18,6 +17,7 @@ from offloadtrain.engine.checks import ModelError, ModelSeal, check_model
 from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
 from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.groups import normalise_groups
+from offloadtrain.memory import Arena, Ledger
 from offloadtrain.optim import AdamW, UpdateRule
 from offloadtrain.transfer import Lanes, lanes_for
 

@@ -55,7 +55,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no parameters": (nn.Identity, "nothing to train"),
     "double": (lambda: nn.Linear(2, 2).double(), r"'weight' is torch\.float64"),
     "complex": (Complex, "'weight' is complex"),
-    "sparse gradients": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "'0' makes sparse"),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+        "'0' makes sparse",
+    ),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
     "lazy": (lambda: nn.LazyLinear(2), "'weight' is not initialised"),
     "gradient left": (with_gradient, "'weight' has a gradient already"),
@@ -204,7 +207,7 @@ CHANGES: dict[str, tuple[Callable[[Chain], object], str]] = {
         lambda net: setattr(net.head, "weight", nn.Parameter(net.head.weight.detach().clone())),
         r"'head.weight' was replaced",
     ),
-    "grown": (lambda net: net.layers.append(nn.Linear(2, 2)), "the model has 21 parameters, 19 when"),
+    "grown": (lambda net: net.layers.append(nn.Linear(2, 2)), "the model has 21 parameters, 19"),
 }
 
 
@@ -233,7 +236,7 @@ def test_groups_cannot_be_added() -> None:
 
 
 def test_state_dicts_that_do_not_fit() -> None:
-    optimizer, net = offloaded()
+    optimizer, _ = offloaded()
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["master"] = torch.zeros(3)
     with pytest.raises(EngineError, match=r"'embed.weight' needs master of shape"):

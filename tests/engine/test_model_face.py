@@ -1,4 +1,4 @@
-"""The offloaded model as a module: state dicts, copies, inputs, ties, frozen parameters, buffers."""
+"""The offloaded model as a module: state dicts, copies, inputs, ties, frozen parameters."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_batch_norm_keeps_fp32_parameters() -> None:
 
 
 def test_channels_last_weights_keep_their_strides() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+    net = net.to(memory_format=torch.channels_last)
     strides = [p.stride() for p in net.parameters()]
     weights = [p.detach().clone() for p in net.parameters()]
     optimizer = offloaded(net, precision="fp32")

@@ -190,7 +190,7 @@ def test_fp16_overflow_changes_nothing_but_the_scale() -> None:
 
 
 def test_bf16_with_a_nan_gradient_skips() -> None:
-    resident, optimizer, model = pair(make("chain"))
+    _, optimizer, model = pair(make("chain"))
     train(optimizer, model, batches(1))
     before = {n: s["master"].clone() for n, s in optimizer.named_state()}
     optimizer.backward(loss_of(model, batches(1)[0]) * float("nan"))

@@ -1,0 +1,162 @@
+"""What a person at the terminal sees: one live line, or a plain one every few seconds.
+
+Everything goes to stderr: stdout is for data.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from offloadtrain.units import format_bytes, format_count, format_duration
+
+_CONTROL: dict[int, str | None] = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
+_KEPT: dict[int, str | None] = {ord("\n"): "\n", ord("\t"): "    "}
+_BIDI: dict[int, str | None] = dict.fromkeys(
+    (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)
+)
+_RAMP = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """The figures of one step line; None is left out."""
+
+    step: int
+    steps: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens_per_s: float
+    mfu: float | None
+    exposed_ms: float
+    device_bytes: int
+    host_bytes: int
+    eta_s: float
+    skipped: bool = False
+    loss_scale: float | None = None
+    val_loss: float | None = None
+
+
+def format_step(line: StepLine) -> str:
+    """One line, the most important first, so that cutting it off on the right loses least."""
+    parts = [
+        f"step {line.step}/{line.steps}",
+        f"loss {line.loss:.4f}",
+        None if line.val_loss is None else f"val {line.val_loss:.4f}",
+        "SKIPPED" if line.skipped else None,
+        None if line.grad_norm is None else f"grad {line.grad_norm:.3g}",
+        f"lr {line.lr:.2e}",
+        f"{format_count(line.tokens_per_s)} tok/s",
+        None if line.mfu is None else f"mfu {100 * line.mfu:.1f}%",
+        f"exposed {line.exposed_ms:.1f}ms",
+        None if line.loss_scale is None else f"scale {line.loss_scale:g}",
+        f"dev {format_bytes(line.device_bytes)}",
+        f"host {format_bytes(line.host_bytes)}",
+        f"eta {format_duration(line.eta_s)}",
+    ]
+    return "  ".join(part for part in parts if part is not None)
+
+
+class Console:
+    """Writes step lines and messages; a live line is rewritten in place, on a terminal only."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`every_s`: between plain lines; a live line is refreshed ten times a second at most."""
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._interval_s = 0.1 if self._live else every_s
+        self._clock = clock
+        self._shown_s = -math.inf
+        self._open = False
+
+    def step(self, line: StepLine, *, force: bool = False) -> None:
+        """Show a step if it is time to, or if forced (the first and the last)."""
+        now = self._clock()
+        if not force and now - self._shown_s < self._interval_s:
+            return
+        self._shown_s = now
+        text = format_step(line)
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\x1b[2K{text[:width]}")
+            self._open = True
+        else:
+            self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """A message on lines of its own; control characters in it are made visible."""
+        self.end_line()
+        self._stream.write(f"{sanitize(text)}\n")
+        self._stream.flush()
+
+    def end_line(self) -> None:
+        """Keep the live line as it is and go on below it."""
+        if self._open:
+            self._stream.write("\n")
+            self._open = False
+
+
+def sanitize(text: str) -> str:
+    """Without what would move the cursor, write the clipboard or turn the reading direction."""
+    return text.translate(_CONTROL | _KEPT | _BIDI)
+
+
+def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:
+    """Losses by step as a plot of characters, axes labelled.
+
+    Args:
+        points: (step, loss), steps ascending; losses that are not finite are left out.
+        width, height: of the plot, in characters, without its labels.
+    """
+    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    if not finite:
+        return "no losses to plot"
+    columns = _columns(finite, width)
+    known = [value for value in columns if value is not None]
+    low, high = min(known), max(known)
+    rows = [_row(columns, low, high, row, height) for row in reversed(range(height))]
+    labels = [high, *[None] * (height - 2), low] if height > 1 else [high]
+    body = [
+        f"{'' if label is None else f'{label:.3f}':>8} │{row}"
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    first, last = str(finite[0][0]), str(finite[-1][0])
+    axis = f"{'':>8} └{'─' * len(columns)}"
+    feet = f"{'':>10}{first}{last:>{max(len(columns) - len(first), 1)}}"
+    return "\n".join([*body, axis, feet])
+
+
+def _columns(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
+    """The mean loss of each column's steps; a column between two points takes the earlier one's."""
+    first, last = points[0][0], points[-1][0]
+    count = min(width, max(last - first + 1, 1))
+    sums: list[list[float]] = [[] for _ in range(count)]
+    for step, loss in points:
+        sums[min((step - first) * count // max(last - first + 1, 1), count - 1)].append(loss)
+    columns: list[float | None] = []
+    for values in sums:
+        columns.append(sum(values) / len(values) if values else (columns[-1] if columns else None))
+    return columns
+
+
+def _row(columns: Sequence[float | None], low: float, high: float, row: int, height: int) -> str:
+    span = (high - low) or 1.0
+    cells = []
+    for value in columns:
+        eighths = 0 if value is None else 1 + round((value - low) / span * (8 * height - 1))
+        filled = eighths - 8 * row
+        cells.append(" " if filled <= 0 else _RAMP[min(filled, 8) - 1])
+    return "".join(cells)

@@ -1,0 +1,100 @@
+"""Inputs for the kernels, and what equal bits means: every bit, except that a NaN is a NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain import kernels
+from offloadtrain.kernels import AdamScalars, Backend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)
+SCALARS = AdamScalars(
+    lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37
+)
+SPECIALS = torch.tensor(
+    [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0, 65519.9, 65520.0, 3e38]
+    + [-3.4e38, float("inf"), -float("inf"), float("nan")]
+)
+BACKENDS = kernels.available()
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b.name}-{b.isa}")
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, AdamScalars], None]
+
+
+@dataclass
+class State:
+    """One bucket."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    working: Tensor | None
+
+    def clone(self) -> State:
+        working = None if self.working is None else self.working.clone()
+        return State(
+            *(x.clone() for x in (self.master, self.exp_avg, self.exp_avg_sq, self.grad)), working
+        )
+
+    def outputs(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in ("master", "exp_avg", "exp_avg_sq")}
+        return found if self.working is None else found | {"working": self.working}
+
+    def step(self, adam: Step = kernels.adam, scalars: AdamScalars = SCALARS) -> State:
+        adam(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.working, scalars)
+        return self
+
+
+def random_state(
+    numel: int, grad: torch.dtype, working: torch.dtype | None, seed: int = 0
+) -> State:
+    """Gradients and moments over eight decades, as in training."""
+    source = torch.Generator().manual_seed(seed)
+
+    def spread(low: float, high: float) -> Tensor:
+        sizes = 10 ** torch.empty(numel).uniform_(low, high, generator=source)
+        return sizes * torch.randn(numel, generator=source)
+
+    return State(
+        spread(-3, 0),
+        spread(-6, 1),
+        spread(-8, 0).square(),
+        spread(-6, 2).to(grad),
+        None if working is None else torch.zeros(numel, dtype=working),
+    )
+
+
+def special_state(grad: torch.dtype, working: torch.dtype) -> State:
+    """Every special value as master, moment and gradient against every other."""
+    a, b, c = torch.cartesian_prod(SPECIALS, SPECIALS, SPECIALS).unbind(1)
+    numel = a.numel()
+    moment = b.abs().clone()
+    return State(
+        a.clone(), b.clone(), moment, c.to(grad).clone(), torch.zeros(numel, dtype=working)
+    )
+
+
+def differences(found: State, expected: State) -> dict[str, int]:
+    """Return how many elements of each tensor differ in a bit, those with none left out."""
+    pairs = ((name, x, expected.outputs()[name]) for name, x in found.outputs().items())
+    counts = {name: different_elements(x, y) for name, x, y in pairs}
+    return {name: count for name, count in counts.items() if count}
+
+
+def different_elements(found: Tensor, expected: Tensor) -> int:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    unequal = found.view(bits) != expected.view(bits)
+    return int((unequal & ~(found.isnan() & expected.isnan())).sum())
+
+
+def threaded(backend: Backend) -> Iterator[Backend]:
+    return (replace(backend, threads=count) for count in (1, 2, 3))

@@ -1,0 +1,303 @@
+"""Adam: the same bits from every backend, instruction set and thread count, and torch's own bits."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain import kernels, torch_kernels
+from offloadtrain.kernels import AdamScalars, Backend
+from tests.numerics.kernel_cases import (
+    BACKENDS,
+    DTYPES,
+    LENGTHS,
+    SCALARS,
+    SPECIALS,
+    State,
+    Step,
+    different_elements,
+    differences,
+    each_backend,
+    random_state,
+    special_state,
+    threaded,
+)
+
+FMA_IN_TORCH = platform.machine() != "x86_64" or (
+    torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+)
+needs_fma_in_torch = pytest.mark.skipif(not FMA_IN_TORCH, reason="torch's kernels use no FMA here")
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """torch cuts a tensor by its thread count, and each part may end in its inexact scalar tail."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def expected_of(state: State, scalars: AdamScalars = SCALARS) -> State:
+    return state.clone().step(torch_kernels.adam, scalars)
+
+
+@each_backend
+@pytest.mark.parametrize("working", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_backends_agree(grad: torch.dtype, working: torch.dtype | None, backend: Backend) -> None:
+    for numel in LENGTHS:
+        state = random_state(numel, grad, working)
+        expected = expected_of(state)
+        with kernels.use(backend):
+            assert differences(state.step(), expected) == {}, numel
+
+
+@each_backend
+def test_thread_counts_agree(backend: Backend) -> None:
+    state = random_state((1 << 20) + 3, torch.bfloat16, torch.bfloat16)
+    expected = expected_of(state)
+    for chosen in threaded(backend):
+        with kernels.use(chosen):
+            assert differences(state.clone().step(), expected) == {}, chosen
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_working_may_replace_the_gradient(dtype: torch.dtype, backend: Backend) -> None:
+    state = random_state(10_007, dtype, dtype)
+    expected = expected_of(state)
+    state.working = state.grad
+    with kernels.use(backend):
+        assert differences(state.step(), expected) == {}
+
+
+@each_backend
+def test_unaligned_views(backend: Backend) -> None:
+    state = random_state(4099, torch.bfloat16, torch.float16)
+    tail = State(
+        *(x[3:] for x in (state.master, state.exp_avg, state.exp_avg_sq, state.grad)), None
+    )
+    tail.working = torch.zeros(4097, dtype=torch.float16)[1:]
+    expected = expected_of(tail)
+    before = state.clone()
+    with kernels.use(backend):
+        assert differences(tail.step(), expected) == {}
+    assert all(
+        torch.equal(x[:3], y[:3])
+        for x, y in zip(state.outputs().values(), before.outputs().values(), strict=True)
+    )
+
+
+@each_backend
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype: torch.dtype, decoupled: bool, backend: Backend) -> None:
+    scalars = replace(SCALARS, decoupled=decoupled)
+    state = special_state(dtype, dtype)
+    expected = expected_of(state, scalars)
+    with kernels.use(backend):
+        assert differences(state.step(scalars=scalars), expected) == {}
+
+
+@each_backend
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.51])
+def test_the_moment_starts_from_the_nearer_end(beta1: float, backend: Backend) -> None:
+    scalars = replace(SCALARS, beta1=beta1)
+    state = random_state(10_007, torch.float32, None)
+    expected = expected_of(state, scalars)
+    with kernels.use(backend):
+        assert differences(state.step(scalars=scalars), expected) == {}
+
+
+def torch_run(
+    numel: int, steps: int, *, decoupled: bool
+) -> Iterator[tuple[Tensor, AdamScalars, State]]:
+    """Yield gradient, hyperparameters and torch's state of each step; they vary as in training."""
+    source = torch.Generator().manual_seed(numel)
+    param = torch.randn(numel, generator=source, requires_grad=True)
+    optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = optimizer_class([param], betas=(0.9, 0.95), eps=1e-8, fused=True)
+    zeros = torch.zeros(numel)
+    start = SCALARS
+    yield zeros, start, State(param.detach().clone(), zeros, zeros.clone(), zeros, None)
+    for step in range(1, steps + 1):
+        rates = {"lr": 1e-3 * (1 + step % 7), "weight_decay": (0.1, 0.0, 0.01)[step % 3]}
+        optimizer.param_groups[0].update(rates)
+        sizes = 10 ** torch.empty(numel).uniform_(-7, 1, generator=source)
+        param.grad = sizes * torch.randn(numel, generator=source)
+        optimizer.step()
+        scalars = AdamScalars(rates["lr"], 0.9, 0.95, 1e-8, rates["weight_decay"], step, decoupled)
+        moments = optimizer.state[param]
+        after = State(param.detach(), moments["exp_avg"], moments["exp_avg_sq"], param.grad, None)
+        yield param.grad, scalars, after
+
+
+def compare_with_torch(numel: int, steps: int, decoupled: bool) -> dict[str, int]:
+    run = torch_run(numel, steps, decoupled=decoupled)
+    _, _, state = next(run)
+    for grad, scalars, theirs in run:
+        state.grad = grad
+        found = differences(state.step(scalars=scalars), theirs)
+        if found:
+            return found
+    return {}
+
+
+@needs_fma_in_torch
+@each_backend
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_the_bits_are_torchs(decoupled: bool, backend: Backend) -> None:
+    with kernels.use(backend):
+        assert compare_with_torch(1 << 14, 12, decoupled) == {}
+
+
+@needs_fma_in_torch
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_the_bits_are_torchs_over_22_million_element_steps(decoupled: bool) -> None:
+    assert compare_with_torch(1 << 20, 22, decoupled) == {}
+
+
+def float64_errors(adam: Step, scalars: AdamScalars) -> dict[str, float]:
+    """Return the largest error of each output after one step, in units of its bound.
+
+    The bounds count roundings (u = 2^-24): the moment two of its largest term; the second moment
+    five of itself; the weight two of itself and sixteen of its change.
+    """
+    state = random_state(100_003, torch.float32, None, seed=5)
+    p, m, v, g = (x.double() for x in (state.master, state.exp_avg, state.exp_avg_sq, state.grad))
+    g = g * scalars.grad_scale
+    if not scalars.decoupled:
+        g = g + scalars.weight_decay * p
+    new_m = scalars.beta1 * m + (1 - scalars.beta1) * g
+    new_v = scalars.beta2 * v + (1 - scalars.beta2) * g * g
+    m_hat = new_m / (1 - scalars.beta1**scalars.step)
+    v_hat = new_v / (1 - scalars.beta2**scalars.step)
+    change = -scalars.lr * m_hat / (v_hat.sqrt() + scalars.eps)
+    kept = p * (1 - scalars.lr * scalars.weight_decay) if scalars.decoupled else p
+    unit = 2.0**-24
+    term = m.abs() + g.abs() + (0 if scalars.decoupled else (scalars.weight_decay * p).abs())
+    # An error of the moment is an error of the change, however small the moment itself.
+    moment_error = 4 * unit * term
+    change_per_moment = (
+        scalars.lr / (1 - scalars.beta1**scalars.step) / (v_hat.sqrt() + scalars.eps)
+    )
+    l2_error = 0 if scalars.decoupled else 8 * unit * term * g.abs()
+    bounds = {
+        "master": 2 * unit * kept.abs()
+        + 16 * unit * change.abs()
+        + moment_error * change_per_moment,
+        "exp_avg": moment_error,
+        "exp_avg_sq": 5 * unit * new_v + l2_error,
+    }
+    truth = {"master": kept + change, "exp_avg": new_m, "exp_avg_sq": new_v}
+    if not scalars.decoupled:
+        # g carries an error of its own, which both moments pass on.
+        bounds["master"] += change.abs() * l2_error / new_v
+    found = state.step(adam, scalars).outputs()
+    return {k: float(((found[k].double() - truth[k]).abs() / bounds[k]).max()) for k in truth}
+
+
+@each_backend
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("step", [1, 1000])
+def test_every_element_is_near_the_float64_result(
+    step: int, decoupled: bool, backend: Backend
+) -> None:
+    scalars = replace(SCALARS, step=step, decoupled=decoupled)
+    with kernels.use(backend):
+        errors = float64_errors(kernels.adam, scalars)
+    assert max(errors.values()) <= 1.0, errors
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _late_bias_correction(*operands: object) -> None:
+    *tensors, scalars = operands
+    torch_kernels.adam(*tensors, replace(scalars, step=scalars.step + 1))  # type: ignore[type-var,arg-type,attr-defined]
+
+
+def _no_decay(*operands: object) -> None:
+    *tensors, scalars = operands
+    torch_kernels.adam(*tensors, replace(scalars, weight_decay=0.0))  # type: ignore[type-var,arg-type]
+
+
+def _no_grad_scale(*operands: object) -> None:
+    *tensors, scalars = operands
+    torch_kernels.adam(*tensors, replace(scalars, grad_scale=1.0))  # type: ignore[type-var,arg-type]
+
+
+def _beta_in_fp32(*operands: object) -> None:
+    """1 - beta2 computed in fp32: 16 times the error of doing it in double."""
+    *tensors, scalars = operands
+    beta2 = 1.0 - float(torch.tensor(1.0) - torch.tensor(scalars.beta2))  # type: ignore[attr-defined]
+    torch_kernels.adam(*tensors, replace(scalars, beta2=beta2))  # type: ignore[type-var,arg-type]
+
+
+WRONG = [_nothing, _late_bias_correction, _no_decay, _no_grad_scale, _beta_in_fp32]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_kernel_has_other_bits(wrong: Step) -> None:
+    state = random_state(10_007, torch.bfloat16, torch.bfloat16)
+    expected = expected_of(state)
+    assert differences(state.step(wrong), expected) != {}
+
+
+@pytest.mark.parametrize("wrong", WRONG[:4])
+def test_a_wrong_kernel_is_far_from_the_float64_result(wrong: Step) -> None:
+    assert max(float64_errors(wrong, SCALARS).values()) > 100.0
+
+
+@needs_fma_in_torch
+@pytest.mark.parametrize("wrong", WRONG[:3])
+def test_a_wrong_kernel_has_not_torchs_bits(wrong: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "step", _stepping_with(wrong))
+    assert compare_with_torch(1 << 10, 3, decoupled=True) != {}
+
+
+def _stepping_with(adam: Step):  # type: ignore[no-untyped-def]
+    def step(self: State, scalars: AdamScalars) -> State:
+        adam(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.working, scalars)
+        return self
+
+    return step
+
+
+@each_backend
+def test_casts_round_to_nearest_even(backend: Backend) -> None:
+    source = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (1 << 18,), dtype=torch.int64, generator=source)
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    ties = torch.cat([halves.view(dtype).float() for dtype in DTYPES[1:]])
+    between = torch.nextafter(ties, torch.tensor(float("inf")))
+    values = torch.cat([bits.to(torch.int32).view(torch.float32), ties, between, SPECIALS])
+    bf16_ties = ((halves.int() << 16) | 0x8000).view(torch.float32)
+    values = torch.cat([values, bf16_ties])
+    with kernels.use(backend):
+        for dtype in DTYPES:
+            target = torch.zeros(values.numel(), dtype=dtype)
+            kernels.cast(values, target)
+            assert different_elements(target, values.to(dtype)) == 0, dtype
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_accumulate_reads_every_half(dtype: torch.dtype, backend: Backend) -> None:
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    total = torch.full((1 << 16,), 7.0)
+    with kernels.use(backend):
+        kernels.accumulate(total, halves, True)
+        assert different_elements(total, halves.float()) == 0
+        kernels.accumulate(total, halves, False)
+    assert different_elements(total, halves.float() + halves.float()) == 0
+
+
+def test_this_machine_has_all_three_backends() -> None:
+    assert {backend.name for backend in BACKENDS} == {"native", "numba", "torch"}

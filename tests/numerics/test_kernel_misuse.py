@@ -1,0 +1,149 @@
+"""Whatever is not 1-D, contiguous, on the CPU and of the right kind is refused, and unharmed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain import kernels
+from tests.numerics.kernel_cases import SCALARS
+
+ROOT = Path(__file__).resolve().parents[2]
+N = 64
+
+
+def ones(numel: int = N, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(numel, dtype=dtype)
+
+
+def operands() -> dict[str, Tensor | None]:
+    names = ("master", "exp_avg", "exp_avg_sq")
+    half = {"grad": ones(dtype=torch.bfloat16), "working": ones(dtype=torch.bfloat16)}
+    return {name: ones() for name in names} | half
+
+
+def _share(name: str, other: str, shift: int = 0) -> Callable[[dict[str, Tensor | None]], None]:
+    def change(given: dict[str, Tensor | None]) -> None:
+        memory = torch.ones(N + shift)
+        given[name], given[other] = memory[:N], memory[shift:]
+
+    return change
+
+
+def _put(name: str, wrong: Callable[[], object]) -> Callable[[dict[str, Tensor | None]], None]:
+    def change(given: dict[str, Tensor | None]) -> None:
+        given[name] = wrong()  # type: ignore[assignment]
+
+    return change
+
+
+def _overlapping_halves(given: dict[str, Tensor | None]) -> None:
+    memory = ones(N + 1, torch.bfloat16)
+    given["grad"], given["working"] = memory[:N], memory[1:]
+
+
+CASES: dict[str, tuple[type[Exception], Callable[[dict[str, Tensor | None]], None]]] = {
+    "fp64 master": (TypeError, _put("master", lambda: ones(dtype=torch.float64))),
+    "bf16 moment": (TypeError, _put("exp_avg", lambda: ones(dtype=torch.bfloat16))),
+    "integer gradient": (TypeError, _put("grad", lambda: ones(dtype=torch.int16))),
+    "complex working": (TypeError, _put("working", lambda: ones(dtype=torch.complex64))),
+    "strided gradient": (ValueError, _put("grad", lambda: ones(2 * N)[::2])),
+    "expanded gradient": (ValueError, _put("grad", lambda: ones(1).expand(N))),
+    "sparse gradient": (ValueError, _put("grad", lambda: ones().to_sparse())),
+    "2-D master": (ValueError, _put("master", lambda: torch.ones(8, 8))),
+    "meta gradient": (ValueError, _put("grad", lambda: torch.ones(N, device="meta"))),
+    "short gradient": (ValueError, _put("grad", lambda: ones(N - 1))),
+    "long working": (ValueError, _put("working", lambda: ones(N + 1))),
+    "moments shared": (ValueError, _share("exp_avg", "exp_avg_sq")),
+    "moments overlap": (ValueError, _share("exp_avg", "exp_avg_sq", 1)),
+    "master is the gradient": (ValueError, _share("master", "grad")),
+    "gradient beside itself": (ValueError, _overlapping_halves),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adam_refuses(case: str) -> None:
+    error, change = CASES[case]
+    given = operands()
+    change(given)
+    with pytest.raises(error):
+        kernels.adam(**given, scalars=SCALARS)  # type: ignore[arg-type]
+    for name, tensor in given.items():
+        if tensor is not None and not tensor.is_meta:
+            dense = tensor.to_dense() if tensor.is_sparse else tensor
+            assert bool((dense == 1).all()), f"{name} was written"
+
+
+def test_accumulate_and_cast_refuse() -> None:
+    for call in (kernels.cast, lambda a, b: kernels.accumulate(a, b, True)):
+        with pytest.raises(TypeError):
+            call(ones(dtype=torch.bfloat16), ones())
+        with pytest.raises(ValueError, match="elements"):
+            call(ones(), ones(N + 1))
+        with pytest.raises(ValueError, match="contiguous"):
+            call(ones(), ones(2 * N)[::2])
+        memory = ones(N + 1)
+        with pytest.raises(ValueError, match="overlap"):
+            call(memory[:N], memory[1:])
+
+
+@pytest.mark.parametrize(("offset", "numel"), [(-1, 2), (0, N + 1), (N, 1), (2, -1)])
+def test_norm_refuses_elements_outside(offset: int, numel: int) -> None:
+    with pytest.raises(ValueError, match="not in a buffer"):
+        kernels.sum_squares_many(ones(), [offset], [numel])
+
+
+def test_norm_refuses_unequal_lists() -> None:
+    with pytest.raises(ValueError):
+        kernels.sum_squares_many(ones(), [0, 1], [1])
+
+
+def test_threads_start_at_one() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.set_threads(0)
+
+
+# What the boundary lets through today. Strict: the mend turns these red, and the mark goes.
+
+
+@pytest.mark.xfail(strict=True, reason="step 0 divides by zero: native writes NaN")
+def test_step_zero_is_refused() -> None:
+    given = operands()
+    with pytest.raises(ValueError):
+        kernels.adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
+
+
+@pytest.mark.xfail(strict=True, reason="AttributeError instead")
+def test_none_is_refused() -> None:
+    with pytest.raises(TypeError):
+        kernels.adam(**(operands() | {"master": None}), scalars=SCALARS)  # type: ignore[arg-type]
+
+
+@pytest.mark.xfail(strict=True, reason="zeroes bytes that are not in the view")
+def test_first_touch_refuses_strides() -> None:
+    with pytest.raises((TypeError, ValueError)):
+        kernels.first_touch(ones(2 * N, torch.uint8)[::2])
+
+
+@pytest.mark.xfail(strict=True, reason="reads freed memory: the process dies")
+def test_a_freed_buffer_is_refused() -> None:
+    code = """
+import torch
+from offloadtrain import kernels
+from tests.numerics.kernel_cases import SCALARS, random_state
+state = random_state(1 << 16, torch.float32, None)
+state.grad.untyped_storage().resize_(0)
+try:
+    state.step()
+except ValueError:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "refused\n"

@@ -1,0 +1,100 @@
+"""Floors, doors and sizes: what may import what, what an import may load, how long code may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path for folder in ("offloadtrain", "tui") for path in (ROOT / folder).rglob("*.py")
+)
+HEAVY = ("torch", "numpy", "numba", "pynvml", "psutil", "textual", "safetensors")
+LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+
+
+def _loaded_by(module: str) -> set[str]:
+    """Return which heavy packages a fresh interpreter holds after importing `module`."""
+    code = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def _too_long(source: str, longest: int) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > longest:
+                yield f"{node.name}: {lines} lines"
+
+
+def _importers(package: str) -> set[str]:
+    """Return the files whose own import statements name `package`, wherever in the file they are."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            if any(name == package or name.startswith(package + ".") for name in names):
+                found.add(path.name)
+    return found
+
+
+def test_import_contracts_hold() -> None:
+    lint_imports = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["config", "errors", "events", "shapes", "units"])
+def test_the_ground_floor_loads_nothing_heavy(module: str) -> None:
+    assert _loaded_by(f"offloadtrain.{module}") == set()
+
+
+@pytest.mark.parametrize("module", ["offloadtrain", "offloadtrain_tui"])
+def test_the_packages_themselves_load_no_torch(module: str) -> None:
+    path = f"sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tui')]!r}; import {module}"
+    assert "torch" not in _loaded_by(path)
+
+
+def test_the_check_of_loaded_modules_sees_torch() -> None:
+    assert "torch" in _loaded_by("offloadtrain.kernels")
+
+
+def test_single_doors() -> None:
+    assert _importers("numba") <= {"numba_kernels.py"}
+    assert _importers("llvmlite") <= {"numba_kernels.py"}
+    assert _importers("pynvml") <= {"telemetry.py"}
+    assert _importers("psutil") <= {"telemetry.py"}
+    native = {path.name for path in SOURCES if '_native"' in path.read_text()}
+    assert native == {"kernels.py"}
+
+
+def test_files_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in SOURCES}
+    assert {name: count for name, count in lines.items() if count > LONGEST_FILE} == {}
+
+
+def test_functions_are_short() -> None:
+    found = [
+        f"{path.name} {line}"
+        for path in SOURCES
+        for line in _too_long(path.read_text(), LONGEST_FUNCTION)
+    ]
+    assert found == []
+
+
+def test_the_check_of_lengths_sees_a_long_function() -> None:
+    body = "\n".join("    pass" for _ in range(LONGEST_FUNCTION))
+    assert list(_too_long(f"def f():\n{body}\n", LONGEST_FUNCTION)) == ["f: 61 lines"]

@@ -1,0 +1,88 @@
+"""The wheel: both packages, the command, and an install without a compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def test_both_packages_go_into_the_wheel() -> None:
+    packages = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
+    assert packages == ["offloadtrain", "tui/offloadtrain_tui"]
+    assert all((ROOT / package / "py.typed").exists() for package in packages)
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = PYPROJECT["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    names = {requirement.split(">=")[0] for requirement in wanted}
+    assert names <= set(_pinned())
+    assert _pinned()["torch"] == "2.13.0"
+
+
+def test_the_build_needs_no_torch() -> None:
+    names = {requirement.split(">=")[0] for requirement in PYPROJECT["build-system"]["requires"]}
+    assert names == {"scikit-build-core", "nanobind"}
+
+
+def test_ci_runs_make_test() -> None:
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert [line for line in lines if "make" in line] == ["exec make test"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_help_names_every_target() -> None:
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert [line.split()[1] for line in shown.splitlines()] == [
+        "demo",
+        "test",
+        "lint",
+        "bench",
+        "clean",
+    ]
+
+
+@pytest.mark.slow
+def test_a_wheel_without_a_compiler(tmp_path: Path) -> None:
+    source = tmp_path / "a path with spaces"
+    source.mkdir()
+    shutil.copy(ROOT / "pyproject.toml", source)
+    shutil.copy(ROOT / "README.md", source)
+    for folder in ("offloadtrain", "tui", "native"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, source]
+    if importlib.util.find_spec("scikit_build_core"):  # else pip fetches it: half a minute more
+        command.append("--no-build-isolation")
+    environment = {**os.environ, "OFFLOADTRAIN_NATIVE": "0", "CXX": "/nonexistent"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ("offloadtrain/kernels.py", "offloadtrain/py.typed", "offloadtrain_tui/py.typed"):
+        assert name in names
+    assert not [name for name in names if name.endswith(".so") or name.startswith("native")]

@@ -32,7 +32,7 @@ class Coefficients:
     """What the loop multiplies by: computed in double, each rounded once to fp32.
 
     1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value by
-    the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as torch has it.
+    the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
     """
 
     grad_scale: float

@@ -154,9 +154,7 @@ def _set_up_torch(config: Config) -> None:
 def _update_rule(config: Config) -> optim.Adam:
     rule = {"adamw": optim.AdamW, "adam": optim.Adam}[config.optim.name]
     chosen = config.optim
-    return rule(
-        lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
-    )
+    return rule(lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay)
 
 
 def _groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:

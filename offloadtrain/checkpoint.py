@@ -149,6 +149,11 @@ def find(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, reverse=True)]
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
 def newest_good(
     folder: Path, on_damaged: Callable[[Path, DamagedCheckpointError], None]
 ) -> Checkpoint | None:

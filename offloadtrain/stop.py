@@ -43,5 +43,7 @@ class StopRequests:
             os.write(_STDERR, b"\nended at once; the last checkpoint is intact\n")
             os._exit(1)
         self.requested = signal.Signals(number).name
-        note = f"\n{self.requested}: stopping after this step, with a checkpoint; again: end at once\n"
+        note = (
+            f"\n{self.requested}: stopping after this step, with a checkpoint; again: end at once\n"
+        )
         os.write(_STDERR, note.encode())

@@ -36,7 +36,7 @@ def _too_long(source: str, longest: int) -> Iterator[str]:
 
 
 def _importers(package: str) -> set[str]:
-    """Return the files whose own import statements name `package`, wherever in the file they are."""
+    """Return the files that import `package`, wherever in the file."""
     found = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

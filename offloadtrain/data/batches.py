@@ -3,8 +3,8 @@
 [Note: global sample order]
 A window is `seq_len + 1` consecutive tokens; neighbours share one token, which is the last target
 of one and the first input of the next. An epoch has a fixed number of windows. Each epoch shifts
-their grid by a pseudo-random offset below `seq_len` and visits them in a pseudo-random order; both
-are functions of (seed, epoch) alone (`permutation.py`). So "sample g", counted over all epochs, is
+their grid by a pseudo-random offset, so that windows begin anywhere and the last tokens have their
+turn, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone (`permutation.py`). So "sample g", counted over all epochs, is
 defined without knowing who reads it. With `world` ranks a call of `next` advances the position by
 `batch · world` samples: rank r takes samples position + r, position + r + world, ... Every
 rank holds the same position; saved by any rank, it continues on any number of ranks, where exactly
@@ -137,10 +137,10 @@ class _Shuffled:
     order = "shuffled"
 
     def __init__(self, num_tokens: int, seq_len: int) -> None:
-        """Leave room for every offset below seq_len where the file is long enough for that."""
+        """Leave room for offsets of at least seq_len where the file is long enough for that."""
         self._seq_len = seq_len
         self.windows = max(1, (num_tokens - seq_len) // seq_len)
-        self._num_offsets = min(seq_len, num_tokens - self.windows * seq_len)
+        self._num_offsets = num_tokens - self.windows * seq_len
 
     def starts(self, samples: Indices, seed: int, epoch: int) -> Indices:
         permutation = Permutation(self.windows, seed, epoch)

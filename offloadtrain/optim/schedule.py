@@ -28,9 +28,8 @@ def learning_rate(
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak
-    return peak * (
-        min_ratio + (1.0 - min_ratio) * _remaining(step, schedule, total_steps, warmup_steps)
-    )
+    left = _decay_left(step, schedule, total_steps, warmup_steps)
+    return peak * (min_ratio + (1.0 - min_ratio) * left)
 
 
 def _decay_left(step: int, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:

@@ -65,7 +65,7 @@ def _timed(arguments: list[str]) -> float:
         (["train", "demo", "--sett", "a=1"], "Did you mean --set"),
         (["train", "dmo"], "did you mean demo"),
         (["train", "absent.toml"], "absent.toml"),
-        (["train", "demo", "--set", "optim.lrr=1"], "did you mean optim.lr"),
+        (["train", "demo", "--set", "optim.lrr=1"], "did you mean lr"),
         (["train", "demo", "--set", "train.steps=0"], "train.steps"),
         (["train", "demo", "--set", "train.steps"], "section.key=value"),
         (["cp", "dmo"], "did you mean demo"),

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from offloadtrain.cli import main
-from offloadtrain.commands.prepare import ProgressBar
+from offloadtrain.commands.progress_bar import ProgressBar
 from offloadtrain.data.tokens import TokenFile
 
 
-def test_token_files_are_made_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "text"
     source.mkdir()
     for number in range(20):
@@ -31,7 +29,11 @@ def test_token_files_are_made_and_named(
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
-    [("absent", [], "absent"), ("empty", [], "empty"), ("empty", ["--val-fraction", "2"], "[0, 1)")],
+    [
+        ("absent", [], "absent"),
+        ("empty", [], "empty"),
+        ("empty", ["--val-fraction", "2"], "[0, 1)"),
+    ],
 )
 def test_what_cannot_be_prepared_is_told(
     tmp_path: Path,

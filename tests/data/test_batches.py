@@ -44,9 +44,9 @@ def test_an_epoch_visits_each_window_of_a_shifted_grid_once(file: TokenFile, seq
     for _ in range(4):
         epoch = sorted(starts(batches, batches.windows))
         assert epoch == [epoch[0] + i * seq_len for i in range(batches.windows)]
-        assert 0 <= epoch[0] < seq_len and epoch[-1] + seq_len + 1 <= 1003
+        assert 0 <= epoch[0] and epoch[-1] + seq_len + 1 <= 1003
         offsets.add(epoch[0])
-    assert len(offsets) > 1 or seq_len in (1, 1002)
+    assert len(offsets) > 1 or seq_len == 1002
 
 
 def test_every_token_is_predicted_sooner_or_later(file: TokenFile) -> None:
@@ -68,7 +68,7 @@ def test_the_order_never_changes(file: TokenFile) -> None:
     assert starts(Batches(file, batch=4, seq_len=10, seed=1234), 2) == GOLDEN_STARTS
 
 
-GOLDEN_STARTS = [776, 786, 416, 356, 586, 446, 206, 876]
+GOLDEN_STARTS = [778, 788, 418, 358, 588, 448, 208, 878]
 
 
 @given(

@@ -17,9 +17,11 @@ LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)
 SCALARS = AdamScalars(
     lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37
 )
+INF, NAN = float("inf"), float("nan")
+# fp32: zeros, denormals, the least normal; fp16: denormal, least normal, largest, the tie to infinity.
 SPECIALS = torch.tensor(
-    [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0, 65519.9, 65520.0, 3e38]
-    + [-3.4e38, float("inf"), -float("inf"), float("nan")]
+    [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0, 65519.9, 65520.0]
+    + [3e38, -3.4e38, INF, -INF, NAN]
 )
 BACKENDS = kernels.available()
 

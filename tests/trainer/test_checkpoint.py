@@ -45,7 +45,9 @@ def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
     assert torch.equal(tensors["master/first.weight"], state.tensors["first.weight"]["master"])
     assert tensors["untrained/seen"].shape == ()
     assert "untrained/cache" not in tensors
-    names = {(t["kind"], t["name"]) for t in json.loads((path / "manifest.json").read_text())["tensors"]}
+    names = {
+        (t["kind"], t["name"]) for t in json.loads((path / "manifest.json").read_text())["tensors"]
+    }
     assert names == {tuple(key.split("/")) for key in tensors}
     assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json"}
 
@@ -79,7 +81,9 @@ def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(checkpoint.durable, "write_file", spy)
     checkpoint.save(tmp_path, 1, model, state, {})
-    own = {t.data_ptr() for tensors in state.tensors.values() for t in tensors.values() if t.numel()}
+    own = {
+        t.data_ptr() for tensors in state.tensors.values() for t in tensors.values() if t.numel()
+    }
     assert own <= set(parts)
 
 
@@ -108,7 +112,9 @@ def damage_flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_flip, Path.unlink], ids=["cut", "flip", "lost"])
+@pytest.mark.parametrize(
+    "damage", [damage_cut, damage_flip, Path.unlink], ids=["cut", "flip", "lost"]
+)
 @pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json", "manifest.json"])
 def test_a_damaged_newest_falls_back_loudly(tmp_path: Path, name: str, damage: Any) -> None:
     save_steps(tmp_path, 1, 2)
@@ -150,7 +156,9 @@ def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
     content = json.loads(manifest.read_text()) | {"version": 2}
     content["sha256"] = checkpoint._digest(content)
     manifest.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="format version 2; this offloadtrain reads up to version 1"):
+    with pytest.raises(
+        CheckpointError, match="format version 2; this offloadtrain reads up to version 1"
+    ):
         checkpoint.newest_good(tmp_path, never_damaged)
 
 

@@ -1,0 +1,60 @@
+"""The last words of a run: its loss curve, a sample of its text, where it is and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from offloadtrain import events
+from offloadtrain.config import Config
+from offloadtrain.console import loss_curve
+from offloadtrain.units import format_duration
+
+
+def summary(log: Path) -> str:
+    """Return curve, losses and sample from a run's event log, all its starts together."""
+    train: dict[int, float] = {}
+    val: dict[int, float] = {}
+    sample: events.Sample | None = None
+    for event in (record.event for record in events.read(log)):
+        if isinstance(event, events.Step) and not event.skipped:
+            train[event.step] = event.loss
+        elif isinstance(event, events.Eval):
+            val[event.step] = event.val_loss
+        elif isinstance(event, events.Sample):
+            sample = event
+    parts = [f"training loss by step\n{loss_curve(sorted(train.items()))}"]
+    if val:
+        first, last = min(val), max(val)
+        parts.append(
+            f"validation loss (nats per token): {val[first]:.3f} at step {first}, "
+            f"{val[last]:.3f} at step {last}"
+        )
+    if sample is not None:
+        parts.append(f"sample\n{_indented(sample.prompt + sample.text)}")
+    return "\n\n".join(parts)
+
+
+def next_commands(run: Path, config: Config, *, stopped: bool) -> str:
+    """Return where the run is and what to try next, as lines to copy."""
+    job, folder = shlex.quote(str(run / "resolved.toml")), shlex.quote(str(run))
+    if stopped:
+        return f"run folder: {run}\ngo on: offloadtrain train {job} --resume {folder}"
+    longer = 2 * config.train.steps
+    lines = [
+        (f"offloadtrain train {job} --resume {folder} --set train.steps={longer}", "train on"),
+        (f"offloadtrain train {job} --set optim.lr={config.optim.lr / 2:g}", "the same, slower"),
+        ("offloadtrain ls", "other jobs"),
+        ("offloadtrain cp gpt2_124m", "one of them as a file of your own"),
+    ]
+    commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
+    return f"run folder: {run}\nnext:\n{commands}"
+
+
+def duration(seconds: float, steps: int) -> str:
+    """Return how long the run took in all its starts."""
+    return f"{steps} steps in {format_duration(seconds)}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,267 @@
+"""What a run tells: one record per event in its log, and a line for the person who watches."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import deque
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offloadtrain import events, kernels
+from offloadtrain.assembly import Parts
+from offloadtrain.checkpoint import CheckpointError, Saved
+from offloadtrain.config import Config
+from offloadtrain.console import Console, StepLine
+from offloadtrain.engine import OffloadOptimizer, StepReport
+from offloadtrain.memory import Tier
+from offloadtrain.peaks import peak_flops
+from offloadtrain.progress import Progress, StepClock
+from offloadtrain.run_folder import RunFolder
+from offloadtrain.shapes import flops_per_token, num_params
+from offloadtrain.telemetry import Machine, Nvml, Sampler, probe
+from offloadtrain.units import format_bytes, format_count, format_duration
+
+_TIMELINE_EVERY_S = 10.0
+_TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled
+_MEMORY_CHANGE = 0.005
+
+
+class RunLog:
+    """Turns what happens into events and console lines. Close it by leaving its context."""
+
+    def __init__(self, run: RunFolder, config: Config, console: Console) -> None:
+        self._run, self._config, self._console = run, config, console
+        self._began_s = time.monotonic()
+        self._nvml = Nvml()
+        self._writer = events.EventWriter(run.events(), on_error=self._cannot_write)
+        self._sampler = Sampler(self._writer.emit, nvml=self._nvml)
+        self._progress = Progress()
+        self._peak_flops: float | None = None
+        self._recent_ms: deque[float] = deque(maxlen=50)
+        self._memory: dict[tuple[str, str], int] = {}
+        self._next_timeline = (0.0, 2)
+        self._optimizer: OffloadOptimizer | None = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.ended("failed", f"{type(error).__name__}: {error}")
+        self._console.end_line()
+        self._sampler.close()
+        self._writer.close()
+
+    # ---- start and end
+
+    def started(self, parts: Parts, progress: Progress) -> None:
+        """The run is about to train, from `progress.step` on."""
+        self._progress, self._optimizer = progress, parts.optimizer
+        config, device = self._config, parts.optimizer.device
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._peak_flops = peak_flops(device_name, parts.precision)
+        machine = probe(self._nvml)
+        facts: dict[str, Any] = {"name": config.name, "num_params": num_params(config.model)}
+        self._run.write_run(facts)
+        self._writer.emit(
+            events.RunStarted(
+                run_id=self._run.run_id,
+                pid=os.getpid(),
+                config=asdict(config),
+                plan={"device": str(device), "precision": parts.precision, "why": parts.why},
+                backend=asdict(kernels.backend()),
+                machine=asdict(machine),
+                start_step=progress.step,
+                peak_flops=self._peak_flops,
+                **facts,
+            )
+        )
+        self._introduce(parts, machine, device_name)
+
+    def _introduce(self, parts: Parts, machine: Machine, device_name: str) -> None:
+        config, backend = self._config, kernels.backend()
+        where = machine.cpu if device_name == "CPU" else device_name
+        self._console.say(
+            f"{config.name}: {format_count(num_params(config.model))} parameters, "
+            f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
+            f"compute: {where}, {parts.precision}{f' ({parts.why})' if parts.why else ''}; "
+            f"Adam: {backend.name} {backend.isa}, {backend.threads} threads\n"
+            f"data: {format_count(len(parts.train_tokens))} tokens to train on"
+            + (f", {format_count(len(parts.val_tokens))} held out" if parts.val_tokens else "")
+            + f"\nrun: {self._run.path}"
+            + (f", going on after step {self._progress.step}" if self._progress.step else "")
+        )
+
+    def ended(self, status: str, message: str = "") -> None:
+        """The last record of this start."""
+        self._writer.emit(self._sampler.sample())
+        self._writer.emit(
+            events.RunEnded(
+                status=status,
+                step=self._progress.step,
+                message=message,
+                val_loss=self._progress.val_loss,
+                duration_s=time.monotonic() - self._began_s,
+            )
+        )
+        self._writer.flush()
+
+    # ---- steps
+
+    def before_step(self, optimizer: OffloadOptimizer) -> None:
+        """Ask for the lanes' timeline of this step, now and then."""
+        not_before_s, not_before_step = self._next_timeline
+        if time.monotonic() >= not_before_s and self._progress.step >= not_before_step:
+            later_step = self._progress.step + _TIMELINE_EVERY_STEPS
+            self._next_timeline = (time.monotonic() + _TIMELINE_EVERY_S, later_step)
+            optimizer.sample_timeline()
+
+    def step(
+        self,
+        number: int,
+        progress: Progress,
+        report: StepReport,
+        clock: StepClock,
+        *,
+        loss: float,
+        lr: float,
+    ) -> None:
+        """A step was tried; `number` counts from 1, and a skipped one keeps it."""
+        tokens_per_s = 1e3 * self._config.batch_tokens / clock.total_ms
+        scaling = self._optimizer is not None and self._optimizer.working_dtype is torch.float16
+        step = events.Step(
+            step=number,
+            loss=loss,
+            lr=lr,
+            tokens=progress.tokens,
+            grad_norm=report.grad_norm,
+            loss_scale=report.loss_scale if scaling else None,
+            skipped=report.skipped,
+            tokens_per_s=tokens_per_s,
+            step_ms=clock.total_ms,
+            exposed_ms=report.exposed_ms,
+            host_busy_ms=report.host_busy_ms,
+            d2h_bytes=report.d2h_bytes,
+            h2d_bytes=report.h2d_bytes,
+            mfu=self._mfu(tokens_per_s),
+            **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
+        )
+        self._writer.emit(step)
+        for interval in report.timeline:
+            self._writer.emit(events.Span(step=number, **asdict(interval)))
+        rows = self._memory_rows()
+        self._tell_memory(number, rows)
+        self._recent_ms.append(clock.total_ms)
+        self._console.step(self._line(step, rows), force=number in (1, self._config.train.steps))
+
+    def _line(self, step: events.Step, rows: tuple[events.MemoryRow, ...]) -> StepLine:
+        tiers = {tier.value: sum(r.num_bytes for r in rows if r.tier == tier) for tier in Tier}
+        left = self._config.train.steps - step.step
+        return StepLine(
+            step=step.step,
+            steps=self._config.train.steps,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            lr=step.lr,
+            tokens_per_s=step.tokens_per_s,
+            mfu=step.mfu,
+            exposed_ms=step.exposed_ms,
+            device_bytes=tiers["device"],
+            host_bytes=tiers["host"],
+            eta_s=left * statistics.median(self._recent_ms) / 1e3,
+            skipped=step.skipped,
+            loss_scale=step.loss_scale,
+            val_loss=self._progress.val_loss,
+        )
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        if self._peak_flops is None:
+            return None
+        per_token = flops_per_token(self._config.model, self._config.data.seq_len)
+        return tokens_per_s * per_token / self._peak_flops
+
+    def _memory_rows(self) -> tuple[events.MemoryRow, ...]:
+        """The engine's ledger and, on a GPU, what torch holds beside it."""
+        assert self._optimizer is not None
+        rows = [
+            events.MemoryRow(
+                owner=row.owner, tier=row.tier, num_bytes=row.bytes, peak_bytes=row.peak_bytes
+            )
+            for row in self._optimizer.ledger.rows()
+        ]
+        device = self._optimizer.device
+        if device.type == "cuda":
+            own = sum(row.num_bytes for row in rows if row.tier == Tier.DEVICE)
+            rows.append(
+                events.MemoryRow(
+                    owner="activations and gradients",
+                    tier=Tier.DEVICE.value,
+                    num_bytes=max(torch.cuda.memory_allocated(device) - own, 0),
+                    peak_bytes=max(torch.cuda.max_memory_allocated(device) - own, 0),
+                )
+            )
+        return tuple(rows)
+
+    def _tell_memory(self, number: int, rows: tuple[events.MemoryRow, ...]) -> None:
+        """Write the rows if one of them has changed by more than half a percent."""
+        now = {(row.owner, row.tier): row.peak_bytes for row in rows}
+        same = now.keys() == self._memory.keys() and all(
+            abs(now[key] - self._memory[key]) <= _MEMORY_CHANGE * self._memory[key] for key in now
+        )
+        if not same:
+            self._memory = now
+            self._writer.emit(events.Memory(step=number, rows=rows))
+
+    # ---- between steps
+
+    def evaluated(self, progress: Progress, tokens: int, duration_ms: float) -> None:
+        assert progress.val_loss is not None
+        self._writer.emit(
+            events.Eval(
+                step=progress.step,
+                val_loss=progress.val_loss,
+                tokens=tokens,
+                duration_ms=duration_ms,
+            )
+        )
+        self._console.say(f"step {progress.step}: validation loss {progress.val_loss:.4f}")
+
+    def saved(self, step: int, saved: Saved) -> None:
+        self._writer.emit(
+            events.Checkpoint(
+                step=step,
+                path=str(saved.path),
+                num_bytes=saved.num_bytes,
+                duration_ms=1e3 * saved.seconds,
+            )
+        )
+        self._console.say(
+            f"step {step}: checkpoint of {format_bytes(saved.num_bytes)} saved "
+            f"in {format_duration(saved.seconds)}"
+        )
+
+    def checkpoint_failed(self, step: int, error: CheckpointError) -> None:
+        path = self._run.checkpoints
+        self._writer.emit(events.Checkpoint(step=step, path=str(path), state="failed"))
+        self.warn("checkpoint-failed", f"training goes on without a checkpoint: {error}", step)
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        self._writer.emit(events.Sample(step=step, prompt=prompt, text=text))
+
+    def warn(self, code: str, message: str, step: int | None = None) -> None:
+        """Something a person should know; `code` is short and stable."""
+        self._writer.emit(events.Warning_(code=code, message=message, step=step))
+        self._console.say(f"warning: {message}")
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._console.say(f"warning: the event log is not written any more: {error.strerror}")

@@ -162,7 +162,7 @@ def _groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
     params = [param for param in model.parameters() if param.requires_grad]
     if config.optim.decay == "all":
         return [{"params": params}]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [param for param in params if param.ndim >= 2]},
         {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
     ]

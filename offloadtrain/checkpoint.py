@@ -311,7 +311,8 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     free, needed = disk.f_bavail * disk.f_frsize, int(num_bytes * 1.05) + (1 << 20)
     if free < needed:
         raise CheckpointError(
-            f"a checkpoint needs {units.format_bytes(needed)} and {units.format_bytes(free)} is free in {folder}. "
+            f"a checkpoint needs {units.format_bytes(needed)} and {units.format_bytes(free)} is "
+            f"free in {folder}. "
             "Older checkpoints are intact. Free some space, or set runs_dir to a larger disk."
         )
 

@@ -11,7 +11,7 @@ class Progress:
     """Counters of a whole run, over all its starts.
 
     Attributes:
-        step: optimizer steps done; the learning rate follows it, so a skipped step repeats its rate.
+        step: optimizer steps done; the learning rate follows it: a skipped step repeats its rate.
         tokens: trained on, skipped steps included: their batches are used up.
         skipped: steps whose gradients were not finite.
         skipped_in_a_row: the last of these, if nothing good came after them.

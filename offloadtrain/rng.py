@@ -20,7 +20,8 @@ def seed_all(seed: int) -> None:
 def capture() -> dict[str, Any]:
     """Return the states of all global generators."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, words_32, position, has_gauss, cached = np.random.get_state(legacy=True)
+    keys = np.asarray(words_32, np.uint32)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(words), gauss],

@@ -1,4 +1,4 @@
-"""Requests to stop a run, from Ctrl-C or from whoever sends SIGTERM (Slurm, Kubernetes, systemd)."""
+"""Requests to stop a run: Ctrl-C, or SIGTERM from Slurm, Kubernetes or systemd."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def file_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Bytes]:
     yield _header(tensors)
     for tensor in tensors.values():
         host = tensor.detach().cpu().contiguous()
-        yield memoryview(host.reshape(-1).view(torch.uint8).numpy())
+        yield host.reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:

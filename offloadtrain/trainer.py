@@ -1,8 +1,8 @@
 """The loop, in the order in which things happen.
 
     build     seeds, device, data, model, and the optimizer through `offload` (assembly.py)
-    resume    the newest good checkpoint of the run: from there on every loss is the same, bit for bit,
-              as if the run had never stopped
+    resume    the newest good checkpoint of the run: from there on every loss is the same, bit for
+              bit, as if the run had never stopped
     step      learning rate; per microbatch data, forward, backward; update; one record
     between   evaluation, checkpoint, a request to stop
     end       last evaluation, last checkpoint, a sample of text
@@ -166,12 +166,12 @@ class Trainer:
     def _accumulate(self, clock: StepClock) -> None:
         """Forward and backward of every microbatch; `_loss` gets their mean."""
         count = self.config.train.grad_accum_steps
-        total: Tensor | float = 0.0
+        total = torch.zeros((), device=self.optimizer.device)
         for number in range(count):
             tokens_BT, targets_BT = self._next_batch(self.batches)
             clock.lap("data")
             loss = self.model(tokens_BT, targets_BT)
-            total = total + loss.detach()
+            total += loss.detach()
             if number == count - 1:
                 self._loss.launch(total / count)
             clock.lap("forward")

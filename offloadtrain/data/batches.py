@@ -4,11 +4,11 @@
 A window is `seq_len + 1` consecutive tokens; neighbours share one token, which is the last target
 of one and the first input of the next. An epoch has a fixed number of windows. Each epoch shifts
 their grid by a pseudo-random offset, so that windows begin anywhere and the last tokens have their
-turn, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone (`permutation.py`). So "sample g", counted over all epochs, is
-defined without knowing who reads it. With `world` ranks a call of `next` advances the position by
-`batch · world` samples: rank r takes samples position + r, position + r + world, ... Every
-rank holds the same position; saved by any rank, it continues on any number of ranks, where exactly
-the samples that were not yet taken follow.
+turn, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone
+(`permutation.py`). So "sample g", counted over all epochs, is defined without knowing who reads
+it. With `world` ranks a call of `next` advances the position by `batch · world` samples: rank r
+takes samples position + r, position + r + world, ... Every rank holds the same position; saved by
+any rank, it continues on any number of ranks, where exactly the samples not yet taken follow.
 """
 
 from __future__ import annotations

@@ -249,7 +249,9 @@ def _parse_line(line: bytes, field: str) -> bytes:
         record = json.loads(decoded) if decoded else {field: ""}
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+    except ValueError as error:
         raise ValueError(f"not JSON ({str(error).split(':')[0]})") from None
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")

@@ -135,11 +135,12 @@ def _parse_header(path: Path, page: bytes) -> TokenHeader:
             f"{path}: token format version {version} is newer than {_VERSION}, the newest this "
             f"offloadtrain reads; upgrade it, or prepare the file again"
         )
+    text = page[_PREFIX.size :][:json_bytes]
     try:
-        header = TokenHeader(**json.loads(page[_PREFIX.size : _PREFIX.size + json_bytes]))
+        header = TokenHeader(**json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: damaged header; prepare it again") from error
-    if not _is_plausible(header):
+    if len(text) < json_bytes or not _is_plausible(header):
         raise DataError(f"{path}: impossible header {asdict(header)}; prepare it again")
     return header
 

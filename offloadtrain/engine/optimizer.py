@@ -63,6 +63,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._step_tensor = torch.zeros((), dtype=torch.float32)
         self._fill_state()
         self._handles = self._hook_parameters() + attach_faces(model, self)
+        # Dropped without close(): drain, then give the pinned memory back, in this order.
+        self._finalizer = weakref.finalize(self, _release, lanes, self._arena)
 
     @property
     def grad_norm(self) -> float | None:
@@ -240,7 +242,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             handle.remove()
         self._handles.clear()
         self.state.clear()
-        self._arena.close()
+        self._finalizer()
         _offloaded.discard(self._model)
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
@@ -262,6 +264,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for bucket in block.buckets
             for slot in bucket.slots
         ]
+
+
+def _release(lanes: Lanes, arena: Arena) -> None:
+    lanes.close()
+    arena.close()
 
 
 def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tensor) -> None:

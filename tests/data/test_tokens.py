@@ -86,7 +86,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "too long": (lambda raw: raw + b"ab", "5 tokens where .* says 4"),
     "newer version": (lambda raw: raw[:8] + b"\x02" + raw[9:], "version 2 is newer"),
     "no JSON": (lambda raw: raw[:16] + b"?" + raw[17:], "damaged header"),
-    "JSON length": (lambda raw: raw[:12] + b"\xff" * 4 + raw[16:], "damaged header|cannot"),
+    "JSON length": (lambda raw: raw[:12] + b"\xff" * 4 + raw[16:], "impossible header"),
     "JSON not UTF-8": (lambda raw: raw[:16] + b"\xff\xfe" + raw[18:], "damaged header"),
     "missing key": (lambda raw: edit_header(raw, vocab_size="absent"), "damaged header"),
     "unknown key": (lambda raw: edit_header(raw, extra=1), "damaged header"),

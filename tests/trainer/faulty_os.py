@@ -1,4 +1,4 @@
-"""A stand-in for the `os` module that counts calls and fails, or kills the process, at one of them."""
+"""A stand-in for `os` that counts calls and, at one of them, fails or kills the process."""
 
 from __future__ import annotations
 

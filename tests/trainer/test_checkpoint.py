@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer.toy_state import ToyModel, ToyState, filled, same
 
 from offloadtrain import checkpoint
 from offloadtrain.checkpoint import CheckpointError, DamagedCheckpointError
+from tests.trainer.toy_state import ToyModel, ToyState, filled, same
 
 
 def save_steps(folder: Path, *steps: int, **options: Any) -> None:

@@ -11,11 +11,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.trainer.faulty_os import FaultyOs, fail_with, kill
-from tests.trainer.toy_state import filled, same
 
 from offloadtrain import checkpoint, durable
 from offloadtrain.checkpoint import CheckpointError
+from tests.trainer.faulty_os import FaultyOs, fail_with, kill
+from tests.trainer.toy_state import filled, same
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A model and host state of the shape that a checkpoint asks of the optimizer, without the engine."""
+"""A model and host state as a checkpoint asks for them, without the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class ToyModel(torch.nn.Module):
-    """Two trained layers, a frozen one, a persistent and a non-persistent buffer, an empty weight."""
+    """Two trained layers, a frozen one, a persistent and another buffer, an empty weight."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -1,0 +1,381 @@
+"""Preparing text: the same tokens for any number of jobs, held-out documents, clear errors."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offloadtrain.data import documents, prepare as prepare_module
+from offloadtrain.data.prepare import PreparedFiles, prepare
+from offloadtrain.data.tokens import DataError, TokenFile
+
+
+def tokens(path: Path | None) -> bytes:
+    return TokenFile(path, scan=True).tokens.tobytes() if path else b""
+
+
+def both(files: PreparedFiles) -> tuple[bytes, bytes]:
+    return tokens(files.train), tokens(files.val)
+
+
+def written(folder: Path, texts: dict[str, bytes]) -> Path:
+    for name, raw in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+    return folder
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 100)
+
+
+@pytest.fixture(params=["threads", "processes"])
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "processes":
+        monkeypatch.setattr(prepare_module, "_PROCESSES_FROM_BYTES", 0)
+    return str(request.param)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Text files in folders, a long one, every byte value, and two JSONL files."""
+    texts = {f"notes/{i:02}.txt": bytes([65 + i]) * (7 * i + 1) for i in range(20)}
+    texts["long.md"] = b"0123456789" * 55
+    texts["bytes"] = bytes(range(256))
+    texts["a.jsonl"] = jsonl([f"line {i} \u00e9\u4e2d " * (i % 9) for i in range(60)])
+    texts["b/c.JSONL"] = b"\xef\xbb\xbf" + jsonl(["first", "x" * 300, "last"])[:-1]
+    return written(tmp_path / "source", texts)
+
+
+def test_text_files_become_documents_that_end_with_a_zero(tmp_path: Path) -> None:
+    source = written(
+        tmp_path / "source",
+        {"b.txt": b"bee", "a/z.txt": b"\xff\xfe", "a.txt": b"ay", "empty": b"", ".hidden": b"no"},
+    )
+    files = prepare(source, tmp_path / "out", val_fraction=0.0)
+    assert tokens(files.train) == b"ay\0\xff\xfe\0bee\0"
+    assert (files.val, files.val_tokens, files.val_documents) == (None, 0, 0)
+    assert (files.train_tokens, files.train_documents) == (10, 3)
+    assert not (tmp_path / "out" / "val.bin").exists()
+
+
+def test_jsonl_lines_become_documents(tmp_path: Path) -> None:
+    raw = b'{"text": "one"}\r\n\n  \n{"id": 2, "text": "tw\\u00f6\\ud800"}\n{"text": ""}\n{"text": "3"}'
+    source = written(tmp_path, {"a.jsonl": raw}) / "a.jsonl"
+    files = prepare(source, tmp_path / "out", val_fraction=0.0)
+    assert tokens(files.train) == b"one\0tw\xc3\xb6\xed\xa0\x80\0" + b"3\0"
+    assert files.train_documents == 3
+
+
+def test_another_field_can_hold_the_text(tmp_path: Path) -> None:
+    source = written(tmp_path, {"a.jsonl": b'{"text": 1, "content": "yes"}\n'}) / "a.jsonl"
+    files = prepare(source, tmp_path / "out", val_fraction=0.0, field="content")
+    assert tokens(files.train) == b"yes\0"
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_parallel_equals_serial(mixed: Path, tmp_path: Path, pool: str) -> None:
+    serial = prepare(mixed, tmp_path / "serial", val_fraction=0.3, jobs=1)
+    parallel = prepare(mixed, tmp_path / "parallel", val_fraction=0.3, jobs=3)
+    assert both(parallel) == both(serial)
+    assert serial.train_documents + serial.val_documents == 22 + 53 + 3
+    assert serial.train_tokens > serial.val_tokens > 0
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pieces_do_not_show_in_the_result(mixed: Path, tmp_path: Path) -> None:
+    in_pieces = prepare(mixed, tmp_path / "pieces", val_fraction=0.3)
+    documents.PIECE_BYTES = prepare_module.PIECE_BYTES = 1 << 20
+    assert both(prepare(mixed, tmp_path / "whole", val_fraction=0.3)) == both(in_pieces)
+
+
+@given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=20), piece=st.integers(1, 60))
+@settings(deadline=None, max_examples=60)
+def test_jsonl_cut_anywhere_gives_each_line_once(
+    texts: list[str], piece: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = written(tmp_path_factory.mktemp("jsonl"), {"a.jsonl": jsonl(texts)})
+    expected = b"".join(t.encode("utf-8", "surrogatepass") + b"\0" for t in texts if t)
+    (file,) = documents.find_files(folder / "a.jsonl", excluded=folder / "out")
+    reading = documents.Reading(threshold=0, field="text", keep_going=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE_BYTES", piece)
+        results = [documents.read_pieces((p,), reading) for p in documents.cut(file)]
+    assert b"".join(b"".join(result.train) for result in results) == expected
+    assert sum(result.lines for result in results) == len(texts)
+
+
+def test_held_out_documents_follow_their_name_not_their_place(tmp_path: Path) -> None:
+    names = [f"{i:03}.txt" for i in range(200)]
+
+    def held_out(root: str, count: int) -> set[bytes]:
+        source = written(tmp_path / root, {name: name.encode() for name in names[:count]})
+        files = prepare(source, tmp_path / f"{root}-out", val_fraction=0.2)
+        return set(tokens(files.val).split(b"\0")) - {b""}
+
+    all_of_them, fewer = held_out("one", 200), held_out("two", 150)
+    assert 20 < len(all_of_them) < 60
+    assert fewer == {name for name in all_of_them if name < b"150.txt"}
+
+
+def test_equal_lines_are_on_the_same_side(tmp_path: Path) -> None:
+    lines = [f"document {i % 50}" for i in range(300)]
+    source = written(tmp_path, {"a.jsonl": jsonl(lines)}) / "a.jsonl"
+    files = prepare(source, tmp_path / "out", val_fraction=0.3)
+    train, val = (set(raw.split(b"\0")) - {b""} for raw in both(files))
+    assert train and val and not train & val
+    assert len(train | val) == 50
+
+
+@pytest.mark.parametrize("val_fraction", [1e-30, 1e-6, 0.999999])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_no_side_is_left_without_a_document(tmp_path: Path, val_fraction: float, kind: str) -> None:
+    texts = [f"document {i}" for i in range(5)]
+    if kind == "text":
+        source = written(tmp_path / "s", {f"{i}.txt": t.encode() for i, t in enumerate(texts)})
+    else:
+        source = written(tmp_path / "s", {"a.jsonl": jsonl(texts)})
+    files = prepare(source, tmp_path / "out", val_fraction=val_fraction)
+    assert {files.train_documents, files.val_documents} == {1, 4}
+    assert (files.val_documents == 1) == (val_fraction < 0.5)
+    assert prepare(source, tmp_path / "out", val_fraction=val_fraction).reused
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_end_of_an_only_text_file_is_held_out(tmp_path: Path) -> None:
+    raw = bytes(range(1, 251)) * 4
+    source = written(tmp_path, {"book.txt": raw}) / "book.txt"
+    train, val = both(prepare(source, tmp_path / "out", val_fraction=0.1))
+    assert (train, val) == (raw[:900] + b"\0", raw[900:] + b"\0")
+
+
+def test_files_are_reused_until_something_changes(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {f"{i}.txt": b"text %d" % i for i in range(9)})
+
+    def again(**changes: object) -> PreparedFiles:
+        options: dict[str, object] = {"val_fraction": 0.2} | changes
+        return prepare(source, tmp_path / "out", **options)  # type: ignore[arg-type]
+
+    first = again()
+    assert not first.reused
+    second = again(jobs=2)
+    assert second.reused
+    assert (second.train_tokens, second.val_documents) == (first.train_tokens, first.val_documents)
+    assert not again(val_fraction=0.3).reused
+    assert not again(field="content", val_fraction=0.3).reused
+    (source / "new.txt").write_bytes(b"new")
+    assert not again().reused
+    os.utime(source / "new.txt", ns=(1, 1))
+    assert not again().reused
+    assert again().reused
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other"])
+def test_damaged_files_are_made_again(tmp_path: Path, name: str, damage: str) -> None:
+    source = written(tmp_path / "source", {f"{i}.txt": b"text %d" % i for i in range(9)})
+    first = prepare(source, tmp_path / "out")
+    before, path = both(first), tmp_path / "out" / name
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        other = prepare(written(tmp_path / "b", {"1": b"1", "2": b"2"}), tmp_path / "out2")
+        os.replace(other.train.with_name(name), path)
+    second = prepare(source, tmp_path / "out")
+    assert not second.reused
+    assert both(second) == before
+
+
+def test_an_old_validation_file_goes_when_nothing_is_held_out(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"a", "b": b"b"})
+    assert prepare(source, tmp_path / "out", val_fraction=0.5).val
+    assert prepare(source, tmp_path / "out", val_fraction=0.0).val is None
+    assert not (tmp_path / "out" / "val.bin").exists()
+
+
+def test_the_output_folder_may_lie_in_the_source(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"aa", "b": b"bb"})
+    first = prepare(source, source / "out")
+    assert prepare(source, source / "out").reused
+    assert first.train_tokens + first.val_tokens == 6
+
+
+def test_links_pipes_and_loops_do_no_harm(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"aa"})
+    (source / "linked").symlink_to(source / "a")
+    (source / "broken").symlink_to(source / "nowhere")
+    (source / "loop").symlink_to(source)
+    os.mkfifo(source / "pipe")
+    files = prepare(source, tmp_path / "out", val_fraction=0.0)
+    assert tokens(files.train) == b"aa\0aa\0"
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_progress_goes_from_nothing_to_all(mixed: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    prepare(mixed, tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    total = sum(path.stat().st_size for path in mixed.rglob("*") if path.is_file())
+    assert {all_bytes for _, all_bytes in seen} == {total}
+    done = [bytes_done for bytes_done, _ in seen]
+    assert done == sorted(done) and done[-1] == total and len(done) > 10
+
+
+BAD_LINES: dict[str, tuple[bytes, str]] = {
+    "not JSON": (b"{text: 1}", r"not JSON \(Expecting property name"),
+    "cut off": (b'{"text": "abc', r"not JSON \(Unterminated string"),
+    "two objects": (b'{"text": "a"} {"text": "b"}', r"not JSON \(Extra data"),
+    "a list": (b'["text"]', "not a JSON object"),
+    "a number": (b"17", "not a JSON object"),
+    "no field": (b'{"txt": "abc"}', 'no field "text"'),
+    "a number in the field": (b'{"text": 5}', 'field "text" is not a string'),
+    "null": (b'{"text": null}', 'field "text" is not a string'),
+    "not UTF-8": (b'{"text": "\xff"}', "not UTF-8"),
+    "deep": (b"[" * 100_000, "JSON nested too deep"),
+    "a huge number": (b'{"text": ' + b"9" * 10_000 + b"}", "not JSON"),
+    "control characters": (b'{"a": "\x1b]52;c;AAAA\x07"}', "not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, name: str) -> None:
+    line, reason = BAD_LINES[name]
+    raw = jsonl(["one", "two"]) + line + b"\n" + jsonl(["three"])
+    source = written(tmp_path, {"a.jsonl": raw}) / "a.jsonl"
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: {reason}") as caught:
+        prepare(source, tmp_path / "out")
+    first, second = str(caught.value).split("\n")
+    assert first.isprintable() and len(first) < len(str(source)) + 180
+    assert "skip" in second
+    files = prepare(source, tmp_path / "out", val_fraction=0.0, bad_lines="skip")
+    assert tokens(files.train) == b"one\0two\0three\0"
+    assert files.skipped_lines == 1
+    assert files.skipped == (first,)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_bad_lines_are_numbered_through_all_pieces(tmp_path: Path, pool: str) -> None:
+    lines = jsonl([f"line {i}" for i in range(100)]).splitlines(keepends=True)
+    for bad in (6, 49, 98):
+        lines[bad] = b"?" * (bad + 1) + b"\n"
+    source = written(tmp_path / "s", {"a.jsonl": b"".join(lines), "b.jsonl": b"?\n" * 20})
+    with pytest.raises(DataError, match=r"a\.jsonl:7: "):
+        prepare(source, tmp_path / "out", jobs=3)
+    files = prepare(source, tmp_path / "out", jobs=3, bad_lines="skip")
+    places = [line.split(": ")[0].rsplit("/")[-1] for line in files.skipped]
+    assert places[:4] == ["a.jsonl:7", "a.jsonl:50", "a.jsonl:99", "b.jsonl:1"]
+    assert len(places) == 10
+    assert files.skipped_lines == 23
+    assert files.train_documents + files.val_documents == 97
+
+
+Setup = Callable[[Path], Path]
+FAILURES: dict[str, tuple[Setup, dict[str, object], str]] = {
+    "missing": (lambda t: t / "nowhere", {}, "nowhere: no such file or folder"),
+    "empty folder": (lambda t: written(t / "s", {".x": b"1"}), {}, "holds no text"),
+    "empty file": (lambda t: written(t, {"a": b""}) / "a", {}, "holds no text"),
+    "device": (lambda t: Path("/dev/null"), {}, "holds no text"),
+    "blank lines": (lambda t: written(t / "s", {"a.jsonl": b"\n\n"}), {}, "no line holds text"),
+    "one document": (
+        lambda t: written(t / "s", {"a.jsonl": jsonl(["one", "one"])}),
+        {},
+        "a single document",
+    ),
+    "one byte": (lambda t: written(t, {"a": b"x"}) / "a", {}, "a single document"),
+    "fraction": (lambda t: t, {"val_fraction": 1.0}, r"must be in \[0, 1\)"),
+    "no number": (lambda t: t, {"val_fraction": float("nan")}, r"must be in \[0, 1\)"),
+    "tokenizer": (lambda t: t, {"tokenizer": "words"}, "no tokenizer"),
+    "policy": (lambda t: t, {"bad_lines": "ignore"}, '"error" or "skip"'),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_failure_is_one_error(tmp_path: Path, name: str) -> None:
+    make, options, message = FAILURES[name]
+    source = make(tmp_path)
+    with pytest.raises(DataError, match=message):
+        prepare(source, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("out/*.bin*"))
+
+
+def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"a", "b": b"b"})
+    before = both(prepare(source, tmp_path / "out"))
+    written(source, {"c.jsonl": b"bad"})
+    with pytest.raises(DataError, match=r"c\.jsonl:1"):
+        prepare(source, tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [".prepare.lock", "train.bin", "val.bin"]
+    assert (tokens(tmp_path / "out/train.bin"), tokens(tmp_path / "out/val.bin")) == before
+
+
+def test_an_unusable_output_folder_is_one_error(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"a", "b": b"b"})
+    with pytest.raises(DataError, match="cannot prepare .*source/a"):
+        prepare(source, source / "a" / "out")
+
+
+def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"aaaa"})
+    (file,) = documents.find_files(source, excluded=tmp_path / "out")
+    (source / "a").write_bytes(b"a")
+    reading = documents.Reading(threshold=0, field="text", keep_going=False)
+    with pytest.raises(DataError, match="became shorter"):
+        documents.read_pieces(tuple(documents.cut(file)), reading)
+
+
+def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "_PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(prepare_module, "read_pieces", _die)
+    source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
+    with pytest.raises(DataError, match="worker process ended early"):
+        prepare(source, tmp_path / "out", jobs=2)
+
+
+def _die(*_: object) -> None:
+    os._exit(9)
+
+
+def test_a_python_library_gives_its_sources_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = written(
+        tmp_path / "lib",
+        {
+            "os.py": b"import sys",
+            "test/test_os.py": b"import os",
+            "os.pyc": b"no",
+            "site-packages/torch.py": b"no",
+            "dist-packages/numpy.py": b"no",
+            "__pycache__/os.py": b"no",
+        },
+    )
+    monkeypatch.setattr(documents.sysconfig, "get_path", {"stdlib": str(library)}.get)
+    files = prepare("python-stdlib", tmp_path / "out", val_fraction=0.0)
+    assert tokens(files.train) == b"import sys\0import os\0"
+
+
+def test_the_library_of_this_python_is_real_text() -> None:
+    files = documents.find_files("python-stdlib", excluded=Path("/nowhere"))
+    assert sum(file.num_bytes for file in files) > 5e6
+    assert {"ast.py", "json/decoder.py"} <= {file.name for file in files}
+    assert not any("site-packages" in file.path for file in files)
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_put_back() -> Iterator[None]:
+    before = documents.PIECE_BYTES, prepare_module.PIECE_BYTES
+    yield
+    documents.PIECE_BYTES, prepare_module.PIECE_BYTES = before

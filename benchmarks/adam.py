@@ -23,6 +23,8 @@ from offloadtrain.kernels import AdamScalars, Backend
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 STAGGER_BYTES = 4096 + 256  # streams a power of two apart run up to three times slower
+# torch's threads spin for a while after their last loop, which would slow the next case.
+SETTLE_S = 0.02
 LIMIT, STEP, PATH = "traffic limit", "torch fused, step alone", "torch fused, whole path"
 Case = Callable[[], object]
 
@@ -45,9 +47,11 @@ def allocate(numel: int) -> Buffers:
     memory = torch.empty(sum(spans), dtype=torch.uint8)
     kernels.first_touch(memory)
     starts = [sum(spans[:i]) for i in range(len(spans))]
-    made = Buffers(
-        *(memory[at : at + numel * kind.itemsize].view(kind) for at, kind in zip(starts, kinds))  # noqa: B905
-    )
+    pieces = [
+        memory[start : start + numel * kind.itemsize].view(kind)
+        for start, kind in zip(starts, kinds, strict=True)
+    ]
+    made = Buffers(*pieces)
     for tensor in (made.master, made.grad):
         tensor.normal_()
     made.exp_avg_sq.fill_(1.0)
@@ -111,6 +115,7 @@ def measure(found: dict[str, Case], rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for counted in [False] + [True] * rounds:
         for name, run in found.items():
+            time.sleep(SETTLE_S)
             start = time.perf_counter()
             run()
             if counted:
@@ -152,9 +157,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     asked = parser.parse_args()
     buffers = allocate(asked.n)
-    print(
-        f"{asked.n} parameters, {asked.rounds} rounds; {kernels.backend()}; torch {torch.__version__}"
-    )
+    print(f"{asked.n} parameters, {asked.rounds} rounds; torch {torch.__version__}")
+    print(kernels.backend())
     print(f"{'case':26} threads  ns/param  x limit  x torch path")
     for threads in map(int, asked.threads.split(",")):
         torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numba import njit
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")
 def _traffic(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, working: Any) -> None:
     """Every load feeds a store, so that the compiler can leave none out."""
     shrink = np.float32(0.999)
@@ -26,8 +27,7 @@ class Traffic:
     def __init__(self, arrays: tuple[Any, ...], threads: int) -> None:
         cuts = [arrays[0].size * i // threads for i in range(threads + 1)]
         self._parts = [
-            tuple(array[lo:hi] for array in arrays)
-            for lo, hi in zip(cuts[:-1], cuts[1:], strict=True)
+            tuple(array[lo:hi] for array in arrays) for lo, hi in itertools.pairwise(cuts)
         ]
         self._pool = ThreadPoolExecutor(max(threads - 1, 1))
 

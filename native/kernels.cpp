@@ -26,6 +26,16 @@ inline float float_of(u32 bits) {
   return value;
 }
 
+// Branch-free choice: a condition that the compiler hoists out of a loop as a second loop, or cannot
+// if-convert, costs the vectorisation of both.
+inline u32 mask_of(bool condition) { return 0u - static_cast<u32>(condition); }
+inline u32 select(u32 mask, u32 chosen, u32 otherwise) {
+  return (chosen & mask) | (otherwise & ~mask);
+}
+inline float select(u32 mask, float chosen, float otherwise) {
+  return float_of(select(mask, bits_of(chosen), bits_of(otherwise)));
+}
+
 struct Float32 {
   using Storage = float;
   static float load(float stored) { return stored; }
@@ -40,8 +50,8 @@ struct BFloat16 {
   static u16 store(float value) {
     const u32 bits = bits_of(value);
     const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return static_cast<u16>(is_nan ? 0x7fc0u : rounded);
+    const u32 is_nan = mask_of((bits & 0x7fffffffu) > 0x7f800000u);
+    return static_cast<u16>(select(is_nan, 0x7fc0u, rounded));
   }
 };
 
@@ -55,7 +65,7 @@ struct Float16 {
     const u32 sign = static_cast<u32>(stored & 0x8000u) << 16;
     const u32 scaled = bits_of(float_of(magnitude) * 0x1p112f);
     const u32 special = magnitude | 0x7f800000u;
-    return float_of(sign | (magnitude >= 0x0f800000u ? special : scaled));
+    return float_of(sign | select(mask_of(magnitude >= 0x0f800000u), special, scaled));
   }
 
   // Round to nearest even, to infinity from 65520 on.
@@ -66,9 +76,9 @@ struct Float16 {
     const u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     // Adding 0.5 leaves a denormal half's mantissa, rounded, in the low bits.
     const u32 denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    const u32 finite = magnitude < 0x38800000u ? denormal : normal;
-    const u32 special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    return static_cast<u16>(sign | (magnitude >= 0x47800000u ? special : finite));
+    const u32 finite = select(mask_of(magnitude < 0x38800000u), denormal, normal);
+    const u32 special = select(mask_of(magnitude > 0x7f800000u), 0x7e00u, 0x7c00u);
+    return static_cast<u16>(sign | select(mask_of(magnitude >= 0x47800000u), special, finite));
   }
 };
 
@@ -87,14 +97,16 @@ void adam_loop(const AdamArgs& args, i64 lo, i64 hi) {
   float* __restrict master = a.master;
   float* __restrict exp_avg = a.exp_avg;
   float* __restrict exp_avg_sq = a.exp_avg_sq;
+  const u32 coupled = mask_of(a.l2 != 0.0f);
+  const u32 towards_grad = mask_of(a.towards_grad);
 #pragma GCC ivdep
   for (i64 i = lo; i < hi; ++i) {
     float p = master[i];
     const float scaled = Grad::load(grad[i]) * a.grad_scale;
-    const float g = a.l2 == 0.0f ? scaled : __builtin_fmaf(p, a.l2, scaled);
+    const float g = select(coupled, __builtin_fmaf(p, a.l2, scaled), scaled);
     p = p * a.decay;
     const float m_old = exp_avg[i];
-    const float base = a.towards_grad ? g : m_old;
+    const float base = select(towards_grad, g, m_old);
     const float m = __builtin_fmaf(a.exp_avg_weight, g - m_old, base);
     const float v = __builtin_fmaf(a.exp_avg_sq_weight * g, g, exp_avg_sq[i] * a.beta2);
     const float denominator = __builtin_sqrtf(v) / a.bias_correction2_sqrt + a.eps;

@@ -17,7 +17,11 @@ from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
+from offloadtrain.footprint import state_bytes
+from offloadtrain.memory import HostMemoryError, available_bytes
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.shapes import num_params
+from offloadtrain.units import format_bytes
 
 PrepareProgress = Callable[[int, int], None]
 
@@ -51,6 +55,7 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
     _set_up_torch(config)
     device = resolve_device(config.device.kind)
     precision, why = resolve_precision(config.device.precision, device)
+    _check_fits(config, device)
     train_tokens, val_tokens = open_tokens(config, on_prepare)
     for tokens in filter(None, (train_tokens, val_tokens)):
         _check_vocabulary(config, tokens)
@@ -149,6 +154,22 @@ def _set_up_torch(config: Config) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
+
+
+def _check_fits(config: Config, device: torch.device) -> None:
+    """Refuse before the first byte is allocated, in place of being killed half-way."""
+    tiers = state_bytes(config)
+    needed = tiers["host"] | {"weights as built": 4 * num_params(config.model)}
+    if device.type == "cpu":
+        needed |= tiers["device"]
+    total, available = sum(needed.values()), available_bytes()
+    if total > available:
+        parts = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in needed.items())
+        raise HostMemoryError(
+            f"{config.name} needs {format_bytes(total)} of host memory and "
+            f"{format_bytes(available)} is available: {parts}. Free host memory, set "
+            "train.grad_accum_steps = 1 if it is more, or take a smaller model.size."
+        )
 
 
 def _update_rule(config: Config) -> optim.Adam:

@@ -6,14 +6,16 @@ Everything goes to stderr: stdout is for data.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-from offloadtrain.units import format_bytes, format_count, format_duration
+from offloadtrain.units import format_bytes, format_duration, format_rate
 
 _CONTROL: dict[int, str | None] = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
 _KEPT: dict[int, str | None] = {ord("\n"): "\n", ord("\t"): "    "}
@@ -52,7 +54,7 @@ def format_step(line: StepLine) -> str:
         "SKIPPED" if line.skipped else None,
         None if line.grad_norm is None else f"grad {line.grad_norm:.3g}",
         f"lr {line.lr:.2e}",
-        f"{format_count(line.tokens_per_s)} tok/s",
+        format_rate(line.tokens_per_s, "tok"),
         None if line.mfu is None else f"mfu {100 * line.mfu:.1f}%",
         f"exposed {line.exposed_ms:.1f}ms",
         None if line.loss_scale is None else f"scale {line.loss_scale:g}",
@@ -64,7 +66,10 @@ def format_step(line: StepLine) -> str:
 
 
 class Console:
-    """Writes step lines and messages; a live line is rewritten in place, on a terminal only."""
+    """Writes step lines and messages; a live line is rewritten in place, on a terminal only.
+
+    A terminal that goes away ends the telling, not the run.
+    """
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class Console:
     ) -> None:
         """`every_s`: between plain lines; a live line is refreshed ten times a second at most."""
         self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
+        self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._interval_s = 0.1 if self._live else every_s
         self._clock = clock
         self._shown_s = -math.inf
@@ -90,23 +95,26 @@ class Console:
         text = format_step(line)
         if self._live:
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r\x1b[2K{text[:width]}")
+            self._write(f"\r\x1b[2K{text[:width]}")
             self._open = True
         else:
-            self._stream.write(f"{text}\n")
-        self._stream.flush()
+            self._write(f"{text}\n")
 
     def say(self, text: str) -> None:
         """A message on lines of its own; control characters in it are made visible."""
         self.end_line()
-        self._stream.write(f"{sanitize(text)}\n")
-        self._stream.flush()
+        self._write(f"{sanitize(text)}\n")
 
     def end_line(self) -> None:
         """Keep the live line as it is and go on below it."""
         if self._open:
-            self._stream.write("\n")
+            self._write("\n")
             self._open = False
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the pipe's reader has left, or the stream is closed
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def sanitize(text: str) -> str:

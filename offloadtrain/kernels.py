@@ -299,6 +299,8 @@ def adam(
     if working is not None:
         operands["working"] = working
     _check(operands, full=("master", "exp_avg", "exp_avg_sq"))
+    if scalars.step < 1:
+        raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
     _check_disjoint(operands)
     _selection.get().adam(master, exp_avg, exp_avg_sq, grad, working, scalars)
 
@@ -357,22 +359,33 @@ def first_touch(memory: Tensor) -> None:
     Args:
         memory: (bytes,) uint8.
     """
-    if memory.dtype is not torch.uint8 or memory.device.type != "cpu" or memory.dim() != 1:
-        raise TypeError(f"memory must be 1-D uint8 on the CPU, not {_describe(memory)}")
+    on_cpu = memory.device.type == "cpu" and memory.dim() == 1 and memory.is_contiguous()
+    if memory.dtype is not torch.uint8 or not on_cpu:
+        raise TypeError(f"memory must be 1-D contiguous uint8 on the CPU, not {_describe(memory)}")
+    _check_alive("memory", memory)
     _selection.get().first_touch(memory)
 
 
 def _check(operands: dict[str, Tensor], *, full: tuple[str, ...]) -> None:
     numel: int | None = None
     for name, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
         if tensor.dtype not in _CODES or (name in full and tensor.dtype is not torch.float32):
             wanted = "float32" if name in full else "float32, bfloat16 or float16"
             raise TypeError(f"{name} must be {wanted}, not {tensor.dtype}")
         if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"{name} must be 1-D, contiguous and on the CPU: {_describe(tensor)}")
+        _check_alive(name, tensor)
         numel = tensor.numel() if numel is None else numel
         if tensor.numel() != numel:
             raise ValueError(f"{name} has {tensor.numel()} elements, the others {numel}")
+
+
+def _check_alive(name: str, tensor: Tensor) -> None:
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if end > tensor.untyped_storage().nbytes():
+        raise ValueError(f"{name} has been freed: its storage is smaller than it is")
 
 
 def _check_disjoint(operands: dict[str, Tensor]) -> None:

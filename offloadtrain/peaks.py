@@ -41,13 +41,13 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         device_name: as torch tells it; memory size and form factor may follow the listed name.
         precision: "bf16", "fp16" or "fp32".
     """
-    if precision == "fp32":
+    if precision == "fp32" or "Laptop" in device_name:  # a laptop's chip is another one
         return None
     fitting = [name for name in _TERAFLOPS if _begins_with(device_name, name)]
     return 1e12 * _TERAFLOPS[max(fitting, key=len)] if fitting else None
 
 
 def _begins_with(device_name: str, name: str) -> bool:
-    """Whole words only: an A10G is no A10, and a laptop's chip is not the desktop's."""
-    rest = device_name.removeprefix(name)
-    return (rest == "" or (rest != device_name and rest[0] in " -")) and "Laptop" not in rest
+    """Whole words only: an A10G is no A10."""
+    following = device_name.removeprefix(name)[:1]
+    return device_name.startswith(name) and following in ("", " ", "-")

@@ -7,13 +7,13 @@ import re
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "B", "T")
-_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 
 
 def format_bytes(count: float) -> str:
     """1536 → "1.5 KiB"; whole bytes below 1 KiB."""
-    size, unit = _scaled(count, 1024.0, _BINARY)
-    return f"{count:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    digits, unit = _scaled(count, 1024, _BINARY, ".1f")
+    return f"{digits} {unit}"
 
 
 def parse_bytes(text: str) -> int:
@@ -33,8 +33,7 @@ def parse_bytes(text: str) -> int:
 
 def format_count(count: float) -> str:
     """1_340_000_000 → "1.34B"; whole numbers below a thousand."""
-    size, unit = _scaled(count, 1000.0, _DECIMAL)
-    return f"{count:.0f}" if not unit else f"{size:.3g}{unit}"
+    return "".join(_scaled(count, 1000, _DECIMAL, ".3g"))
 
 
 def format_rate(per_second: float, unit: str) -> str:
@@ -46,7 +45,7 @@ def format_duration(seconds: float) -> str:
     """75.2 → "1m15s", 4000 → "1h06m", 0.25 → "250ms"; "-" if it is not known."""
     if not math.isfinite(seconds) or seconds < 0:
         return "-"
-    if seconds < 1:
+    if round(seconds * 1e3) < 1000:
         return f"{seconds * 1e3:.0f}ms"
     whole = round(seconds)
     if whole < 60:
@@ -58,8 +57,12 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
 
 
-def _scaled(count: float, base: float, units: tuple[str, ...]) -> tuple[float, str]:
-    size, index = float(count), 0
-    while abs(size) >= base and index < len(units) - 1:
-        size, index = size / base, index + 1
-    return size, units[index]
+def _scaled(count: float, base: int, units: tuple[str, ...], form: str) -> tuple[str, str]:
+    """Return digits and unit, so that the digits as printed stay below `base` where they can."""
+    size, digits = float(count), f"{count:.0f}"
+    for unit in units[:-1]:
+        if not abs(float(digits)) >= base:
+            return digits, unit
+        size /= base
+        digits = f"{size:{form}}"
+    return digits, units[-1]

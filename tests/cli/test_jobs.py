@@ -10,7 +10,7 @@ import pytest
 from offloadtrain import config
 from offloadtrain.cli import main
 from offloadtrain.commands.jobs import shipped_jobs
-from offloadtrain.commands.preview import state_bytes
+from offloadtrain.footprint import state_bytes
 from offloadtrain.shapes import num_params
 
 

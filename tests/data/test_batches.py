@@ -180,7 +180,7 @@ def test_a_file_of_one_window_is_enough_and_less_is_an_error(tmp_path: Path, shu
     file = counting_file(tmp_path / "a.bin", 8)
     batches = Batches(file, batch=3, seq_len=7, shuffle=shuffle)
     assert batches.next()[0].tolist() == [list(range(7))] * 3
-    with pytest.raises(DataError, match="holds 8 tokens, less than one window of .* = 9"):
+    with pytest.raises(DataError, match=r"holds 8 tokens, less than one window of .* = 9"):
         Batches(file, batch=3, seq_len=8, shuffle=shuffle)
 
 
@@ -194,4 +194,4 @@ def test_it_is_an_endless_iterator(file: TokenFile) -> None:
 )
 def test_impossible_arguments_are_refused(file: TokenFile, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-        Batches(file, **({"batch": 1, "seq_len": 5, "rank": 0, "world": 2} | wrong))
+        Batches(file, **({"batch": 1, "seq_len": 5, "rank": 0, "world": 2} | wrong))  # type: ignore[arg-type]

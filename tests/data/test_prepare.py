@@ -2,14 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offloadtrain.data import documents, prepare as prepare_module
+from offloadtrain.data import documents
+from offloadtrain.data import prepare as prepare_module
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.tokens import DataError, TokenFile
 
@@ -71,7 +73,8 @@ def test_text_files_become_documents_that_end_with_a_zero(tmp_path: Path) -> Non
 
 
 def test_jsonl_lines_become_documents(tmp_path: Path) -> None:
-    raw = b'{"text": "one"}\r\n\n  \n{"id": 2, "text": "tw\\u00f6\\ud800"}\n{"text": ""}\n{"text": "3"}'
+    raw = b'{"text": "one"}\r\n\n  \n{"id": 2, "text": "tw\\u00f6\\ud800"}\n'
+    raw += b'{"text": ""}\n{"text": "3"}'
     source = written(tmp_path, {"a.jsonl": raw}) / "a.jsonl"
     files = prepare(source, tmp_path / "out", val_fraction=0.0)
     assert tokens(files.train) == b"one\0tw\xc3\xb6\xed\xa0\x80\0" + b"3\0"
@@ -96,8 +99,11 @@ def test_parallel_equals_serial(mixed: Path, tmp_path: Path, pool: str) -> None:
 @pytest.mark.usefixtures("small_pieces")
 def test_pieces_do_not_show_in_the_result(mixed: Path, tmp_path: Path) -> None:
     in_pieces = prepare(mixed, tmp_path / "pieces", val_fraction=0.3)
-    documents.PIECE_BYTES = prepare_module.PIECE_BYTES = 1 << 20
-    assert both(prepare(mixed, tmp_path / "whole", val_fraction=0.3)) == both(in_pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE_BYTES", 1 << 20)
+        patch.setattr(prepare_module, "PIECE_BYTES", 1 << 20)
+        whole = prepare(mixed, tmp_path / "whole", val_fraction=0.3)
+    assert both(whole) == both(in_pieces)
 
 
 @given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=20), piece=st.integers(1, 60))
@@ -323,7 +329,7 @@ def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:
 
 def test_an_unusable_output_folder_is_one_error(tmp_path: Path) -> None:
     source = written(tmp_path / "source", {"a": b"a", "b": b"b"})
-    with pytest.raises(DataError, match="cannot prepare .*source/a"):
+    with pytest.raises(DataError, match=r"cannot prepare .*source/a"):
         prepare(source, source / "a" / "out")
 
 
@@ -362,7 +368,7 @@ def test_a_python_library_gives_its_sources_only(
             "__pycache__/os.py": b"no",
         },
     )
-    monkeypatch.setattr(documents.sysconfig, "get_path", {"stdlib": str(library)}.get)
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(library)}.get)
     files = prepare("python-stdlib", tmp_path / "out", val_fraction=0.0)
     assert tokens(files.train) == b"import sys\0import os\0"
 
@@ -372,10 +378,3 @@ def test_the_library_of_this_python_is_real_text() -> None:
     assert sum(file.num_bytes for file in files) > 5e6
     assert {"ast.py", "json/decoder.py"} <= {file.name for file in files}
     assert not any("site-packages" in file.path for file in files)
-
-
-@pytest.fixture(autouse=True)
-def sizes_are_put_back() -> Iterator[None]:
-    before = documents.PIECE_BYTES, prepare_module.PIECE_BYTES
-    yield
-    documents.PIECE_BYTES, prepare_module.PIECE_BYTES = before

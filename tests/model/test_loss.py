@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from offloadtrain.model import loss as loss_module
 from offloadtrain.model.loss import cross_entropy
@@ -48,8 +49,13 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 def test_nothing_of_the_size_of_fp32_logits_waits_for_backward() -> None:
-    saved = []
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
     logits_NV = torch.randn(64, 1000).bfloat16().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         cross_entropy(logits_NV, torch.zeros(64, dtype=torch.int64))
     assert sum(t.nbytes for t in saved) == logits_NV.nbytes + 64 * 8

@@ -127,7 +127,9 @@ def test_the_order_of_tokens_matters(shape: ModelShape) -> None:
 
 
 def test_attention_is_the_softmax_of_scaled_products() -> None:
-    attention = Transformer(GPT2).blocks[0].attention
+    block = Transformer(GPT2).blocks[0]
+    assert isinstance(block, Block)
+    attention = block.attention
     x_BTD = torch.randn(2, 7, 64)
     heads = attention.qkv(x_BTD).view(2, 7, 3, 4, 16).permute(2, 0, 3, 1, 4)
     q_BNTH, k_BNTH, v_BNTH = heads
@@ -241,7 +243,7 @@ def test_initial_deviations_are_those_of_gpt2() -> None:
     for weight in (block.attention.out.weight, block.mlp.down.weight):
         assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert not block.mlp.up.bias.any()
-    assert torch.equal(model.norm.weight, torch.ones(256))
+    assert torch.equal(model.state_dict()["norm.weight"], torch.ones(256))
 
 
 @BOTH

@@ -18,11 +18,10 @@ SCALARS = AdamScalars(
     lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37
 )
 INF, NAN = float("inf"), float("nan")
-# fp32: zeros, denormals, the least normal; fp16: denormal, least normal, largest, the tie to infinity.
-SPECIALS = torch.tensor(
-    [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0, 65519.9, 65520.0]
-    + [3e38, -3.4e38, INF, -INF, NAN]
-)
+# In fp32 zeros, denormals and the least normal; in fp16 a denormal, the least normal, the largest,
+# and the tie between it and infinity.
+_FINITE = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0, 65519.9, 65520.0]
+SPECIALS = torch.tensor([*_FINITE, 3e38, -3.4e38, INF, -INF, NAN])
 BACKENDS = kernels.available()
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b.name}-{b.isa}")

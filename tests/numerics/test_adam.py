@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -298,3 +299,25 @@ def test_accumulate_reads_every_half(dtype: torch.dtype, backend: Backend) -> No
 @pytest.mark.skipif(os.environ.get("OFFLOADTRAIN_NATIVE") == "0", reason="built without it")
 def test_this_machine_has_all_three_backends() -> None:
     assert {backend.name for backend in BACKENDS} == {"native", "numba", "torch"}
+
+
+def fastest_s(state: State) -> float:
+    """Return the shortest of many steps: what else runs on the machine only ever adds."""
+    times = []
+    for _ in range(60):
+        start = time.perf_counter()
+        state.step()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+def test_loops_that_emit_16_bit_weights_are_vectorised(isa: str) -> None:
+    """A compiler that gives up on the mix of 16 and 32 bits says nothing: the loop takes 5x."""
+    found = [b for b in BACKENDS if b.isa == isa]
+    if not found:
+        pytest.skip(f"no {isa} here")
+    with kernels.use(replace(found[0], threads=1)):
+        plain = fastest_s(random_state(1 << 15, torch.float32, None))
+        for dtype in (torch.bfloat16, torch.float16):
+            assert fastest_s(random_state(1 << 15, dtype, dtype)) < 3.0 * plain, dtype

@@ -110,29 +110,22 @@ def test_threads_start_at_one() -> None:
         kernels.set_threads(0)
 
 
-# What the boundary lets through today. Strict: the mend turns these red, and the mark goes.
-
-
-@pytest.mark.xfail(strict=True, reason="step 0 divides by zero: native writes NaN")
 def test_step_zero_is_refused() -> None:
     given = operands()
     with pytest.raises(ValueError):
         kernels.adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError instead")
 def test_none_is_refused() -> None:
     with pytest.raises(TypeError):
         kernels.adam(**(operands() | {"master": None}), scalars=SCALARS)  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(strict=True, reason="zeroes bytes that are not in the view")
 def test_first_touch_refuses_strides() -> None:
     with pytest.raises((TypeError, ValueError)):
         kernels.first_touch(ones(2 * N, torch.uint8)[::2])
 
 
-@pytest.mark.xfail(strict=True, reason="reads freed memory: the process dies")
 def test_a_freed_buffer_is_refused() -> None:
     code = """
 import torch

@@ -1,0 +1,135 @@
+"""The table of exit codes, on the real command in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from offloadtrain import config
+from offloadtrain.cli import main
+from tests.trainer.small_job import events_of, small_job
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def job_file(folder: Path, *overrides: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(config.dump(small_job(folder, *overrides)))
+    return path
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "offloadtrain", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def wait_for_step(path: Path, process: subprocess.Popen[str], seconds: float = 60.0) -> None:
+    """Wait until a step is in the event log."""
+    log = path / "events" / "rank000.jsonl"
+    deadline = time.monotonic() + seconds
+    while not (log.exists() and b'"k":"step"' in log.read_bytes()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
+    job, path = job_file(tmp_path, "train.steps=5000", "train.checkpoint_every=0"), tmp_path / "run"
+    process = start("train", job, "--run-dir", path)
+    wait_for_step(path, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert out == f"{path}\n" and "Traceback" not in err
+    assert f"{signal.Signals(number).name}: stopping after this step" in err
+    from offloadtrain import checkpoint, events
+
+    stopped = checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step
+    assert events_of(path, events.RunEnded)[0].status == "stopped"
+    assert [e.step for e in events_of(path, events.Step)] == list(range(1, stopped + 1))
+
+    go_on = next(line for line in err.splitlines() if line.startswith("go on: "))
+    arguments = [*go_on.split()[3:], "--set", f"train.steps={stopped + 3}"]
+    assert main(arguments) == 0
+    assert [e.step for e in events_of(path, events.Step)] == list(range(1, stopped + 4))
+
+
+def test_1_ended_at_once_by_a_second_signal(tmp_path: Path) -> None:
+    job = job_file(tmp_path, "train.steps=50", "train.micro_batch=2000", "train.grad_accum_steps=8")
+    path = tmp_path / "run"
+    process = start("train", job, "--run-dir", path)
+    wait_for_step(path, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    while "stopping after this step" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "ended at once" in err
+    assert list((path / "checkpoints").iterdir()) == []
+
+
+def test_0_and_the_commands_that_it_proposes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, path = job_file(tmp_path, "train.steps=2"), tmp_path / "run"
+    assert main(["train", str(job), "--run-dir", str(path)]) == 0
+    err = capsys.readouterr().err
+    proposed = [line.split("  # ")[0] for line in err.splitlines() if "  offloadtrain " in line]
+    assert len(proposed) == 4
+    for command in proposed[:3]:
+        arguments = command.split()[1:]
+        if arguments[0] == "train" and "--resume" not in arguments:
+            arguments += ["--run-dir", str(tmp_path / "again")]
+        assert main(arguments) == 0, command
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["data.source=absent"], 1, "DataError"),
+        (["device.kind=cuda"], 2, "device.kind"),
+        (["model.vocab_size=100"], 2, "model.vocab_size = 100"),
+        (["optim.lr=-1"], 2, "optim.lr"),
+        (["model.d_model=65536", "model.num_layers=99"], 4, "HostMemoryError"),
+    ],
+)
+def test_codes_of_failures(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("offloadtrain.assembly.available_bytes", lambda: 100 << 30)
+    job = job_file(tmp_path)
+    arguments = ["train", str(job), "--run-dir", str(tmp_path / "run"), "--set", *overrides]
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert message in err and "Traceback" not in err and out == ""
+
+
+def test_an_unknown_exception_is_1_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr("offloadtrain.assembly.assemble", broken)
+    assert main(["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ZeroDivisionError: a mistake of ours" in err

@@ -1,0 +1,122 @@
+"""A run that was stopped and went on is, bit for bit, the run that was not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offloadtrain import events, rng
+from offloadtrain.checkpoint import CheckpointError
+from offloadtrain.config import ConfigError
+from offloadtrain.trainer import Trainer
+from tests.trainer.conftest import StopAfter
+from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_resume_is_bit_exact(tmp_path: Path, stop_after: StopAfter, precision: str) -> None:
+    job = small_job(tmp_path, f"device.precision={precision}")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    for already, limit in ((0, 1), (1, 4), (5, 2)):
+        stop_after(limit)
+        assert run(job, parted, resume="auto" if already == 0 else str(parted)) == 75
+    stop_after(None)
+    assert run(job, parted, resume=str(parted)) == 0
+
+    assert history(parted) == history(whole)
+    assert [e.step for e in events_of(parted, events.Step)] == list(range(1, 13))
+    evaluated = [[(e.step, e.val_loss) for e in events_of(p, events.Eval)] for p in (whole, parted)]
+    assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 4
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+    starts = [e.start_step for e in events_of(parted, events.RunStarted)]
+    assert starts == [0, 1, 5, 7]
+
+
+def test_killed_between_checkpoints_goes_on_from_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps after the checkpoint are done again, with the same losses."""
+    job = small_job(tmp_path)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_between_steps", _crash_after(5))
+        with pytest.raises(RuntimeError, match="crash"):
+            run(job, parted)
+    assert run(job, parted, resume="auto") == 0
+    assert sorted(set(history(parted))) == history(whole)
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+
+
+def _crash_after(step: int) -> Callable[[Trainer], None]:
+    real = Trainer._between_steps
+
+    def between_steps(self: Trainer) -> None:
+        if self.progress.step == step:
+            raise RuntimeError("crash")
+        real(self)
+
+    return between_steps
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(
+    tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = small_job(tmp_path)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    stop_after(7)
+    assert run(job, parted) == 75
+    state = parted / "checkpoints" / "step-00000007" / "state.json"
+    state.write_text(state.read_text().replace("0", "1", 1))
+    stop_after(None)
+    assert run(job, parted, resume="auto") == 0
+    warnings = events_of(parted, events.Warning_)
+    assert [w.code for w in warnings] == ["checkpoint-damaged"]
+    assert "state.json has changed" in capsys.readouterr().err
+    assert len(list((parted / "checkpoints").glob("damaged-step-00000007-*"))) == 1
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+
+
+def test_all_random_states_come_back() -> None:
+    rng.seed_all(5)
+    before = rng.capture()
+    drawn = [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
+    rng.restore(before)
+    assert drawn == [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
+
+
+def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
+    path = tmp_path / "run"
+    stop_after(2)
+    assert run(small_job(tmp_path), path) == 75
+    stop_after(None)
+    with pytest.raises(ConfigError, match=r"model\.num_heads: 2 -> 4"):
+        run(small_job(tmp_path, "model.num_heads=4"), path, resume="auto")
+    with pytest.raises(ConfigError, match="precision"):
+        run(small_job(tmp_path, "device.precision=fp32"), path, resume="auto")
+    assert run(small_job(tmp_path, "optim.lr=5e-3"), path, resume="auto") == 0
+    changed = [e.message for e in events_of(path, events.Warning_) if e.code == "job-changed"]
+    assert changed == ["changed since the checkpoint: optim.lr: 0.01 -> 0.005"]
+
+
+def test_training_on_after_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path), path) == 0
+    assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
+    assert [e.step for e in events_of(path, events.Step)] == list(range(1, 15))
+
+
+def test_nothing_good_is_an_error(tmp_path: Path, stop_after: StopAfter) -> None:
+    path = tmp_path / "run"
+    stop_after(2)
+    assert run(small_job(tmp_path), path) == 75
+    (path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        run(small_job(tmp_path), path, resume="auto")

@@ -1,0 +1,397 @@
+"""The run log: what is written reads back, whatever else lies in the file; emit never waits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain import events
+from offloadtrain.events import Event, EventWriter, Record, Span, Step, Warning_, from_line, to_line
+
+STEP = Step(step=3, loss=2.5, lr=1e-3, tokens=6144)
+SPAN = Span(step=3, lane="h2d", name="block 1", start_ms=0.5, duration_ms=1.25)
+
+_TEXT = st.text(st.characters(), max_size=20)  # any code point, lone surrogates too
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | _TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+_PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    str: _TEXT,
+    int: st.integers(),
+    bool: st.booleans(),
+    float: st.floats(),
+    dict: st.dictionaries(_TEXT, _JSON, max_size=3),
+}
+
+
+def _values(kind: Any) -> st.SearchStrategy[Any]:
+    """Return what a field annotated `kind` may hold."""
+    if get_origin(kind) is UnionType:
+        return st.none() | _values(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return st.lists(_values(get_args(kind)[0]), max_size=3).map(tuple)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return st.builds(kind, **{f.name: _values(hints[f.name]) for f in fields(kind)})
+    return _PLAIN[get_origin(kind) or kind]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality in which nan equals nan and 1 does not equal 1.0."""
+    if is_dataclass(one) and type(one) is type(other):
+        return all(_same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and math.isnan(one):
+        return isinstance(other, float) and math.isnan(other)
+    return type(one) is type(other) and one == other
+
+
+@given(st.data(), st.integers(0, 1000), st.floats(0, 1e10), st.integers(0, 2**63))
+@pytest.mark.parametrize("kind", events.KINDS.values(), ids=str)
+def test_every_kind_reads_back_equal(
+    kind: type[Event], data: st.DataObject, rank: int, time_s: float, monotonic_ns: int
+) -> None:
+    event = data.draw(_values(kind))
+    line = to_line(event, rank, time_s, monotonic_ns)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert line.isascii() and all(byte >= 0x20 for byte in line[:-1])
+    assert _same(from_line(line), Record(event, rank, time_s, monotonic_ns))
+
+
+@given(st.data())
+@pytest.mark.parametrize("kind", events.KINDS.values(), ids=str)
+def test_a_torn_line_is_no_record(kind: type[Event], data: st.DataObject) -> None:
+    line = to_line(data.draw(_values(kind)), 0, 1.0)
+    cut = data.draw(st.integers(0, len(line) - 3))
+    assert from_line(line[:cut]) is None
+    assert from_line(line[cut + 1 :]) is None
+
+
+@given(st.binary() | _JSON.map(lambda value: json.dumps(value).encode()))
+def test_a_foreign_line_is_no_record(line: bytes) -> None:
+    assert from_line(line) is None
+
+
+def test_non_finite_floats_are_valid_json() -> None:
+    line = to_line(Step(step=1, loss=math.nan, lr=math.inf, tokens=0, mfu=-math.inf), 0, 0.0)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    parsed = json.loads(line, parse_constant=refuse)
+    assert (parsed["loss"], parsed["lr"], parsed["mfu"]) == ("nan", "inf", "-inf")
+
+
+def _edited(**changes: Any) -> Record | None:
+    values = json.loads(to_line(STEP, 0, 1.0)) | changes
+    return from_line(json.dumps({key: v for key, v in values.items() if v is not ...}))
+
+
+def test_the_envelope_is_as_documented() -> None:
+    values = json.loads(to_line(STEP, 2, 12.5, 99))
+    assert [values[key] for key in "vktmr"] == [events.SCHEMA, "step", 12.5, 99, 2]
+    clashing = {f.name for kind in events.KINDS.values() for f in fields(kind)} & set("vktmr")  # type: ignore[arg-type]
+    assert not clashing
+
+
+def test_readers_ignore_what_they_do_not_know() -> None:
+    assert _edited() == Record(STEP, 0, 1.0)
+    assert _edited(new_field={"a": 1}) == Record(STEP, 0, 1.0)
+    assert _edited(grad_norm=...) == Record(STEP, 0, 1.0)
+    later = _edited(v=2)
+    assert later is not None and later.version == 2 and later.event == STEP
+    assert _edited(k="kind_of_a_later_version") is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k": ["step"]},
+        {"k": ...},
+        {"step": "3"},
+        {"step": 3.0},
+        {"step": True},
+        {"step": None},
+        {"step": ...},
+        {"loss": "low"},
+        {"loss": True},
+        {"loss": [1.0]},
+        {"skipped": 0},
+        {"r": "0"},
+        {"r": ...},
+        {"t": None},
+        {"v": 1.5},
+    ],
+    ids=str,
+)
+def test_a_record_of_the_wrong_types_is_no_record(changes: dict[str, Any]) -> None:
+    assert _edited(**changes) is None
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 100_000, b'{"k":' * 50_000, b'{"v":' + b"9" * 5000 + b"}"], ids=len
+)
+def test_a_hostile_line_is_no_record(line: bytes) -> None:
+    assert from_line(line) is None
+
+
+def test_values_that_json_lacks_become_strings() -> None:
+    started = events.RunStarted(
+        run_id="r", name="n", pid=1, num_params=1, plan={}, backend={}, machine={},
+        config={"path": Path("a/b"), "betas": (0.9, math.inf)},
+    )  # fmt: skip
+    record = from_line(to_line(started, 0, 0.0))
+    assert record is not None and isinstance(record.event, events.RunStarted)
+    assert record.event.config == {"path": "a/b", "betas": [0.9, "inf"]}
+
+
+# ---- the writer
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "rank000.jsonl"
+
+
+class Stall:
+    """Holds every `os.write` to the log until released; counts the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self.released = threading.Event()
+        self.reached = threading.Event()
+        self.calls = 0
+        self._log, self._write = log, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, fd: int, data: bytes) -> int:
+        if self._is_log(fd):
+            self.calls += 1
+            self.reached.set()
+            assert self.released.wait(30)
+        return self._write(fd, data)
+
+    def _is_log(self, fd: int) -> bool:
+        return self._log.exists() and os.path.samestat(os.fstat(fd), self._log.stat())
+
+
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch, log: Path) -> Iterator[Stall]:
+    stall = Stall(monkeypatch, log)
+    yield stall
+    stall.released.set()
+
+
+def _steps(log: Path) -> list[int]:
+    return [r.event.step for r in events.read(log) if isinstance(r.event, Step)]
+
+
+def _step(number: int) -> Step:
+    return Step(step=number, loss=1.0, lr=1.0, tokens=number)
+
+
+def test_records_arrive_in_order_with_rank_and_time(log: Path) -> None:
+    writer = EventWriter(log, rank=3)
+    before = time.time()
+    for number in range(100):
+        writer.emit(_step(number))
+    writer.close()
+    records = list(events.read(log))
+    assert [r.event for r in records] == [_step(number) for number in range(100)]
+    assert {r.rank for r in records} == {3}
+    assert all(before <= r.time_s <= time.time() for r in records)
+    assert sorted(r.monotonic_ns for r in records) == [r.monotonic_ns for r in records]
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert writer.dropped == 0
+
+
+def test_one_write_per_record(log: Path, stall: Stall) -> None:
+    stall.released.set()
+    writer = EventWriter(log)
+    for number in range(10):
+        writer.emit(_step(number))
+    writer.close()
+    assert stall.calls == 10
+
+
+def test_flush_waits_for_what_was_emitted(log: Path) -> None:
+    writer = EventWriter(log)
+    writer.emit(STEP)
+    assert writer.flush()
+    assert _steps(log) == [3]
+    writer.close()
+    assert writer.flush()
+
+
+def test_emit_never_waits_for_a_stalled_disk(log: Path, stall: Stall) -> None:
+    writer = EventWriter(log, capacity=50)
+    writer.emit(_step(0))
+    assert stall.reached.wait(10)
+    for number in range(1, 1000):
+        writer.emit(_step(number))
+    assert not stall.released.is_set(), "the disk was free after all"
+    assert writer.dropped == 999 - 50
+    assert not writer.flush(timeout_s=0.01)
+    stall.released.set()
+    writer.close()
+    assert _steps(log) == list(range(51))
+
+
+def test_drops_are_told_in_the_log(log: Path, stall: Stall) -> None:
+    writer = EventWriter(log, capacity=2)
+    writer.emit(_step(0))
+    assert stall.reached.wait(10)
+    for number in range(1, 10):
+        writer.emit(_step(number))
+    stall.released.set()
+    writer.close()
+    *_, last = events.read(log)
+    assert isinstance(last.event, Warning_)
+    assert last.event.code == "events-dropped"
+    assert last.event.message.startswith("7 events were dropped")
+
+
+def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
+    writer = EventWriter(log, capacity=100)
+    writer.emit(_step(0))
+    assert stall.reached.wait(10)
+    for _ in range(500):
+        writer.emit(SPAN)
+    for number in range(1, 26):
+        writer.emit(_step(number))
+    stall.released.set()
+    writer.close()
+    assert _steps(log) == list(range(26))
+    assert sum(isinstance(r.event, Span) for r in events.read(log)) == 75
+    assert writer.dropped == 425
+
+
+def test_close_leaves_a_hanging_disk_behind(log: Path, stall: Stall) -> None:
+    writer = EventWriter(log)
+    writer.emit(STEP)
+    began = time.monotonic()
+    writer.close(timeout_s=0.05)
+    assert time.monotonic() - began < 5
+    writer.close()
+
+
+def test_after_close_events_are_dropped_and_counted(log: Path) -> None:
+    writer = EventWriter(log)
+    writer.close()
+    writer.emit(STEP)
+    assert writer.dropped == 1
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_full_disk_ends_the_log_and_not_the_run(
+    log: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
+) -> None:
+    real, calls, told = os.write, [], []
+
+    def full_after_two(fd: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) <= 2:
+            return real(fd, data)
+        if partial and len(calls) == 3:
+            return real(fd, data[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = EventWriter(log, on_error=told.append)
+    monkeypatch.setattr(os, "write", full_after_two)
+    for number in range(10):
+        writer.emit(_step(number))
+    assert writer.flush()
+    assert writer.error is not None and writer.error.errno == errno.ENOSPC
+    assert told == [writer.error]
+    assert writer.dropped == 8
+    assert len(calls) == (4 if partial else 3), "it went on writing"
+    writer.close()
+    assert _steps(log) == [0, 1]
+    assert told == [writer.error]
+
+
+def test_an_event_that_cannot_be_written_is_told_and_the_rest_goes_on(log: Path) -> None:
+    itself: dict[str, Any] = {}
+    itself["again"] = itself
+    base = {"run_id": "r", "name": "n", "pid": 1, "num_params": 1, "backend": {}, "machine": {}}
+    writer = EventWriter(log)
+    writer.emit(events.RunStarted(config=itself, plan={}, **base))
+    writer.emit(events.RunStarted(config={(1, 2): 3}, plan={}, **base))  # type: ignore[dict-item]
+    writer.emit(STEP)
+    writer.close()
+    kinds = [(r.event.KIND, getattr(r.event, "code", "")) for r in events.read(log)]
+    assert kinds == [("warning", "event-unwritable")] * 2 + [("step", "")]
+
+
+def test_a_line_torn_by_a_crash_costs_no_later_record(log: Path) -> None:
+    log.write_bytes(to_line(_step(1), 0, 0.0) + to_line(_step(2), 0, 0.0)[:20])
+    writer = EventWriter(log)
+    writer.emit(_step(3))
+    writer.close()
+    assert _steps(log) == [1, 3]
+
+
+def test_a_log_behind_a_link_is_refused(log: Path, tmp_path: Path) -> None:
+    log.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        EventWriter(log)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_threads_may_emit_at_once(log: Path) -> None:
+    writer = EventWriter(log)
+    threads = [
+        threading.Thread(target=lambda: [writer.emit(_step(i)) for i in range(200)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    assert sorted(_steps(log)) == sorted(4 * list(range(200)))
+
+
+def test_what_was_emitted_survives_a_kill(log: Path) -> None:
+    code = (
+        "import os, signal, sys; from offloadtrain.events import EventWriter, Step\n"
+        "writer = EventWriter(sys.argv[1])\n"
+        "for i in range(50): writer.emit(Step(step=i, loss=1.0, lr=1.0, tokens=i))\n"
+        "writer.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(events.__file__).parent.parent
+    subprocess.run([sys.executable, "-c", code, str(log)], cwd=root, check=False)
+    assert _steps(log) == list(range(50))
+
+
+def test_emit_costs_the_training_thread_little(log: Path) -> None:
+    def round_p50_us() -> float:
+        writer = EventWriter(log, capacity=100_000)
+        spent = []
+        for _ in range(2000):
+            began = time.perf_counter_ns()
+            writer.emit(STEP)
+            spent.append(time.perf_counter_ns() - began)
+        writer.close()
+        return statistics.median(spent) / 1e3
+
+    assert statistics.median(round_p50_us() for _ in range(5)) < 50

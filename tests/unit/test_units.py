@@ -1,0 +1,118 @@
+"""Quantities: what is printed is short, close to the truth, and can be read back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    parse_bytes,
+)
+
+_COUNT_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),  # not 1024.0 KiB
+        (14 * 2**30, "14.0 GiB"),
+        (2**60, "1024.0 PiB"),
+        (-2048, "-2.0 KiB"),
+        (math.nan, "nan B"),
+    ],
+)
+def test_bytes(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1k"),
+        (12_345.6, "12.3k"),
+        (999_999, "1M"),  # not 1e+03k
+        (1_340_000_000, "1.34B"),
+        (1.3e13, "13T"),
+    ],
+)
+def test_counts(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+def test_rates() -> None:
+    assert format_rate(12_345.6, "tok") == "12.3k tok/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0ms"),
+        (0.25, "250ms"),
+        (0.9999, "1s"),  # not 1000ms
+        (1, "1s"),
+        (59.7, "1m00s"),
+        (75.2, "1m15s"),
+        (3599.8, "1h00m"),
+        (4000, "1h06m"),
+        (86_399.9, "1d00h"),
+        (200_000, "2d07h"),
+        (-1, "-"),
+        (math.inf, "-"),
+        (math.nan, "-"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4096", 4096),
+        (" 32GiB ", 32 * 2**30),
+        ("1.5 MB", 1_500_000),
+        (".5kib", 512),
+        ("1T", 10**12),
+        ("7 B", 7),
+    ],
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "5 iB", "-1", "1e9", "1 GiB free", "1,5GB", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size such as 32GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**60))
+def test_printed_bytes_read_back_within_their_digits(count: int) -> None:
+    text = format_bytes(count)
+    assert abs(parse_bytes(text) - count) <= max(0.05 * 1024 ** _power(text), 0.5)
+
+
+def _power(text: str) -> int:
+    return ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(text.split()[1])
+
+
+@given(st.integers(0, 999 * 10**12))
+def test_printed_counts_are_short_and_right_to_three_digits(count: int) -> None:
+    text = format_count(count)
+    digits = text.rstrip("kMBT")
+    assert "e" not in text and len(text) <= 5
+    assert math.isclose(float(digits) * _COUNT_UNITS[text[len(digits) :]], count, rel_tol=0.0051)

@@ -209,7 +209,9 @@ def _all_keys() -> list[str]:
 
 def _read_section(job: toml.Job, name: str) -> Any:
     """Return the section's dataclass, or None where a problem of the job forbids to build it."""
-    cls, table = _SECTIONS[name], toml.section(job, name)
+    if (table := toml.section(job, name)) is None:
+        return None
+    cls = _SECTIONS[name]
     kinds = toml.field_kinds(cls)
     values = _named_size(job, table) if name == "model" else {}
     toml.report_unknown(job, table, [*(("size",) if name == "model" else ()), *kinds], name)

@@ -42,7 +42,8 @@ class Job:
 
     def _origin_of(self, problem: str) -> str:
         key = f"{problem.split(' ', 1)[0]}."
-        return "--set" if any(key.startswith(f"{o}.") for o in self.overridden) else self.origin
+        near = (o for o in self.overridden if key.startswith(f"{o}.") or f"{o}.".startswith(key))
+        return "--set" if any(near) else self.origin
 
 
 def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] = ()) -> Job:
@@ -72,7 +73,7 @@ def _apply(override: str, job: Job) -> None:
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {shown(override)}: {part} is a value, not a table")
+            raise ConfigError(f"--set {shown(override)}: {shown_key(part)} is no table")
     table[parts[-1]] = _override_value(text.strip())
     job.overridden.add(shown_key(*parts))
 
@@ -104,12 +105,12 @@ def _is_bare(part: str) -> bool:
     return part.isascii() and part.replace("_", "").replace("-", "").isalnum()
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the nearest known name, or nothing."""
+def nearest(name: str, known: Iterable[str], section: str = "") -> str:
+    """Return "; did you mean …?" with the nearest known name of the section, or nothing."""
     from difflib import get_close_matches  # slow to import, and only wanted when something is wrong
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {'.'.join(filter(None, (section, close[0])))}?" if close else ""
 
 
 def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "") -> None:
@@ -119,18 +120,18 @@ def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "")
             continue
         dotted = shown_key(*filter(None, (name, key)))
         elsewhere = [right for right in job.keys if right.rpartition(".")[2] == key]
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known)
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known, name)
         place = f"in [{name}]" if name else "at the top"
         job.problems.append(f"{dotted} is unknown{hint} (known {place}: {', '.join(known)})")
 
 
-def section(job: Job, name: str) -> Table:
-    """Return a copy of a table of the job, empty where it is not there or is not a table."""
+def section(job: Job, name: str) -> Table | None:
+    """Return a copy of a table of the job, empty where it is not there; None if it is no table."""
     value = job.tables.get(name, {})
     if isinstance(value, dict):
         return dict(value)
     job.problems.append(f"{name} = {shown(value)} must be a table: [{name}]")
-    return {}
+    return None
 
 
 def read_fields(job: Job, kinds: Mapping[str, Any], table: Table, name: str = "") -> Table:

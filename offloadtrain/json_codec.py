@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from math import isfinite
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 
 def encode(values: dict[str, Any]) -> bytes:
@@ -80,9 +80,9 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     if get_origin(kind) is tuple:
         item = _decoder(get_args(kind)[0])
         return lambda value: tuple(map(item, _exactly(list, value)))
-    if is_dataclass(kind):
-        return lambda value: decode(kind, value)
-    plain = get_origin(kind) or kind
+    plain: Any = get_origin(kind) or kind
+    if is_dataclass(plain):
+        return lambda value: decode(cast(type, plain), value)
     return lambda value: _exactly(plain, value)
 
 

@@ -25,7 +25,7 @@ JOB = (
 
 
 def golden_file(precision: str) -> Path:
-    return FOLDER / f"debug_cpu_losses_{precision}.txt"
+    return FOLDER / f"debug_cpu_losses{'' if precision == 'bf16' else f'_{precision}'}.txt"
 
 
 def train_losses(precision: str) -> list[float]:

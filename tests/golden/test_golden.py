@@ -6,9 +6,9 @@ import pytest
 
 from tests.golden.golden import PRECISIONS, machine_class, read, train_losses
 
-# Elsewhere rounding differs, and training amplifies it. Measured between AVX2 and AVX-512 and
-# between one and two threads: at most 0.0T.
-TOLERANCE = 0.1
+# Elsewhere rounding differs, and training amplifies it. Between AVX2 and AVX-512 the losses differ
+# by at most 4e-3 (bf16) and 6e-7 (fp32) in these steps; one and two threads give the same bits.
+TOLERANCE = {"bf16": 0.03, "fp32": 1e-4}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -18,5 +18,5 @@ def test_losses_are_the_golden_ones(precision: str) -> None:
     if made_on == machine_class():
         assert losses == golden
     else:
-        assert losses == pytest.approx(golden, abs=TOLERANCE)
+        assert losses == pytest.approx(golden, abs=TOLERANCE[precision])
     assert golden[-1] < golden[0] - 3.0

@@ -1,0 +1,433 @@
+"""Jobs: every bad input gets one clear sentence, and what was resolved loads back equal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, fields
+from math import inf, nan
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain import config
+from offloadtrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DeviceConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from offloadtrain.config_toml import converted
+from offloadtrain.shapes import SIZES, ModelShape
+
+JOB = """
+name = "small"
+[model]
+size = "debug"
+[data]
+source = "python-stdlib"
+seq_len = 128
+[train]
+steps = 100
+"""
+
+
+def problems(text: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        config.loads(text, "job.toml", overrides)
+    return caught.value.problems
+
+
+def job(*overrides: str) -> Config:
+    return config.loads(JOB, "job.toml", overrides)
+
+
+# ---- what is right
+
+
+def test_defaults_and_sizes() -> None:
+    small = job()
+    assert small.name == "small" and small.model == SIZES["debug"]
+    assert small.optim == OptimConfig() and small.device == DeviceConfig()
+    assert small.train == TrainConfig(steps=100)
+    assert small.batch_tokens == 8 * 128
+
+
+def test_a_size_may_be_varied_or_spelled_out() -> None:
+    assert job("model.num_layers=7").model.num_layers == 7
+    text = JOB.replace('size = "debug"', "vocab_size=50\nnum_layers=1\nd_model=32\nnum_heads=2")
+    shape = config.loads(text).model
+    assert shape == ModelShape(vocab_size=50, num_layers=1, d_model=32, num_heads=2)
+
+
+def test_an_int_is_accepted_for_a_float_and_becomes_one() -> None:
+    clip_norm = job("optim.clip_norm=2").optim.clip_norm
+    assert clip_norm == 2.0 and type(clip_norm) is float
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("optim.lr=3e-4", "optim.lr", 3e-4),
+        ("optim.betas=[0.8, 0.99]", "optim.betas", (0.8, 0.99)),
+        ("optim.schedule=linear", "optim.schedule", "linear"),
+        ('optim.schedule="linear"', "optim.schedule", "linear"),
+        ("data.source=/a b/c=d.txt", "data.source", "/a b/c=d.txt"),
+        ("device.pin_memory=false", "device.pin_memory", False),
+        ("train.steps=1_000", "train.steps", 1000),
+        ("name=other", "name", "other"),
+        (" name = other ", "name", "other"),
+        ('train={steps=7, seed=1}', "train.steps", 7),
+    ],
+)  # fmt: skip
+def test_overrides(override: str, key: str, value: object) -> None:
+    found = attrgetter(key)(job(override))
+    assert found == value and type(found) is type(value)
+
+
+def test_an_override_sets_one_key_and_no_more() -> None:
+    (only,) = problems(JOB, "train.steps=1\noptim.lr=2")
+    assert only == "--set: train.steps = '1\\noptim.lr=2' must be a whole number"
+
+
+def test_the_last_override_wins() -> None:
+    assert job("train.seed=1", "train.seed=2").train.seed == 2
+
+
+def test_accumulation_follows_from_the_global_batch() -> None:
+    resolved = job("train.global_batch_tokens=4096")
+    assert resolved.train.grad_accum_steps == 4 and resolved.batch_tokens == 4096
+    assert job("train.global_batch_tokens=4096", "train.grad_accum_steps=4") == resolved
+    assert config.loads(config.dump(resolved), overrides=["train.micro_batch=16"]).train == (
+        TrainConfig(steps=100, micro_batch=16, global_batch_tokens=4096, grad_accum_steps=2)
+    )
+
+
+def test_configs_are_frozen_and_have_no_spare_room() -> None:
+    for part in (job(), job().optim, job().model):
+        with pytest.raises((FrozenInstanceError, TypeError)):
+            part.name = "other"  # type: ignore[union-attr]
+        assert not hasattr(part, "__dict__")
+
+
+def test_reading_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a job.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + JOB.encode())
+    assert config.load(path, ["train.steps=5"]).train.steps == 5
+
+
+# ---- what is wrong: (overrides of the good job, the whole sentence)
+
+BAD_VALUES = [
+    ("optim.lr=0", "optim.lr = 0.0 must be above 0"),
+    ("optim.lr=-1e-4", "optim.lr = -0.0001 must be above 0"),
+    ("optim.lr=nan", "optim.lr = nan must be a finite number"),
+    ("optim.lr=inf", "optim.lr = inf must be a finite number"),
+    ("optim.lr=1e999", "optim.lr = inf must be a finite number"),
+    ("optim.lr=true", "optim.lr = true must be a finite number"),
+    ("optim.lr='1e-3'", "optim.lr = '1e-3' must be a finite number"),
+    ("optim.lr=", "optim.lr = '' must be a finite number"),
+    ("optim.betas=0.9", "optim.betas = 0.9 must be a list of 2 numbers"),
+    ("optim.betas=[0.9]", "optim.betas = [0.9] must be a list of 2 numbers"),
+    ("optim.betas=[0.9, 1]", "optim.betas = (0.9, 1.0) must be each from 0 to below 1"),
+    ("optim.betas=[-0.1, 0]", "optim.betas = (-0.1, 0.0) must be each from 0 to below 1"),
+    ("optim.betas=[0.9, nan]", "optim.betas = [0.9, nan] must be a finite number"),
+    ("optim.eps=0", "optim.eps = 0.0 must be above 0"),
+    ("optim.weight_decay=-0.1", "optim.weight_decay = -0.1 must be 0 or more"),
+    ("optim.clip_norm=-1", "optim.clip_norm = -1.0 must be 0 (no clipping) or more"),
+    ("optim.min_lr_ratio=1.5", "optim.min_lr_ratio = 1.5 must be from 0 to 1"),
+    ("optim.warmup_steps=101", "optim.warmup_steps = 101 must be at most train.steps = 100"),
+    ("optim.warmup_steps=1.0", "optim.warmup_steps = 1.0 must be a whole number"),
+    (
+        "optim.schedule=cosin",
+        "optim.schedule = 'cosin' must be one of cosine, linear, constant; did you mean cosine?",
+    ),
+    ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
+    ("optim.name=sgd", "optim.name = 'sgd' must be one of adamw, adam"),
+    ("optim.state=int8", "optim.state = 'int8' must be one of fp32"),
+    ("device.kind=gpu", "device.kind = 'gpu' must be one of auto, cpu, cuda; did you mean cpu?"),
+    ("device.pin_memory=1", "device.pin_memory = 1 must be true or false"),
+    ("device.pin_memory=yes", "device.pin_memory = 'yes' must be true or false"),
+    ("device.threads=-1", "device.threads = -1 must be 0 (as torch chooses) to 4096"),
+    ("train.steps=0", "train.steps = 0 must be at least 1"),
+    ("train.steps=true", "train.steps = true must be a whole number"),
+    ("train.steps=1e3", "train.steps = 1000.0 must be a whole number"),
+    ("train.steps='100'", "train.steps = '100' must be a whole number"),
+    (f"train.seed={2**63}", f"train.seed = {2**63} must be a whole number of at most 64 bits"),
+    ("train.seed=-1", "train.seed = -1 must be 0 or more"),
+    ("train.micro_batch=0", "train.micro_batch = 0 must be at least 1"),
+    ("train.grad_accum_steps=0", "train.grad_accum_steps = 0 must be at least 1"),
+    (
+        "train.global_batch_tokens=1000",
+        "train.global_batch_tokens = 1000 must be a multiple of train.micro_batch * "
+        "data.seq_len = 8 * 128 = 1024",
+    ),
+    (
+        "train.keep_last=1",
+        "train.keep_last = 1 must be at least 2 (the newest may be damaged)",
+    ),
+    ("train.eval_batches=0", "train.eval_batches = 0 must be at least 1"),
+    ("train.eval_every=-1", "train.eval_every = -1 must be 0 (never) or more"),
+    ("train.checkpoint_every=-1", "train.checkpoint_every = -1 must be 0 (never) or more"),
+    ("train.log_every_s=0", "train.log_every_s = 0.0 must be above 0"),
+    ("train.sample_tokens=-1", "train.sample_tokens = -1 must be 0 or more"),
+    ("train.sample_prompt=3", "train.sample_prompt = 3 must be a string, in quotes"),
+    ("train.sample_prompt=\udcff", "train.sample_prompt = '\\udcff' must be valid UTF-8"),
+    ("data.seq_len=1", "data.seq_len = 1 must be at least 2"),
+    ("data.seq_len=129", "data.seq_len = 129 must be at most model.max_seq_len = 128"),
+    ("data.val_fraction=1", "data.val_fraction = 1.0 must be from 0 to below 1"),
+    ("data.cache=", "data.cache = '' must be a path: not empty, printable"),
+    ("data.source=a\0b", "data.source = 'a\\x00b' must be a printable path"),
+    ("runs_dir=", "runs_dir = '' must be a path: not empty, printable"),
+    (
+        "name=../up",
+        "name = '../up' must be 1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a "
+        "letter or digit",
+    ),
+    ("model.num_heads=5", "model.d_model = 64 must be a multiple of num_heads = 5"),
+    (
+        "model.num_kv_heads=3",
+        "model.num_heads = 4 must be a multiple of num_kv_heads = 3",
+    ),
+    ("model.dropout=1", "model.dropout = 1.0 must be in [0, 1)"),
+    ("model.bias=1", "model.bias = 1 must be true or false"),
+    ("model=3", "model = 3 must be a table: [model]"),
+    (
+        "model.positions=alibi",
+        "model.positions = 'alibi' must be one of rotary, learned",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "sentence"), BAD_VALUES, ids=[o for o, _ in BAD_VALUES])
+def test_a_bad_value_is_told_in_one_sentence(override: str, sentence: str) -> None:
+    # A rule between two keys is told for the one that the sentence begins with.
+    origin = "--set" if sentence.startswith(override.split("=")[0]) else "job.toml"
+    assert problems(JOB, override) == (f"{origin}: {sentence}",)
+
+
+BAD_TOGETHER = [
+    (
+        ["data.train=a.bin"],
+        "data.source = 'python-stdlib' and data.train or data.val are both set; "
+        "leave one of them out",
+    ),
+    (["data.source=''", "data.val=v.bin"], "data.train is missing: data.val is set"),
+    (["data.source=''"], "data.source is missing: a text or JSONL file"),
+    (
+        ["data.source=''", "data.train=a.bin", "train.eval_every=5"],
+        "data.val is missing: train.eval_every = 5 needs it",
+    ),
+    (
+        ["data.val_fraction=0", "train.eval_every=5"],
+        "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then",
+    ),
+    (
+        ["train.sample_prompt=def"],
+        "train.sample_prompt is set though train.sample_tokens = 0 samples nothing",
+    ),
+    (
+        ["train.global_batch_tokens=4096", "train.grad_accum_steps=3"],
+        "train.grad_accum_steps = 3 contradicts train.global_batch_tokens = 4096, which makes "
+        "it 4; leave one of them out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), BAD_TOGETHER, ids=lambda v: str(v)[:40])
+def test_a_contradiction_is_told_in_one_sentence(overrides: list[str], sentence: str) -> None:
+    (only,) = problems(JOB, *overrides)
+    assert only.partition(": ")[2].startswith(sentence)
+
+
+UNKNOWN_KEYS = [
+    ("optim.lrr", "; did you mean optim.lr? (known in [optim]: name, lr, betas, "),
+    ("train.lr", "; did you mean optim.lr? (known in [train]: steps, micro_batch, "),
+    ("train.step", "; did you mean train.steps? (known in [train]: steps, micro_batch, "),
+    ("steps", "; did you mean train.steps? (known at the top: name, runs_dir, model, "),
+    ("trian.seed", "; did you mean train? (known at the top: name, runs_dir, model, "),
+    ("model.szie", "; did you mean model.size? (known in [model]: size, vocab_size, "),
+    ("data.qqq", " (known in [data]: source, train, val, "),
+]
+
+
+@pytest.mark.parametrize(("key", "rest"), UNKNOWN_KEYS, ids=[key for key, _ in UNKNOWN_KEYS])
+def test_an_unknown_key_comes_with_the_nearest_right_name(key: str, rest: str) -> None:
+    (only,) = problems(JOB, f"{key}=1")
+    unknown = key.removesuffix(".seed")  # of an unknown section, only the section is told
+    assert only.startswith(f"--set: {unknown} is unknown{rest}")
+
+
+BAD_TEXTS = [
+    ("", "job.toml: name is missing"),
+    ("name = ", "job.toml: this is not valid TOML: Invalid value (at end of document)"),
+    ("name = 'a'\nname = 'b'", "job.toml: this is not valid TOML: Cannot overwrite a value"),
+    ("[train]\nsteps=1\n[train]\nseed=1", "job.toml: this is not valid TOML: Cannot declare"),
+    (f"a = {'[' * 5000}", "job.toml: this is not valid TOML"),
+    (f"a = {'9' * 5000}", "job.toml: this is not valid TOML"),
+    (JOB.replace("steps = 100", f"steps = 0x{'f' * 5000}"),
+     "job.toml: train.steps = (a very large number) must be a whole number of at most 64 bits"),
+    (JOB.replace("steps = 100", ""), "job.toml: train.steps is missing"),
+    (JOB.replace("debug", "debgu"), "job.toml: model.size = 'debgu' must be one of debug, demo, "),
+    (JOB.replace('"debug"', "7"), "job.toml: model.size = 7 must be one of debug, demo, "),
+    (JOB.replace('size = "debug"', "d_model = 64"),
+     "job.toml: model.vocab_size is missing (or name a whole shape: model.size = "),
+    (JOB.replace("[train]", "[[train]]"), "job.toml: train = [{'steps': 100}] must be a table"),
+    (JOB.replace('"small"', "2024-01-01"), "job.toml: name = datetime.date(2024, 1, 1) must be a "),
+    (JOB + '"bad\\u001b[2J key" = 1', "job.toml: train.'bad\\x1b[2J_key' is unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "start"), BAD_TEXTS, ids=lambda text: text[-40:].strip())
+def test_a_bad_text_is_told_in_one_sentence(text: str, start: str) -> None:
+    first = problems(text)[0]
+    assert first.startswith(start)
+    assert first.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optim.lr", "--set 'optim.lr': give section.key=value, for example optim.lr=3e-4"),
+        ("=3", "--set '=3': give section.key=value, for example optim.lr=3e-4"),
+        ("optim..lr=3", "--set 'optim..lr=3': give section.key=value, for example optim.lr=3e-4"),
+        ("name.x=3", "--set 'name.x=3': name is no table"),
+        ("name.\x1b.x=3", "--set 'name.\\x1b.x=3': name is no table"),
+        ("optim.lr.x=3", "--set: optim.lr = {'x': 3} must be a finite number"),
+    ],
+)
+def test_a_bad_override_is_told_in_one_sentence(override: str, sentence: str) -> None:
+    assert problems(JOB, override) == (sentence,)
+
+
+def test_all_problems_are_told_at_once_and_with_their_origin() -> None:
+    text = JOB.replace("seq_len = 128", "seq_len = 1\nshuffle = true")
+    found = problems(text, "optim.lrr=1", "train.steps=x")
+    assert [p.split(" ")[:2] for p in found] == [
+        ["job.toml:", "data.shuffle"],
+        ["--set:", "optim.lrr"],
+        ["--set:", "train.steps"],
+    ]
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    (only,) = problems(JOB, f"optim.name={'x' * 1000}")
+    assert len(only) < 200
+
+
+def test_files_that_are_no_job(tmp_path: Path) -> None:
+    def told(path: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            config.load(path)
+        return str(caught.value).replace(str(tmp_path), "")
+
+    assert told(tmp_path / "none.toml") == "/none.toml: cannot be read: No such file or directory"
+    assert told(tmp_path) == ": this is not a regular file"
+    os.mkfifo(tmp_path / "fifo")
+    assert told(tmp_path / "fifo") == "/fifo: this is not a regular file"
+    (tmp_path / "latin").write_bytes(b"name = '\xe9'")
+    assert told(tmp_path / "latin").startswith("/latin: cannot be read: 'utf-8' codec")
+    (tmp_path / "large").write_bytes(b"#" * (2 << 20))
+    assert told(tmp_path / "large") == "/large: 2097152 bytes is too large for a job (1 MiB)"
+    assert "cannot be read" in told(tmp_path / "nul\0")
+
+
+# ---- there and back
+
+
+def _any_of(kind: Any) -> st.SearchStrategy[Any]:
+    if get_origin(kind) is tuple:
+        return st.tuples(*map(_any_of, get_args(kind)))
+    if get_args(kind):
+        return st.sampled_from(get_args(kind))
+    return {
+        str: st.text(st.characters(codec="utf-8")),
+        int: st.integers(1, 2**63 - 1),
+        float: st.floats(1e-300, 0.999),
+        bool: st.booleans(),
+    }[kind]
+
+
+def _section(cls: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(cls)
+    return st.builds(cls, **{f.name: _any_of(hints[f.name]) for f in fields(cls)} | fixed)
+
+
+_PATHS = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.isprintable)
+_NONE = st.just("")
+
+
+@st.composite
+def _configs(draw: st.DrawFn) -> Config:
+    steps, micro_batch, count = (draw(st.integers(1, 10**6)) for _ in range(3))
+    seq_len = draw(st.integers(2, 10**4))
+    accumulation = draw(
+        st.sampled_from(((count, micro_batch * seq_len * count), (draw(st.integers(1, 99)), 0)))
+    )
+    files = draw(st.tuples(_PATHS, _NONE, _NONE) | st.tuples(_NONE, _PATHS, _PATHS))
+    data = dict(zip(("source", "train", "val"), map(st.just, files), strict=True))
+    return Config(
+        name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
+        runs_dir=draw(_PATHS),
+        model=draw(
+            _section(
+                ModelShape,
+                d_model=st.just(96),
+                num_heads=st.just(12),
+                num_kv_heads=st.sampled_from((0, 4)),
+                max_seq_len=st.integers(seq_len, 10**5),
+            )
+        ),
+        data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
+        optim=draw(_section(OptimConfig, warmup_steps=st.integers(0, steps))),
+        device=draw(_section(DeviceConfig, threads=st.integers(0, 4096))),
+        train=draw(
+            _section(
+                TrainConfig,
+                steps=st.just(steps),
+                micro_batch=st.just(micro_batch),
+                grad_accum_steps=st.just(accumulation[0]),
+                global_batch_tokens=st.just(accumulation[1]),
+                keep_last=st.integers(2, 100),
+            )
+        ),
+    )
+
+
+@given(_configs())
+def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
+    text = config.dump(resolved)
+    assert config.loads(text) == resolved
+    assert config.dump(config.loads(text)) == text
+
+
+@given(st.text(), st.lists(st.text(), max_size=2))
+def test_no_text_does_worse_than_a_config_error(text: str, overrides: Sequence[str]) -> None:
+    for job_text in (text, JOB + text):
+        try:
+            config.loads(job_text, "job.toml", overrides)
+        except ConfigError as error:
+            assert all(problem.isprintable() for problem in error.problems)
+
+
+@pytest.mark.parametrize("value", [True, "1", None, [1], {}, nan, inf, 10**400])
+def test_no_other_type_passes_for_a_number(value: object) -> None:
+    with pytest.raises(ValueError, match="number"):
+        converted(float, value)
+
+
+def test_the_ground_is_light() -> None:
+    code = "import sys, offloadtrain.config; print('difflib' in sys.modules)"
+    root = Path(config.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"

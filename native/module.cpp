@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -48,17 +49,18 @@ std::vector<const Kernels*> usable() {
 
 const Kernels* active = usable().front();
 std::mutex pool_mutex;
-std::unique_ptr<Pool> pool;
-int wanted_threads = 1;
+std::shared_ptr<Pool> pool;
+std::atomic<int> wanted_threads{1};
 
-Pool& running_pool() {
+// Shared: a caller keeps its pool alive when another one changes the number of threads meanwhile.
+std::shared_ptr<Pool> running_pool() {
   std::lock_guard<std::mutex> lock(pool_mutex);
-  if (pool && !pool->alive()) pool.release();  // a fork: its threads are in the parent only
-  if (!pool || pool->threads() != wanted_threads) {
+  if (pool && !pool->alive()) {
+    new std::shared_ptr<Pool>(pool);  // a fork: its threads are in the parent, joining would hang
     pool.reset();
-    pool = std::make_unique<Pool>(wanted_threads);
   }
-  return *pool;
+  if (!pool || pool->threads() != wanted_threads) pool = std::make_shared<Pool>(wanted_threads);
+  return pool;
 }
 
 std::vector<std::string> isas() {
@@ -102,12 +104,12 @@ void adam(Address master, Address exp_avg, Address exp_avg_sq, Address grad, int
   args.bias_correction2_sqrt = static_cast<float>(std::sqrt(correction2));
   args.eps = static_cast<float>(eps);
   const Kernels* kernels = active;
-  running_pool().run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) { kernels->adam(args, lo, hi); });
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) { kernels->adam(args, lo, hi); });
 }
 
 void accumulate(Address sum, Address grad, int dtype, std::int64_t n, bool first) {
   const Kernels* kernels = active;
-  running_pool().run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
     kernels->accumulate(reinterpret_cast<float*>(sum), reinterpret_cast<const void*>(grad),
                         static_cast<DType>(dtype), first, lo, hi);
   });
@@ -115,7 +117,7 @@ void accumulate(Address sum, Address grad, int dtype, std::int64_t n, bool first
 
 void cast(Address source, Address target, int dtype, std::int64_t n) {
   const Kernels* kernels = active;
-  running_pool().run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
     kernels->cast(reinterpret_cast<const float*>(source), reinterpret_cast<void*>(target),
                   static_cast<DType>(dtype), lo, hi);
   });
@@ -142,7 +144,7 @@ std::vector<double> sum_squares(Address values, int dtype, const std::vector<std
                                     segments[i].lo, segments[i].count);
     }
   };
-  running_pool().run(static_cast<std::int64_t>(segments.size()), kGrain / kSegment, body);
+  running_pool()->run(static_cast<std::int64_t>(segments.size()), kGrain / kSegment, body);
   std::vector<double> sums(offsets.size(), 0.0);
   std::size_t next = 0;
   for (std::size_t p = 0; p < offsets.size(); ++p) {
@@ -153,7 +155,7 @@ std::vector<double> sum_squares(Address values, int dtype, const std::vector<std
 
 // Zero a fresh mapping, each part by the thread that will work on it: that places its pages.
 void first_touch(Address memory, std::int64_t nbytes) {
-  running_pool().run(nbytes, std::int64_t{1} << 21, [&](std::int64_t lo, std::int64_t hi) {
+  running_pool()->run(nbytes, std::int64_t{1} << 21, [&](std::int64_t lo, std::int64_t hi) {
     std::memset(reinterpret_cast<char*>(memory) + lo, 0, static_cast<std::size_t>(hi - lo));
   });
 }

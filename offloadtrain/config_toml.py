@@ -105,12 +105,12 @@ def _is_bare(part: str) -> bool:
     return part.isascii() and part.replace("_", "").replace("-", "").isalnum()
 
 
-def nearest(name: str, known: Iterable[str], section: str = "") -> str:
-    """Return "; did you mean …?" with the nearest known name of the section, or nothing."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" with the nearest known name, or nothing."""
     from difflib import get_close_matches  # slow to import, and only wanted when something is wrong
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {'.'.join(filter(None, (section, close[0])))}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "") -> None:
@@ -120,7 +120,7 @@ def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "")
             continue
         dotted = shown_key(*filter(None, (name, key)))
         elsewhere = [right for right in job.keys if right.rpartition(".")[2] == key]
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known, name)
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known)
         place = f"in [{name}]" if name else "at the top"
         job.problems.append(f"{dotted} is unknown{hint} (known {place}: {', '.join(known)})")
 

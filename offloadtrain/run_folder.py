@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -28,6 +29,7 @@ from offloadtrain.errors import OffloadTrainError
 from offloadtrain.events import SCHEMA
 
 _MODE = 0o700
+_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 
 
 class RunFolderError(OffloadTrainError):
@@ -48,6 +50,8 @@ class RunFolder:
         Raises:
             RunFolderError: it is no run folder, or a process is running in it.
         """
+        if not (path / "events").is_dir():
+            raise RunFolderError(f"{path} is no run folder: it has no folder events")
         self.path = path
         self.run_id = path.name
         self._lock = _lock(path / "lock")
@@ -99,30 +103,36 @@ def create(
     Raises:
         RunFolderError: `path` holds a run already, or cannot be made.
     """
-    folder = _make(path) if path is not None else _make_dated(runs_dir, name)
-    for child in ("events", "checkpoints"):
-        (folder / child).mkdir(mode=_MODE, exist_ok=True)
-    _write(folder / "job.toml", job)
-    _write(folder / "resolved.toml", resolved)
-    run = RunFolder(folder)
-    _point_latest(folder)
+    try:
+        folder = _make(path) if path is not None else _make_dated(runs_dir, name)
+        for child in ("events", "checkpoints"):
+            (folder / child).mkdir(mode=_MODE, exist_ok=True)
+        run = RunFolder(folder)  # before the first file: another start may be at work in `path`
+        _write(folder / "job.toml", job)
+        _write(folder / "resolved.toml", resolved)
+        _point_latest(folder)
+    except OSError as error:
+        where = path or runs_dir
+        raise RunFolderError(f"no run folder can be made in {where}: {error.strerror}") from error
     return run
 
 
 def newest(runs_dir: Path, name: str) -> Path | None:
     """The newest run folder of the job `name`, or None."""
-    found = [p for p in runs_dir.glob(f"*-{name}*") if p.is_dir() and _is_of(p.name, name)]
-    return max(found, key=lambda p: p.name, default=None)
+    form = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:\+(\d+))?")
+    found = [(form.fullmatch(path.name), path) for path in runs_dir.glob("*-*") if path.is_dir()]
+    dated = [(match[1], int(match[2] or 0), path) for match, path in found if match]
+    return max(dated)[2] if dated else None
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process holds the folder's lock."""
+    """Whether a process holds the folder's lock; false where there is no lock to see."""
     try:
-        fd = os.open(path / "lock", os.O_RDWR)
-    except FileNotFoundError:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -130,15 +140,10 @@ def is_running(path: Path) -> bool:
     return False
 
 
-def _is_of(folder: str, name: str) -> bool:
-    """<date>-<time>-<name>, with a number behind it if the second was taken."""
-    rest = folder.split("-", 2)[-1]
-    return rest == name or (rest.startswith(f"{name}.") and rest[len(name) + 1 :].isdigit())
-
-
 def _make_dated(runs_dir: Path, name: str) -> Path:
+    """Make <date>-<time>-<name>; "+1" follows, which no name ends in, if the second is taken."""
     stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
-    for suffix in ("", *(f".{i}" for i in range(1, 100))):
+    for suffix in ("", *(f"+{i}" for i in range(1, 100))):
         with suppress(FileExistsError):
             path = runs_dir / f"{stem}{suffix}"
             path.mkdir(mode=_MODE, parents=True)
@@ -158,17 +163,25 @@ def _lock(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise RunFolderError(f"{path.parent} is no run folder: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _taken(fd):
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise RunFolderError(
-            f"{path.parent} is already running (pid {owner}): stop it, or take another --run-dir"
-        ) from None
+            f"{path.parent} is already running, pid {owner}: stop it, or take another --run-dir"
+        )
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _taken(fd: int) -> bool:
+    """Take the lock; tried a few times, because who looks at it holds it for microseconds."""
+    for _ in range(_LOCK_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(_LOCK_PAUSE_S)
+    return False
 
 
 def _point_latest(folder: Path) -> None:
@@ -182,8 +195,13 @@ def _point_latest(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write the whole file or nothing, for its owner alone."""
     fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text(text)
+    fresh.unlink(missing_ok=True)
+    with open(
+        os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as f:
+        f.write(text)
     fresh.replace(path)
 
 

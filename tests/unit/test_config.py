@@ -249,12 +249,12 @@ def test_a_contradiction_is_told_in_one_sentence(overrides: list[str], sentence:
 
 
 UNKNOWN_KEYS = [
-    ("optim.lrr", "; did you mean optim.lr? (known in [optim]: name, lr, betas, "),
+    ("optim.lrr", "; did you mean lr? (known in [optim]: name, lr, betas, "),
     ("train.lr", "; did you mean optim.lr? (known in [train]: steps, micro_batch, "),
-    ("train.step", "; did you mean train.steps? (known in [train]: steps, micro_batch, "),
+    ("train.step", "; did you mean steps? (known in [train]: steps, micro_batch, "),
     ("steps", "; did you mean train.steps? (known at the top: name, runs_dir, model, "),
     ("trian.seed", "; did you mean train? (known at the top: name, runs_dir, model, "),
-    ("model.szie", "; did you mean model.size? (known in [model]: size, vocab_size, "),
+    ("model.szie", "; did you mean size? (known in [model]: size, vocab_size, "),
     ("data.qqq", " (known in [data]: source, train, val, "),
 ]
 

@@ -1,8 +1,7 @@
 # make help lists the targets. Only relative paths: the clone's own path may hold spaces.
 
 PYTHON ?= python3
-# More arguments for pip, e.g. on a machine without a GPU, where the CPU build of torch saves 2 GB:
-#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# More arguments for pip, e.g. --extra-index-url with torch's CPU builds, which saves 2 GB there.
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet

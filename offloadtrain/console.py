@@ -136,15 +136,16 @@ def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int
     known = [value for value in columns if value is not None]
     low, high = min(known), max(known)
     rows = [_row(columns, low, high, row, height) for row in reversed(range(height))]
-    labels = [high, *[None] * (height - 2), low] if height > 1 else [high]
-    body = [
-        f"{'' if label is None else f'{label:.3f}':>8} │{row}"
-        for label, row in zip(labels, rows, strict=True)
-    ]
+    labels = [_label(high), *[""] * (height - 2), _label(low)] if height > 1 else [_label(high)]
+    body = [f"{label:>8} │{row}" for label, row in zip(labels, rows, strict=True)]
     first, last = str(finite[0][0]), str(finite[-1][0])
+    last = "" if first == last else last.rjust(max(len(columns) - len(first), len(last) + 1))
     axis = f"{'':>8} └{'─' * len(columns)}"
-    feet = f"{'':>10}{first}{last:>{max(len(columns) - len(first), 1)}}"
-    return "\n".join([*body, axis, feet])
+    return "\n".join(line.rstrip() for line in (*body, axis, f"{'':>10}{first}{last}"))
+
+
+def _label(loss: float) -> str:
+    return f"{loss:.3f}" if abs(loss) < 1e4 else f"{loss:.2e}"
 
 
 def _columns(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:

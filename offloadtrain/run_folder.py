@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,15 @@ def create(
         for child in ("events", "checkpoints"):
             (folder / child).mkdir(mode=_MODE, exist_ok=True)
         run = RunFolder(folder)  # before the first file: another start may be at work in `path`
-        _write(folder / "job.toml", job)
-        _write(folder / "resolved.toml", resolved)
-        _point_latest(folder)
+        with ExitStack() as on_failure:
+            on_failure.callback(run.close)
+            _write(folder / "job.toml", job)
+            _write(folder / "resolved.toml", resolved)
+            _point_latest(folder)
+            on_failure.pop_all()
     except OSError as error:
-        where = path or runs_dir
-        raise RunFolderError(f"no run folder can be made in {where}: {error.strerror}") from error
+        where = f"{path or runs_dir}: {error.strerror}"
+        raise RunFolderError(f"the run folder cannot be made at {where}") from error
     return run
 
 
@@ -186,7 +189,7 @@ def _taken(fd: int) -> bool:
 
 def _point_latest(folder: Path) -> None:
     """Replace the link in one rename, so that a reader never finds it missing."""
-    link, fresh = folder.parent / "latest", folder.parent / f".latest-{os.getpid()}"
+    link, fresh = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     if link.exists() and not link.is_symlink():
         return  # somebody's own file of that name
     fresh.unlink(missing_ok=True)
@@ -198,10 +201,9 @@ def _write(path: Path, text: str) -> None:
     """Write the whole file or nothing, for its owner alone."""
     fresh = path.with_name(f".{path.name}.tmp")
     fresh.unlink(missing_ok=True)
-    with open(
-        os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-    ) as f:
-        f.write(text)
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
     fresh.replace(path)
 
 

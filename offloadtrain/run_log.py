@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -28,6 +29,7 @@ from offloadtrain.units import format_bytes, format_count, format_duration
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled
+_MEMORY_EVERY_S = 1.0
 _MEMORY_CHANGE = 0.005
 
 
@@ -44,6 +46,8 @@ class RunLog:
         self._peak_flops: float | None = None
         self._recent_ms: deque[float] = deque(maxlen=50)
         self._memory: dict[tuple[str, str], int] = {}
+        self._rows: tuple[events.MemoryRow, ...] = ()
+        self._rows_read_s = -math.inf
         self._next_timeline = (0.0, 2)
         self._optimizer: OffloadOptimizer | None = None
 
@@ -159,13 +163,15 @@ class RunLog:
         self._writer.emit(step)
         for interval in report.timeline:
             self._writer.emit(events.Span(step=number, **asdict(interval)))
-        rows = self._memory_rows()
-        self._tell_memory(number, rows)
+        if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:
+            self._tell_memory(number)
         self._recent_ms.append(clock.total_ms)
-        self._console.step(self._line(step, rows), force=number in (1, self._config.train.steps))
+        self._console.step(self._line(step), force=number in (1, self._config.train.steps))
 
-    def _line(self, step: events.Step, rows: tuple[events.MemoryRow, ...]) -> StepLine:
-        tiers = {tier.value: sum(r.num_bytes for r in rows if r.tier == tier) for tier in Tier}
+    def _line(self, step: events.Step) -> StepLine:
+        held = {tier.value: 0 for tier in Tier}
+        for row in self._rows:
+            held[row.tier] += row.num_bytes
         left = self._config.train.steps - step.step
         return StepLine(
             step=step.step,
@@ -176,8 +182,8 @@ class RunLog:
             tokens_per_s=step.tokens_per_s,
             mfu=step.mfu,
             exposed_ms=step.exposed_ms,
-            device_bytes=tiers["device"],
-            host_bytes=tiers["host"],
+            device_bytes=held["device"],
+            host_bytes=held["host"],
             eta_s=left * statistics.median(self._recent_ms) / 1e3,
             skipped=step.skipped,
             loss_scale=step.loss_scale,
@@ -212,15 +218,16 @@ class RunLog:
             )
         return tuple(rows)
 
-    def _tell_memory(self, number: int, rows: tuple[events.MemoryRow, ...]) -> None:
-        """Write the rows if one of them has changed by more than half a percent."""
-        now = {(row.owner, row.tier): row.peak_bytes for row in rows}
+    def _tell_memory(self, number: int) -> None:
+        """Read the rows, and write them if one of them has changed by more than half a percent."""
+        self._rows, self._rows_read_s = self._memory_rows(), time.monotonic()
+        now = {(row.owner, row.tier): row.peak_bytes for row in self._rows}
         same = now.keys() == self._memory.keys() and all(
             abs(now[key] - self._memory[key]) <= _MEMORY_CHANGE * self._memory[key] for key in now
         )
         if not same:
             self._memory = now
-            self._writer.emit(events.Memory(step=number, rows=rows))
+            self._writer.emit(events.Memory(step=number, rows=self._rows))
 
     # ---- between steps
 

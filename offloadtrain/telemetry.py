@@ -10,21 +10,36 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
+from offloadtrain.errors import OffloadTrainError
 from offloadtrain.events import Event, GpuSample, System
 from offloadtrain.memory import available_bytes
+
+_T = TypeVar("_T")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_UNREADABLE = (psutil.Error, OSError, ValueError, OffloadTrainError)
+
+_NVML_STATES = {
+    4: "NVML: this user may not ask the driver",
+    9: "the NVIDIA driver is not loaded",
+    12: "no NVIDIA driver on this machine (libnvidia-ml is missing)",
+    13: "the NVIDIA driver is too old for NVML",
+    15: "a GPU is lost: the machine must be restarted",
+    18: "the NVIDIA driver was updated and is not loaded yet: the machine must be restarted",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as NVML tells; None is what it would not tell."""
+    """One NVIDIA GPU as NVML tells; None is what it would not tell, `index` is NVML's."""
 
     index: int
     name: str
@@ -41,7 +56,9 @@ class Machine:
     """What a run runs on.
 
     Attributes:
-        cores_usable: what this process may use, by affinity.
+        cores_usable: what this process may use, by affinity and cgroup quota.
+        host_memory_bytes: what is there, or the least limit of the cgroups above this process.
+        torch: version, "" if it is not installed.
         gpu_state: "" if the GPUs could be asked, otherwise why not.
     """
 
@@ -61,26 +78,38 @@ class Machine:
 
 
 class Nvml:
-    """NVML behind guarded calls; `state` says why there are no GPUs to see."""
+    """NVML behind guarded calls.
+
+    Attributes:
+        state: "" if every GPU could be opened, otherwise why not.
+    """
 
     def __init__(self, load: Callable[[], Any] = lambda: import_module("pynvml")) -> None:
         """`load`: returns the module `pynvml`."""
         self._module: Any = None
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}
         self.state = self._start(load)
 
     def _start(self, load: Callable[[], Any]) -> str:
         try:
             module = load()
             module.nvmlInit()
-            count = module.nvmlDeviceGetCount()
-            self._handles = [module.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            count = int(module.nvmlDeviceGetCount())
         except ImportError as error:
             return f"the module pynvml is not installed ({error})"
         except Exception as error:  # NVMLError classes are made at run time, one per code
-            return f"NVML: {error}"
+            return _nvml_state(error)
         self._module = module
-        return "" if self._handles else "NVML sees no GPU"
+        lost = [f"GPU {i}: {why}" for i in range(count) if (why := self._open(i))]
+        return "; ".join(lost) if count else "NVML sees no GPU"
+
+    def _open(self, index: int) -> str:
+        """Return why this GPU cannot be asked, "" if it can."""
+        try:
+            self._handles[index] = self._module.nvmlDeviceGetHandleByIndex(index)
+        except Exception as error:
+            return _nvml_state(error)
+        return ""
 
     def ask(self, function: str, *args: Any) -> Any:
         """The answer of one NVML call, None where it is not supported."""
@@ -96,11 +125,11 @@ class Nvml:
 
     def describe(self) -> tuple[Gpu, ...]:
         """What does not change."""
-        return tuple(self._describe(i, handle) for i, handle in enumerate(self._handles))
+        return tuple(self._describe(i, handle) for i, handle in self._handles.items())
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Memory, load, power and temperature now."""
-        return tuple(self._sample(i, handle) for i, handle in enumerate(self._handles))
+        return tuple(self._sample(i, handle) for i, handle in self._handles.items())
 
     def _describe(self, index: int, handle: Any) -> Gpu:
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
@@ -132,6 +161,10 @@ class Nvml:
         )
 
 
+def _nvml_state(error: Exception) -> str:
+    return _NVML_STATES.get(getattr(error, "value", 0), f"NVML: {error}")
+
+
 def probe(nvml: Nvml | None = None) -> Machine:
     """Look at this machine; takes milliseconds."""
     nvml = nvml or Nvml()
@@ -141,9 +174,9 @@ def probe(nvml: Nvml | None = None) -> Machine:
         cpu=_cpu_name(),
         cores_physical=psutil.cpu_count(logical=False) or 1,
         cores_logical=psutil.cpu_count() or 1,
-        cores_usable=len(os.sched_getaffinity(0)),
-        host_memory_bytes=psutil.virtual_memory().total,
-        host_available_bytes=available_bytes(),
+        cores_usable=min(len(os.sched_getaffinity(0)), _cgroup_cores()),
+        host_memory_bytes=host_memory_bytes(),
+        host_available_bytes=host_available_bytes(),
         python=platform.python_version(),
         torch=_version("torch"),
         driver=nvml.driver(),
@@ -162,20 +195,19 @@ class Sampler:
         self._interval_s = interval_s
         self._nvml = nvml or Nvml()
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call only sets the reference point
+        _told(lambda: self._process.cpu_percent(), 0.0)  # the first only sets the reference point
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
     def sample(self) -> System:
-        """One sample now."""
-        memory = psutil.virtual_memory()
+        """One sample now; 0 is what the machine does not tell."""
         return System(
-            cpu_percent=self._process.cpu_percent(),
-            rss_bytes=self._process.memory_info().rss,
-            host_available_bytes=available_bytes(),
-            host_total_bytes=memory.total,
-            swap_used_bytes=psutil.swap_memory().used,
+            cpu_percent=_told(lambda: self._process.cpu_percent(), 0.0),
+            rss_bytes=_told(lambda: self._process.memory_info().rss, 0),
+            host_available_bytes=host_available_bytes(),
+            host_total_bytes=host_memory_bytes(),
+            swap_used_bytes=_told(lambda: psutil.swap_memory().used, 0),
             gpus=self._nvml.sample(),
             gpu_state=self._nvml.state,
         )
@@ -187,12 +219,51 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            with suppress(psutil.Error, OSError):  # a sample that cannot be taken is left out
-                self._emit(self.sample())
+            self._emit(self.sample())
+
+
+def host_memory_bytes() -> int:
+    """Memory of the machine, or the least limit of the cgroups above this process; 0: unknown."""
+    total = _told(lambda: psutil.virtual_memory().total, 0)
+    limits = [int(text) for text in _cgroup_files("memory.max") if text.isdigit()]
+    return min([total, *limits])
+
+
+def host_available_bytes() -> int:
+    """Memory that can still be had under every limit; 0: unknown."""
+    return max(_told(available_bytes, 0), 0)
+
+
+def _told(ask: Callable[[], _T], otherwise: _T) -> _T:
+    try:
+        return ask()
+    except _UNREADABLE:
+        return otherwise
+
+
+def _cgroup_cores() -> int:
+    """CPU time that the tightest cgroup allows, in whole cores, at least one."""
+    cores = [os.cpu_count() or 1]
+    for text in _cgroup_files("cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores.append(max(int(quota) // int(period), 1))
+    return min(cores)
+
+
+def _cgroup_files(name: str) -> Iterator[str]:
+    """Yield the text of a file of this process's cgroup (version 2) and of each one above it."""
+    with suppress(OSError):
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+        inner = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
+        for folder in ((_CGROUPS / inner), *(_CGROUPS / inner).parents):
+            if folder.is_relative_to(_CGROUPS):
+                with suppress(OSError):  # the root has no limits, and version 1 other names
+                    yield (folder / name).read_text().strip()
 
 
 def _cpu_name() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as info:
+    with suppress(OSError), open(_PROC / "cpuinfo", errors="replace") as info:
         for line in info:
             if line.startswith(("model name", "Model")):
                 return line.partition(":")[2].strip()

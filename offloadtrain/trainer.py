@@ -118,9 +118,9 @@ class Trainer:
             CheckpointError: the last checkpoint could not be saved.
         """
         config = self.config.train
-        if self.progress.step == 0:
-            self._evaluate()
         with StopRequests() as stop:
+            if self.progress.step == 0:
+                self._evaluate()
             while self.progress.step < config.steps and not stop.requested:
                 if self._step():
                     self._between_steps()

@@ -127,6 +127,7 @@ def prepare(
     if bad_lines not in ("error", "skip"):
         raise DataError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
     tokenizer_named(tokenizer)
+    _refuse_unguarded_script()
     settings = _Settings(
         val_fraction=val_fraction, tokenizer=tokenizer, field=field, bad_lines=bad_lines
     )
@@ -146,6 +147,15 @@ def prepare(
             "a worker process ended early: it was killed for want of memory (use fewer jobs), or "
             'the calling script lacks `if __name__ == "__main__":`'
         ) from error
+
+
+def _refuse_unguarded_script() -> None:
+    """End a worker that is running the caller's script again, for want of a main guard.
+
+    It would wait for the lock that its parent holds while the parent waits for it.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError('call prepare under `if __name__ == "__main__":`')
 
 
 @contextmanager

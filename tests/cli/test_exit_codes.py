@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from offloadtrain import config
 from offloadtrain.cli import main
@@ -121,6 +122,20 @@ def test_codes_of_failures(
     assert main(arguments) == code
     out, err = capsys.readouterr()
     assert message in err and "Traceback" not in err and out == ""
+
+
+def test_4_when_the_device_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("working weights asked the device for 24.8 GiB")
+
+    monkeypatch.setattr("offloadtrain.assembly.assemble", full)
+    arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    assert main(arguments) == 4
+    assert capsys.readouterr().err == (
+        "OutOfMemoryError: working weights asked the device for 24.8 GiB\n"
+    )
 
 
 def test_an_unknown_exception_is_1_with_its_traceback(

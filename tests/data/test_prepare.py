@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -348,6 +350,22 @@ def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
     with pytest.raises(DataError, match="worker process ended early"):
         prepare(source, tmp_path / "out", jobs=2)
+
+
+def test_a_script_without_a_main_guard_is_told_so_instead_of_hanging(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from offloadtrain.data import prepare\n"
+        "prepare._PROCESSES_FROM_BYTES = 0\n"
+        f"prepare.prepare({str(source)!r}, {str(tmp_path / 'out')!r}, jobs=2)\n"
+    )
+    search = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | search, capture_output=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert b"DataError: a worker process ended early" in done.stderr
 
 
 def _die(*_: object) -> None:

@@ -126,6 +126,16 @@ def test_the_order_of_tokens_matters(shape: ModelShape) -> None:
     assert not torch.allclose(model(tokens_BT)[:, -1], model(swapped_BT)[:, -1], atol=1e-6)
 
 
+def test_each_learned_position_has_its_row() -> None:
+    model, tokens_BT = Transformer(GPT2).eval(), tokens_of(GPT2)
+    before_BTV = model(tokens_BT)
+    with torch.no_grad():
+        model.get_parameter("positions.weight")[10] += torch.randn(GPT2.d_model)
+    after_BTV = model(tokens_BT)
+    assert torch.equal(before_BTV[:, :10], after_BTV[:, :10])
+    assert (before_BTV[:, 10] != after_BTV[:, 10]).any(dim=1).all()
+
+
 def test_attention_is_the_softmax_of_scaled_products() -> None:
     block = Transformer(GPT2).blocks[0]
     assert isinstance(block, Block)

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(_values(get_args(kind)[0]), max_size=3).map(tuple)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return st.builds(kind, **{f.name: _values(hints[f.name]) for f in fields(kind)})
+        return st.builds(cast(Any, kind), **{f.name: _values(hints[f.name]) for f in fields(kind)})
     return _PLAIN[get_origin(kind) or kind]
 
 
@@ -305,7 +306,9 @@ def test_after_close_events_are_dropped_and_counted(log: Path) -> None:
 def test_a_full_disk_ends_the_log_and_not_the_run(
     log: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
 ) -> None:
-    real, calls, told = os.write, [], []
+    real = os.write
+    calls: list[bytes] = []
+    told: list[OSError] = []
 
     def full_after_two(fd: int, data: bytes) -> int:
         calls.append(data)
@@ -332,10 +335,17 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
 def test_an_event_that_cannot_be_written_is_told_and_the_rest_goes_on(log: Path) -> None:
     itself: dict[str, Any] = {}
     itself["again"] = itself
-    base = {"run_id": "r", "name": "n", "pid": 1, "num_params": 1, "backend": {}, "machine": {}}
+    base: dict[str, Any] = {
+        "run_id": "r",
+        "name": "n",
+        "pid": 1,
+        "num_params": 1,
+        "backend": {},
+        "machine": {},
+    }
     writer = EventWriter(log)
     writer.emit(events.RunStarted(config=itself, plan={}, **base))
-    writer.emit(events.RunStarted(config={(1, 2): 3}, plan={}, **base))  # type: ignore[dict-item]
+    writer.emit(events.RunStarted(config=cast(Any, {(1, 2): 3}), plan={}, **base))
     writer.emit(STEP)
     writer.close()
     kinds = [(r.event.KIND, getattr(r.event, "code", "")) for r in events.read(log)]
@@ -360,7 +370,7 @@ def test_a_log_behind_a_link_is_refused(log: Path, tmp_path: Path) -> None:
 def test_threads_may_emit_at_once(log: Path) -> None:
     writer = EventWriter(log)
     threads = [
-        threading.Thread(target=lambda: [writer.emit(_step(i)) for i in range(200)])
+        threading.Thread(target=lambda: deque(map(writer.emit, map(_step, range(200))), 0))
         for _ in range(4)
     ]
     for thread in threads:

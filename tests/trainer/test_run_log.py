@@ -1,0 +1,48 @@
+"""Telling costs the training thread next to nothing."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import time
+from pathlib import Path
+
+
+from offloadtrain import run_folder
+from offloadtrain.assembly import assemble
+from offloadtrain.console import Console
+from offloadtrain.engine import StepReport
+from offloadtrain.progress import Progress, StepClock
+from offloadtrain.run_log import RunLog
+from tests.trainer.small_job import small_job
+
+BUDGET_S = 50e-6
+
+
+def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    parts = assemble(job)
+    report = StepReport(
+        step=1,
+        skipped=False,
+        grad_norm=1.0,
+        clip_coef=1.0,
+        loss_scale=1.0,
+        micro_steps=1,
+        exposed_ms=1.0,
+        host_busy_ms=1.0,
+        d2h_bytes=1,
+        h2d_bytes=1,
+    )
+    clock = StepClock()
+    clock.lap("forward")
+    folder = run_folder.create(tmp_path, "timed", job="", resolved="")
+    spent = []
+    with folder, RunLog(folder, job, Console(io.StringIO(), every_s=1e3)) as log:
+        log.started(parts, Progress())
+        for number in range(2, 1002):
+            began = time.perf_counter()
+            log.step(number, Progress(), report, clock, loss=1.0, lr=1e-3)
+            spent.append(time.perf_counter() - began)
+    parts.optimizer.close()
+    assert statistics.median(spent) < BUDGET_S

@@ -1,0 +1,223 @@
+"""The console: what a line says, when it is shown, and that no text can play with the terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.console import Console, StepLine, format_step, loss_curve, sanitize
+
+LINE = StepLine(
+    step=3,
+    steps=200,
+    loss=2.34567,
+    grad_norm=0.912345,
+    lr=3e-4,
+    tokens_per_s=12_345.6,
+    mfu=0.4123,
+    exposed_ms=1.26,
+    device_bytes=3 * 2**30,
+    host_bytes=14 * 2**30,
+    eta_s=4000,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- lines
+
+
+def test_a_step_line_says_it_all() -> None:
+    assert format_step(LINE) == (
+        "step 3/200  loss 2.3457  grad 0.912  lr 3.00e-04  12.3k tok/s  mfu 41.2%  "
+        "exposed 1.3ms  dev 3.0 GiB  host 14.0 GiB  eta 1h06m"
+    )
+
+
+def test_what_is_not_known_is_left_out_and_what_is_rare_is_put_in() -> None:
+    bare = format_step(replace(LINE, grad_norm=None, mfu=None, eta_s=math.nan))
+    assert "grad" not in bare and "mfu" not in bare and bare.endswith("eta -")
+    full = format_step(replace(LINE, skipped=True, loss_scale=65536.0, val_loss=2.5))
+    assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
+
+
+def test_non_finite_figures_are_shown_as_they_are() -> None:
+    text = format_step(replace(LINE, loss=math.nan, grad_norm=math.inf))
+    assert "loss nan" in text and "grad inf" in text
+
+
+# ---- when and where
+
+
+def test_a_plain_line_every_few_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, every_s=5.0, clock=clock)
+    for step in range(1, 13):
+        console.step(replace(LINE, step=step))
+        clock.now += 1
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
+        "1/200", "6/200", "11/200",
+    ]  # fmt: skip
+    console.step(replace(LINE, step=200), force=True)
+    assert stream.getvalue().splitlines()[-1].startswith("step 200/200")
+    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+
+
+def test_a_live_line_is_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, clock = Terminal(), Clock()
+    console = Console(stream, every_s=5.0, clock=clock)
+    console.step(LINE)
+    console.step(replace(LINE, step=4))  # too early for a terminal, too
+    clock.now += 0.2
+    console.step(replace(LINE, step=5))
+    shown = stream.getvalue().split("\r\x1b[2K")
+    assert shown == ["", format_step(LINE)[:39], format_step(replace(LINE, step=5))[:39]]
+
+
+def test_a_message_keeps_the_live_line() -> None:
+    stream = Terminal()
+    console = Console(stream)
+    console.say("before")
+    console.step(LINE)
+    console.say("after")
+    console.end_line()
+    lines = stream.getvalue().split("\n")
+    assert lines[0] == "before" and lines[1].startswith("\r\x1b[2Kstep 3/200")
+    assert lines[2:] == ["after", ""]
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    Console(stream).step(LINE)
+    assert stream.getvalue() == f"{format_step(LINE)}\n"
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_terminal_that_goes_away_does_not_end_the_run(live: bool) -> None:
+    stream = Gone()
+    stream.isatty = lambda: live  # type: ignore[method-assign]
+    console = Console(stream)
+    console.step(LINE)
+    console.say("hello")
+    console.end_line()
+    stream.close()
+    console.say("hello")
+
+
+# ---- text from elsewhere
+
+HOSTILE = [
+    "\x1b]52;c;ZXZpbA==\x07",  # writes the clipboard
+    "\x1b[2J",
+    "\x9b2J",  # the same in one C1 character
+    "\x1b]0;title\x1b\\",
+    "a\rb",
+    "a\x08b",
+    "a\x7fb",
+    "\u202egnp.exe",
+    "\u2066hidden\u2069",
+    "a\u2028b",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_no_text_plays_with_the_terminal(text: str) -> None:
+    stream = io.StringIO()
+    Console(stream).say(text)
+    assert stream.getvalue()[:-1].isprintable()
+
+
+@given(st.text(st.characters()))
+def test_what_is_printable_stays_and_what_is_not_goes(text: str) -> None:
+    clean = sanitize(text)
+    assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in clean)
+    assert sanitize(clean) == clean
+    if text.isprintable():
+        assert clean == text
+
+
+def test_lines_and_tabs_stay() -> None:
+    assert sanitize("def f():\n\treturn 1\n") == "def f():\n    return 1\n"
+
+
+# ---- the curve
+
+
+def test_the_curve_of_a_falling_loss() -> None:
+    points = [(step, 8.0 - step) for step in range(1, 8)]
+    assert loss_curve(points, width=7, height=3) == "\n".join(
+        [
+            "   7.000 │█▄",
+            "         │███▅▁",
+            "   1.000 │█████▅▁",
+            "         └───────",
+            "          1     7",
+        ]
+    )
+
+
+def test_many_steps_share_a_column_as_their_mean() -> None:
+    points = [(step, 1.0 if step % 2 else 3.0) for step in range(1, 1001)]
+    top, *_, foot = loss_curve([*points, (1001, 4.0), (1002, 4.0)], width=10, height=4).split("\n")
+    assert top.split("│")[0].strip() == "2.040", "the last column: 98 steps of 1 and 3, 2 of 4"
+    assert foot.split() == ["1", "1002"]
+
+
+def test_gaps_between_points_are_filled_from_the_left() -> None:
+    top, *_ = loss_curve([(1, 2.0), (100, 1.0)], width=10, height=2).split("\n")
+    assert top == "   2.000 │█████████"
+
+
+@pytest.mark.parametrize(
+    ("points", "lines"),
+    [
+        ([], ["no losses to plot"]),
+        ([(1, math.nan), (2, math.inf)], ["no losses to plot"]),
+        ([(7, 2.5)], ["   2.500 │▁", "         └─", "          7"]),
+        ([(7, 2.5), (8, 2.5)], ["   2.500 │▁▁", "         └──", "          7 8"]),
+        ([(1, 5e6), (2, math.nan), (3, 5e6)], ["5.00e+06 │▁▁▁", "         └───", "          1 3"]),
+    ],
+    ids=["nothing", "not finite", "one", "flat", "large"],
+)
+def test_odd_curves(points: list[tuple[int, float]], lines: list[str]) -> None:
+    assert loss_curve(points, height=1).split("\n") == lines
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**7), st.floats(0, 1e6)), min_size=1),
+    st.integers(1, 100),
+    st.integers(1, 30),
+)
+def test_every_curve_keeps_its_size(
+    points: list[tuple[int, float]], width: int, height: int
+) -> None:
+    *body, axis, _foot = loss_curve(sorted(points), width, height).split("\n")
+    assert len(body) == height
+    assert all(line.index("│") == 9 and len(line) <= 10 + width for line in body)
+    assert len(axis) <= 10 + width
+    bottom = body[-1][10:]
+    assert len(bottom) == len(axis) - 10 and " " not in bottom, "every column has a mark"

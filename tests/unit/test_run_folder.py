@@ -1,0 +1,248 @@
+"""Run folders: made private, named by time, locked for the run's life, found again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offloadtrain import events, run_folder
+from offloadtrain.run_folder import RunFolder, RunFolderError, create, is_running, newest
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from offloadtrain.run_folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def made(runs: Path, name: str = "job", path: Path | None = None) -> RunFolder:
+    return create(runs, name, job="job = 1\n", resolved="resolved = 1\n", path=path)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set the time of day that folders are named by."""
+
+    class Clock:
+        now = datetime(2026, 3, 4, 5, 6, 7)
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return Clock.now
+
+    monkeypatch.setattr(run_folder, "datetime", Stopped)
+    return Clock
+
+
+def test_a_folder_is_made_with_everything_in_it(tmp_path: Path, clock: Any) -> None:
+    with made(tmp_path / "deep" / "runs") as run:
+        assert run.path == tmp_path / "deep" / "runs" / "20260304-050607-job"
+        assert run.run_id == run.path.name
+        assert (run.path / "job.toml").read_text() == "job = 1\n"
+        assert (run.path / "resolved.toml").read_text() == "resolved = 1\n"
+        assert run.checkpoints.is_dir()
+        assert run.events() == run.path / "events" / "rank000.jsonl"
+        assert run.events(12).name == "rank012.jsonl" and run.events().parent.is_dir()
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with made(tmp_path / "runs") as run:
+            run.write_run({})
+            for path in (run.path, *run.path.iterdir()):
+                assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    finally:
+        os.umask(before)
+
+
+def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from offloadtrain.run_folder import create\n"
+        "create(Path(sys.argv[1]), 'job', job='\\xfc = \\u2192', resolved='')"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    root = Path(events.__file__).parent.parent
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=root, env=environment, check=True
+    )
+    assert (tmp_path / "latest" / "job.toml").read_bytes() == "\xfc = \u2192".encode()
+
+
+def test_run_json_says_who_runs(tmp_path: Path) -> None:
+    with made(tmp_path) as run:
+        run.write_run({"num_params": 7, "where": Path("x")})
+        facts = json.loads((run.path / "run.json").read_text())
+    assert facts["run_id"] == run.run_id and facts["schema"] == events.SCHEMA
+    assert facts["pid"] == os.getpid() and facts["argv"] == sys.argv
+    assert facts["pid_start_ticks"] > 0 and abs(facts["started_s"] - time.time()) < 60
+    assert facts["num_params"] == 7 and facts["where"] == "x"
+
+
+def test_runs_of_one_second_get_names_of_their_own(tmp_path: Path, clock: Any) -> None:
+    names = []
+    for _ in range(12):
+        with made(tmp_path) as run:
+            names.append(run.run_id)
+    assert names[:3] == [f"20260304-050607-job{end}" for end in ("", "+1", "+2")]
+    assert len(set(names)) == 12
+    found = newest(tmp_path, "job")
+    assert found is not None and found.name == "20260304-050607-job+11"
+
+
+def test_runs_made_at_once_get_names_of_their_own(tmp_path: Path, clock: Any) -> None:
+    runs: list[RunFolder] = []
+    threads = [threading.Thread(target=lambda: runs.append(made(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({run.path for run in runs}) == 8
+    assert all(is_running(run.path) for run in runs)
+    assert (tmp_path / "latest").resolve() in {run.path for run in runs}
+    for run in runs:
+        run.close()
+
+
+def test_latest_follows_and_never_replaces_a_users_file(tmp_path: Path, clock: Any) -> None:
+    for _ in range(2):
+        with made(tmp_path) as run:
+            assert (tmp_path / "latest").resolve() == run.path
+            assert os.readlink(tmp_path / "latest") == run.run_id, "must survive a move"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("mine")
+    made(tmp_path).close()
+    assert (tmp_path / "latest").read_text() == "mine"
+    assert not list(tmp_path.glob(".latest*"))
+
+
+def test_latest_replaces_a_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("gone")
+    with made(tmp_path) as run:
+        assert (tmp_path / "latest").resolve() == run.path
+
+
+def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
+    assert newest(tmp_path / "none", "job") is None
+    for name in ("job", "job-2", "my-job", "job.1", "other"):
+        made(tmp_path, name).close()
+        clock.now = clock.now.replace(second=clock.now.second + 1)
+    (tmp_path / "29990101-000000-job").write_text("a file")
+    (tmp_path / "notes-job").mkdir()
+    for name in ("job", "job-2", "my-job", "job.1"):
+        found = newest(tmp_path, name)
+        assert found is not None and found.name.split("-", 2)[2] == name
+    assert newest(tmp_path, "jo") is None
+
+
+# ---- the lock
+
+
+def test_a_running_folder_is_refused_and_says_who_runs(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    assert is_running(run.path)
+    with pytest.raises(RunFolderError, match=rf"already running, pid {os.getpid()}: stop it"):
+        RunFolder(run.path)
+    run.close()
+    run.close()
+    assert not is_running(run.path)
+    with RunFolder(run.path) as again:
+        assert again.path == run.path and is_running(run.path)
+
+
+def test_a_killed_run_is_not_running(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    run.close()
+    root = Path(events.__file__).parent.parent
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path)], cwd=root, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        assert is_running(run.path)
+        with pytest.raises(RunFolderError, match=f"pid {holder.pid}"):
+            RunFolder(run.path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert not is_running(run.path)
+    RunFolder(run.path).close()
+
+
+def test_one_who_looks_at_the_lock_stops_nobody(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    run.close()
+    looking = os.open(run.path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.03, lambda: os.close(looking)).start()
+    RunFolder(run.path).close()
+
+
+def test_looking_needs_no_right_to_write(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    (run.path / "lock").chmod(0o400)
+    assert is_running(run.path)
+    run.close()
+    assert not is_running(run.path) and not is_running(tmp_path)
+
+
+# ---- a folder asked for by name
+
+
+def test_a_named_folder_is_made_once(tmp_path: Path) -> None:
+    mine = tmp_path / "a b" / "mine"
+    with made(tmp_path / "runs", path=mine) as run:
+        assert run.path == mine and (tmp_path / "a b" / "latest").resolve() == mine
+        run.write_run({})
+    with pytest.raises(RunFolderError, match="holds a run already: resume it with --resume"):
+        made(tmp_path / "runs", path=mine)
+
+
+def test_a_named_folder_in_which_a_run_begins_is_left_as_it_is(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    with made(tmp_path, path=mine):  # has not written run.json yet
+        with pytest.raises(RunFolderError, match="already running"):
+            create(tmp_path, "job", job="other", resolved="other", path=mine)
+        assert (mine / "job.toml").read_text() == "job = 1\n"
+
+
+def test_what_is_no_run_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(RunFolderError, match="is no run folder"):
+            RunFolder(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot be made at .*file/runs: Not a directory"):
+        made(tmp_path / "file" / "runs")
+    with pytest.raises(RunFolderError, match=r"cannot be made at .*file: File exists"):
+        made(tmp_path, path=tmp_path / "file")
+
+
+def test_a_disk_that_fails_leaves_no_lock_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "_write", full)
+        with pytest.raises(RunFolderError, match="No space left on device"):
+            made(tmp_path, path=tmp_path / "mine")
+    assert not is_running(tmp_path / "mine")
+    made(tmp_path, path=tmp_path / "mine").close()

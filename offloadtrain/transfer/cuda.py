@@ -72,7 +72,8 @@ class _HostThread:
 
     def end(self) -> None:
         self._tasks.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the collector may run us anywhere
+            self._thread.join()
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,18 @@ import torch
 from offloadtrain import events, rng
 from offloadtrain.checkpoint import CheckpointError
 from offloadtrain.config import ConfigError
+from offloadtrain.optim import LossScaler
 from offloadtrain.trainer import Trainer
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_resume_is_bit_exact(tmp_path: Path, stop_after: StopAfter, precision: str) -> None:
+def test_resume_is_bit_exact(
+    tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    fast = partial(LossScaler, scale=64.0, growth_interval=3)  # grows within the test
+    monkeypatch.setattr("offloadtrain.engine.build.LossScaler", fast)
     job = small_job(tmp_path, f"device.precision={precision}")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert run(job, whole) == 0
@@ -30,6 +36,8 @@ def test_resume_is_bit_exact(tmp_path: Path, stop_after: StopAfter, precision: s
     assert run(job, parted, resume=str(parted)) == 0
 
     assert history(parted) == history(whole)
+    scales = {e.loss_scale for e in events_of(whole, events.Step)}
+    assert scales == ({64.0, 128.0, 256.0, 512.0} if precision == "fp16" else {None})
     assert [e.step for e in events_of(parted, events.Step)] == list(range(1, 13))
     evaluated = [[(e.step, e.val_loss) for e in events_of(p, events.Eval)] for p in (whole, parted)]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 4

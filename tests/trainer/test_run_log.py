@@ -7,7 +7,6 @@ import statistics
 import time
 from pathlib import Path
 
-
 from offloadtrain import run_folder
 from offloadtrain.assembly import assemble
 from offloadtrain.console import Console

@@ -93,7 +93,7 @@ class RunFolder:
 def create(
     runs_dir: Path, name: str, *, job: str, resolved: str, path: Path | None = None
 ) -> RunFolder:
-    """Make a new run folder and point `latest` to it.
+    """Make a new run folder and point runs_dir/latest to it, if it lies there.
 
     Args:
         job: text of the job as given.
@@ -112,7 +112,8 @@ def create(
             on_failure.callback(run.close)
             _write(folder / "job.toml", job)
             _write(folder / "resolved.toml", resolved)
-            _point_latest(folder)
+            if folder.parent.resolve() == runs_dir.resolve():
+                _point_latest(folder)
             on_failure.pop_all()
     except OSError as error:
         where = f"{path or runs_dir}: {error.strerror}"

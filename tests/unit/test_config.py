@@ -431,3 +431,16 @@ def test_the_ground_is_light() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_is_the_shape_it_names(size: str) -> None:
+    assert job(f"model.size={size}").model == SIZES[size]
+
+
+def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
+    paths = sorted((Path(config.__file__).parent / "jobs").glob("*.toml"))
+    assert len(paths) >= 6
+    for path in paths:
+        resolved = config.load(path)
+        assert config.loads(config.dump(resolved)) == resolved, path.name

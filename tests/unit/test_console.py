@@ -221,3 +221,15 @@ def test_every_curve_keeps_its_size(
     assert len(axis) <= 10 + width
     bottom = body[-1][10:]
     assert len(bottom) == len(axis) - 10 and " " not in bottom, "every column has a mark"
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=300), st.booleans())
+def test_monotone_losses_give_monotone_columns(losses: list[int], falling: bool) -> None:
+    ordered = sorted(losses, reverse=falling)
+    rows = loss_curve([(i, float(y)) for i, y in enumerate(ordered)], 40, 6).split("\n")[:6]
+    padded = [row[10:].ljust(40) for row in rows]
+    columns = zip(*padded, strict=True)
+    heights = [sum(" ▁▂▃▄▅▆▇█".index(cell) for cell in cells) for cells in columns]
+    drawn = heights[: min(40, len(ordered))]
+    assert min(drawn) >= 1
+    assert drawn == sorted(drawn, reverse=falling)

@@ -139,15 +139,20 @@ def test_latest_replaces_a_dangling_link(tmp_path: Path) -> None:
 
 def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
     assert newest(tmp_path / "none", "job") is None
-    for name in ("job", "job-2", "my-job", "job.1", "other"):
+    for name in ("job", "job-2", "my-job", "job.1", "job-1", "other"):
         made(tmp_path, name).close()
         clock.now = clock.now.replace(second=clock.now.second + 1)
     (tmp_path / "29990101-000000-job").write_text("a file")
     (tmp_path / "notes-job").mkdir()
-    for name in ("job", "job-2", "my-job", "job.1"):
+    for name in ("job", "job-2", "my-job", "job.1", "job-1"):
         found = newest(tmp_path, name)
         assert found is not None and found.name.split("-", 2)[2] == name
     assert newest(tmp_path, "jo") is None
+
+
+def test_a_named_folder_among_the_runs_is_the_latest_too(tmp_path: Path) -> None:
+    with made(tmp_path / "runs", path=tmp_path / "runs" / "mine") as run:
+        assert (tmp_path / "runs" / "latest").resolve() == run.path
 
 
 # ---- the lock
@@ -205,7 +210,8 @@ def test_looking_needs_no_right_to_write(tmp_path: Path) -> None:
 def test_a_named_folder_is_made_once(tmp_path: Path) -> None:
     mine = tmp_path / "a b" / "mine"
     with made(tmp_path / "runs", path=mine) as run:
-        assert run.path == mine and (tmp_path / "a b" / "latest").resolve() == mine
+        assert run.path == mine
+        assert list((tmp_path / "a b").iterdir()) == [mine], "no link in a folder of the user's"
         run.write_run({})
     with pytest.raises(RunFolderError, match="holds a run already: resume it with --resume"):
         made(tmp_path / "runs", path=mine)

@@ -77,6 +77,10 @@ class RunFolder:
         }
         _write(self.path / "run.json", json.dumps({**known, **facts}, indent=1, default=str) + "\n")
 
+    def write_resolved(self, text: str) -> None:
+        """Replace resolved.toml: a resume may change keys that do not make it another run."""
+        _write(self.path / "resolved.toml", text)
+
     def close(self) -> None:
         """Let go of the lock. Idempotent."""
         if self._lock >= 0:

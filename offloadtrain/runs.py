@@ -28,9 +28,11 @@ def open_run(
         RunFolderError: the folder is in use, or holds a run that may not be mixed with a new one.
     """
     found = _to_resume(job, run_dir, resume, say)
-    if found is not None:
-        return RunFolder(found), True
     resolved = config.dump(job)
+    if found is not None:
+        run = RunFolder(found)
+        run.write_resolved(resolved)
+        return run, True
     return (
         run_folder.create(
             Path(job.runs_dir), job.name, job=job_text, resolved=resolved, path=run_dir

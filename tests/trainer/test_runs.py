@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.config import Config, ConfigError
+from offloadtrain.config import Config, ConfigError, load
 from offloadtrain.run_folder import RunFolder, RunFolderError
 from offloadtrain.runs import open_run
 from tests.trainer.conftest import StopAfter
@@ -41,7 +41,8 @@ def test_auto_takes_the_newest_run_of_the_job_that_is_not_complete(
     stop_after(None)
     assert run(job, runs / "20300102-000000-small", resume="auto") == 0
     longer = small_job(tmp_path, "train.steps=20")
-    assert opened(longer, "auto")[1] is True
+    folder, resumes = opened(longer, "auto")
+    assert resumes and load(folder.path / "resolved.toml") == longer, "the job as run now"
     assert opened(job, "auto")[1] is False, "complete, so a new run"
 
 

@@ -112,12 +112,29 @@ class MixedReentrant(nn.Module):
         return self.head(x)
 
 
+class PartlyUsed(Chain):
+    """Blocks in which some parameters get no gradient, behind blocks of the same size that do."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        for index, layer in enumerate(self.layers):
+            layer.spare = nn.Linear(WIDTH, WIDTH)
+            layer.uses_spare = index % 2 == 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(layer.spare(x) if layer.uses_spare else x)
+        return self.head(self.norm(x))
+
+
 MODELS = {
     "chain": Chain,
     "tied": lambda: Chain(tied=True),
     "recompute": lambda: Chain(recompute="plain"),
     "reentrant": lambda: Chain(recompute="reentrant"),
     "unusual": Unusual,
+    "partly used": PartlyUsed,
     "frozen": Frozen,
     "shared": SharedLayer,
 }

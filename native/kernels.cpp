@@ -2,140 +2,321 @@
 //   -ffp-contract=off           a multiply-add is fused where it is written so, and nowhere else:
 //                               the same bits from every instruction set
 //   -fno-math-errno -fno-trapping-math   or the loops do not vectorise
-// and OT_TABLE naming the table. Everything else has internal linkage, and nothing of the standard
-// library is used: an inline function merged by the linker from the AVX-512 object would crash an
-// older CPU.
+// and OT_TABLE naming the table; all else has internal linkage (see numbers.h).
 #include "kernels.h"
+
+#include "numbers.h"
+#include "stream.h"
 
 namespace offloadtrain {
 namespace {
 
-using u16 = std::uint16_t;
-using u32 = std::uint32_t;
-using i64 = std::int64_t;
-
-inline u32 bits_of(float value) {
-  u32 bits;
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-inline float float_of(u32 bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// Branch-free choice: a condition that the compiler hoists out of a loop as a second loop, or cannot
-// if-convert, costs the vectorisation of both.
-inline u32 mask_of(bool condition) { return 0u - static_cast<u32>(condition); }
-inline u32 select(u32 mask, u32 chosen, u32 otherwise) {
-  return (chosen & mask) | (otherwise & ~mask);
-}
-inline float select(u32 mask, float chosen, float otherwise) {
-  return float_of(select(mask, bits_of(chosen), bits_of(otherwise)));
-}
-
-struct Float32 {
-  using Storage = float;
-  static float load(float stored) { return stored; }
-  static float store(float value) { return value; }
+struct Moments {
+  float master, exp_avg, exp_avg_sq;
 };
 
-struct BFloat16 {
-  using Storage = u16;
-  static float load(u16 stored) { return float_of(static_cast<u32>(stored) << 16); }
-
-  // Round to nearest even. A NaN must not be rounded: its mantissa could carry into infinity.
-  static u16 store(float value) {
-    const u32 bits = bits_of(value);
-    const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const u32 is_nan = mask_of((bits & 0x7fffffffu) > 0x7f800000u);
-    return static_cast<u16>(select(is_nan, 0x7fc0u, rounded));
-  }
-};
-
-struct Float16 {
-  using Storage = u16;
-
-  // Shifted into place, the exponent is 112 too small; the multiplication is exact and also
-  // normalises denormals.
-  static float load(u16 stored) {
-    const u32 magnitude = static_cast<u32>(stored & 0x7fffu) << 13;
-    const u32 sign = static_cast<u32>(stored & 0x8000u) << 16;
-    const u32 scaled = bits_of(float_of(magnitude) * 0x1p112f);
-    const u32 special = magnitude | 0x7f800000u;
-    return float_of(sign | select(mask_of(magnitude >= 0x0f800000u), special, scaled));
-  }
-
-  // Round to nearest even, to infinity from 65520 on.
-  static u16 store(float value) {
-    const u32 bits = bits_of(value);
-    const u32 sign = (bits >> 16) & 0x8000u;
-    const u32 magnitude = bits & 0x7fffffffu;
-    const u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Adding 0.5 leaves a denormal half's mantissa, rounded, in the low bits.
-    const u32 denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    const u32 finite = select(mask_of(magnitude < 0x38800000u), denormal, normal);
-    const u32 special = select(mask_of(magnitude > 0x7f800000u), 0x7e00u, 0x7c00u);
-    return static_cast<u16>(sign | select(mask_of(magnitude >= 0x47800000u), special, finite));
-  }
-};
-
-struct Nothing {
-  using Storage = u16;
-  static u16 store(float) { return 0; }
-};
-
+// An update rule: coefficients, and one element's step in fp32. Another optimizer with these states
+// is another such class; the loops over formats below take any.
 // The arithmetic, operation by operation, of torch.optim.AdamW(fused=True) on the CPU.
+class AdamRule {
+ public:
+  explicit AdamRule(const Adam& adam)
+      : a_(adam), coupled_(mask_of(adam.l2 != 0.0f)), towards_grad_(mask_of(adam.towards_grad)) {}
+
+  Moments operator()(float grad, float p, float m_old, float v_old) const {
+    const float scaled = grad * a_.grad_scale;
+    const float g = select(coupled_, __builtin_fmaf(p, a_.l2, scaled), scaled);
+    const float decayed = p * a_.decay;
+    const float base = select(towards_grad_, g, m_old);
+    const float m = __builtin_fmaf(a_.exp_avg_weight, g - m_old, base);
+    const float v = __builtin_fmaf(a_.exp_avg_sq_weight * g, g, v_old * a_.beta2);
+    const float denominator = __builtin_sqrtf(v) / a_.bias_correction2_sqrt + a_.eps;
+    return {decayed + (a_.negative_step_size * m) / denominator, m, v};
+  }
+
+ private:
+  Adam a_;
+  u32 coupled_, towards_grad_;
+};
+
+template <typename Grad>
+const typename Grad::Storage* values_of(const Gradient& grad) {
+  return static_cast<const typename Grad::Storage*>(grad.values);
+}
+
+// ---- fp32 state --------------------------------------------------------------------------------
+
 // `grad` and `working` may be the same memory: each element is read before it is written.
 template <typename Grad, typename Working, bool kEmit>
-void adam_loop(const AdamArgs& args, i64 lo, i64 hi) {
-  const AdamArgs a = args;
-  const auto* grad = static_cast<const typename Grad::Storage*>(a.grad);
-  auto* working = static_cast<typename Working::Storage*>(a.working);
-  float* __restrict master = a.master;
-  float* __restrict exp_avg = a.exp_avg;
-  float* __restrict exp_avg_sq = a.exp_avg_sq;
-  const u32 coupled = mask_of(a.l2 != 0.0f);
-  const u32 towards_grad = mask_of(a.towards_grad);
+void fp32_loop(const AdamRule& given, const Fp32State& in, const Fp32State& out,
+               const typename Grad::Storage* grad, typename Working::Storage* working, i64 count) {
+  const AdamRule rule = given;
+  const float *master = in.master, *exp_avg = in.exp_avg, *exp_avg_sq = in.exp_avg_sq;
+  float *new_master = out.master, *new_exp_avg = out.exp_avg, *new_exp_avg_sq = out.exp_avg_sq;
 #pragma GCC ivdep
-  for (i64 i = lo; i < hi; ++i) {
-    float p = master[i];
-    const float scaled = Grad::load(grad[i]) * a.grad_scale;
-    const float g = select(coupled, __builtin_fmaf(p, a.l2, scaled), scaled);
-    p = p * a.decay;
-    const float m_old = exp_avg[i];
-    const float base = select(towards_grad, g, m_old);
-    const float m = __builtin_fmaf(a.exp_avg_weight, g - m_old, base);
-    const float v = __builtin_fmaf(a.exp_avg_sq_weight * g, g, exp_avg_sq[i] * a.beta2);
-    const float denominator = __builtin_sqrtf(v) / a.bias_correction2_sqrt + a.eps;
-    p = p + (a.negative_step_size * m) / denominator;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    master[i] = p;
-    if (kEmit) working[i] = Working::store(p);
+  for (i64 i = 0; i < count; ++i) {
+    const Moments x = rule(Grad::load(grad[i]), master[i], exp_avg[i], exp_avg_sq[i]);
+    new_exp_avg[i] = x.exp_avg;
+    new_exp_avg_sq[i] = x.exp_avg_sq;
+    new_master[i] = x.master;
+    if (kEmit) working[i] = Working::store(x.master);
   }
+}
+
+Fp32State at(const Fp32State& state, i64 lo) {
+  return {state.master + lo, state.exp_avg + lo, state.exp_avg_sq + lo};
+}
+
+template <typename Grad, typename Working, bool kEmit>
+void fp32_state(const Adam& adam, const Fp32State& in, const Fp32State& out, const Gradient& grad,
+                void* emitted, i64 lo, i64 hi) {
+  const AdamRule rule(adam);
+  const auto* grads = values_of<Grad>(grad);
+  auto* working = static_cast<typename Working::Storage*>(emitted);
+  const bool doubled = out.master != in.master;
+  const bool streams = kEmit && emitted != grad.values;
+  if (!doubled && !streams) {
+    auto* target = kEmit ? working + lo : nullptr;
+    return fp32_loop<Grad, Working, kEmit>(rule, at(in, lo), at(out, lo), grads + lo, target, hi - lo);
+  }
+  Output<float> master(out.master, doubled), exp_avg(out.exp_avg, doubled);
+  Output<float> exp_avg_sq(out.exp_avg_sq, doubled);
+  Output<typename Working::Storage> weights(working, streams);
+  for (i64 i = lo; i < hi; i += kSlab) {
+    const i64 count = hi - i < kSlab ? hi - i : kSlab;
+    const Fp32State target = {master.at(i), exp_avg.at(i), exp_avg_sq.at(i)};
+    auto* weight = kEmit ? weights.at(i) : nullptr;
+    fp32_loop<Grad, Working, kEmit>(rule, at(in, i), target, grads + i, weight, count);
+    master.done(i, count);
+    exp_avg.done(i, count);
+    exp_avg_sq.done(i, count);
+    if (kEmit) weights.done(i, count);
+  }
+  finish_streaming();
 }
 
 template <typename Grad>
-void adam_from(const AdamArgs& args, i64 lo, i64 hi) {
-  switch (args.working_dtype) {
-    case DType::float32: return adam_loop<Grad, Float32, true>(args, lo, hi);
-    case DType::bfloat16: return adam_loop<Grad, BFloat16, true>(args, lo, hi);
-    case DType::float16: return adam_loop<Grad, Float16, true>(args, lo, hi);
-    case DType::none: return adam_loop<Grad, Nothing, false>(args, lo, hi);
+void fp32_from(const Adam& adam, const Fp32State& in, const Fp32State& out, const Gradient& grad,
+               void* working, DType working_dtype, i64 lo, i64 hi) {
+  switch (working_dtype) {
+    case DType::float32: return fp32_state<Grad, Float32, true>(adam, in, out, grad, working, lo, hi);
+    case DType::bfloat16: return fp32_state<Grad, BFloat16, true>(adam, in, out, grad, working, lo, hi);
+    case DType::float16: return fp32_state<Grad, Float16, true>(adam, in, out, grad, working, lo, hi);
+    case DType::none: return fp32_state<Grad, Nothing, false>(adam, in, out, grad, nullptr, lo, hi);
   }
 }
 
-void adam(const AdamArgs& args, i64 lo, i64 hi) {
-  switch (args.grad_dtype) {
-    case DType::float32: return adam_from<Float32>(args, lo, hi);
-    case DType::bfloat16: return adam_from<BFloat16>(args, lo, hi);
-    case DType::float16: return adam_from<Float16>(args, lo, hi);
+void adam_fp32(const Adam& adam, const Fp32State& in, const Fp32State& out, const Gradient& grad,
+               void* working, DType working_dtype, i64 lo, i64 hi) {
+  switch (grad.dtype) {
+    case DType::float32: return fp32_from<Float32>(adam, in, out, grad, working, working_dtype, lo, hi);
+    case DType::bfloat16: return fp32_from<BFloat16>(adam, in, out, grad, working, working_dtype, lo, hi);
+    case DType::float16: return fp32_from<Float16>(adam, in, out, grad, working, working_dtype, lo, hi);
     case DType::none: return;
   }
 }
+
+// ---- split16 state -----------------------------------------------------------------------------
+
+template <typename Grad>
+void split16_loop(const AdamRule& given, const Random& given_random, u32 element,
+                  const Split16State& in, const Split16State& out,
+                  const typename Grad::Storage* grad, i64 count) {
+  const AdamRule rule = given;
+  const Random random = given_random;
+  const Split16State old = in, fresh = out;
+#pragma GCC ivdep
+  for (i32 i = 0; i < static_cast<i32>(count); ++i) {
+    const u32 bits = random.bits(element + static_cast<u32>(i));
+    const Moments x = rule(Grad::load_canonical(grad[i]), Split::join(old.weight[i], old.low[i]),
+                           BFloat16::load(old.exp_avg[i]), BFloat16::load(old.exp_avg_sq[i]));
+    fresh.weight[i] = Split::weight(x.master);
+    fresh.low[i] = Split::low(x.master);
+    fresh.exp_avg[i] = BFloat16::store(x.exp_avg, bits & 0xffffu);
+    fresh.exp_avg_sq[i] = BFloat16::store(x.exp_avg_sq, bits >> 16);
+  }
+}
+
+Split16State at(const Split16State& state, i64 lo) {
+  return {state.weight + lo, state.low + lo, state.exp_avg + lo, state.exp_avg_sq + lo};
+}
+
+template <typename Grad>
+void split16_state(const Adam& adam, const Split16State& in, const Split16State& out,
+                   const Gradient& grad, const Run& run) {
+  const AdamRule rule(adam);
+  const Random random(run.key);
+  const auto* grads = values_of<Grad>(grad);
+  const bool doubled = out.weight != in.weight;
+  Output<u16> weight(out.weight, doubled), exp_avg(out.exp_avg, doubled);
+  Output<u16> exp_avg_sq(out.exp_avg_sq, doubled);
+  Output<i16> low(out.low, doubled);
+  for (i64 i = run.lo; i < run.hi; i += kSlab) {
+    const i64 count = run.hi - i < kSlab ? run.hi - i : kSlab;
+    const u32 element = run.element + static_cast<u32>(i - run.lo);
+    const Split16State target = {weight.at(i), low.at(i), exp_avg.at(i), exp_avg_sq.at(i)};
+    split16_loop<Grad>(rule, random, element, at(in, i), target, grads + i, count);
+    weight.done(i, count);
+    low.done(i, count);
+    exp_avg.done(i, count);
+    exp_avg_sq.done(i, count);
+  }
+  if (doubled) finish_streaming();
+}
+
+void adam_split16(const Adam& adam, const Split16State& in, const Split16State& out,
+                  const Gradient& grad, const Run& run) {
+  switch (grad.dtype) {
+    case DType::float32: return split16_state<Float32>(adam, in, out, grad, run);
+    case DType::bfloat16: return split16_state<BFloat16>(adam, in, out, grad, run);
+    case DType::float16: return split16_state<Float16>(adam, in, out, grad, run);
+    case DType::none: return;
+  }
+}
+
+// ---- int8 state --------------------------------------------------------------------------------
+
+using ExpAvgCode = Minifloat<3, 127>;
+using ExpAvgSqCode = Minifloat<3, 256>;  // stored less one: zero, which would blow an update up, is no code
+
+// A block between decoding and encoding.
+struct Block {
+  alignas(64) float master[kBlock];
+  alignas(64) float exp_avg[kBlock];
+  alignas(64) float exp_avg_sq[kBlock];
+};
+
+template <typename Grad, typename Weight>
+void int8_update(const AdamRule& given, const Int8State& in, float exp_avg_scale,
+                 float exp_avg_sq_scale, const typename Grad::Storage* grad, Block& block,
+                 i32 count) {
+  const AdamRule rule = given;
+  const Int8State old = in;
+#pragma GCC ivdep
+  for (i32 i = 0; i < count; ++i) {
+    const u32 stored = old.exp_avg[i];
+    const float size = ExpAvgCode::decode(stored & 0x7fu) * exp_avg_scale;
+    const float m = float_of(bits_of(size) | ((stored & 0x80u) << 24));
+    const float v = ExpAvgSqCode::decode(static_cast<u32>(old.exp_avg_sq[i]) + 1u) * exp_avg_sq_scale;
+    const float g = Grad::load_canonical(grad[i]);
+    const Moments x = rule(g, Weight::join(old.weight[i], old.correction[i]), m, v);
+    block.master[i] = x.master;
+    block.exp_avg[i] = x.exp_avg;
+    block.exp_avg_sq[i] = x.exp_avg_sq;
+  }
+}
+
+// As an integer the order is total: not-a-number above infinity above the rest, whatever the order
+// of comparison.
+inline float largest(const float* values, i32 count) {
+  i32 found = 0;
+  for (i32 i = 0; i < count; ++i) {
+    const i32 magnitude = static_cast<i32>(bits_of(values[i]) & kMagnitude);
+    found = found < magnitude ? magnitude : found;
+  }
+  return float_of(static_cast<u32>(found));
+}
+
+// What a block's codes are multiplied by, and its inverse. Below kLeast nothing matters to Adam's
+// eps, and inverses would overflow. A block with a value that is not finite is NaN as a whole.
+struct Scale {
+  float scale, inverse;
+
+  template <typename Code>
+  static Scale of(float largest) {
+    if (!(bits_of(largest) < kInfinity)) return {float_of(kNan), 0.0f};
+    constexpr float kLeast = 0x1p-80f;
+    const float bound = largest < kLeast ? kLeast : largest;
+    return {bound * (1.0f / Code::top()), Code::top() / bound};
+  }
+};
+
+template <typename Weight>
+void int8_encode(const Random& given_random, u32 element, const Block& block, float exp_avg_inverse,
+                 float exp_avg_sq_inverse, const Int8State& out, i32 count) {
+  const Random random = given_random;
+  const Int8State fresh = out;
+  const float least = ExpAvgSqCode::decode(1);
+#pragma GCC ivdep
+  for (i32 i = 0; i < count; ++i) {
+    const u32 bits = random.bits(element + static_cast<u32>(i));
+    const u32 x = Weight::encode(block.master[i], bits & 0xffu);
+    fresh.weight[i] = Plus8::weight(x);
+    fresh.correction[i] = Plus8::correction(x);
+    const u32 m = bits_of(block.exp_avg[i]);
+    const float m_size = float_of(m & kMagnitude) * exp_avg_inverse;
+    const u32 m_code = ExpAvgCode::encode(m_size, (bits >> 8) & 0xfffu);
+    fresh.exp_avg[i] = static_cast<u8>(m_code | ((m & kSign) >> 24));
+    const float v_size = block.exp_avg_sq[i] * exp_avg_sq_inverse;
+    const float v_kept = v_size < least ? least : v_size;
+    fresh.exp_avg_sq[i] = static_cast<u8>(ExpAvgSqCode::encode(v_kept, bits >> 20) - 1u);
+  }
+}
+
+Int8State at(const Int8State& s, i64 lo) {
+  return {s.weight + lo,  s.correction + lo, s.exp_avg + lo, s.exp_avg_sq + lo, s.exp_avg_scale + lo / kBlock,
+          s.exp_avg_sq_scale + lo / kBlock};
+}
+
+// A block's scales, and its codes on their way out.
+template <typename Grad, typename Weight>
+void int8_block(const AdamRule& rule, const Random& random, u32 element, const Int8State& in,
+                const Int8State& out, const typename Grad::Storage* grad, i32 count) {
+  Block block;
+  int8_update<Grad, Weight>(rule, in, *in.exp_avg_scale, *in.exp_avg_sq_scale, grad, block, count);
+  const Scale m = Scale::of<ExpAvgCode>(largest(block.exp_avg, count));
+  const Scale v = Scale::of<ExpAvgSqCode>(largest(block.exp_avg_sq, count));
+  if (m.inverse == 0.0f || v.inverse == 0.0f) {
+    for (i32 i = 0; i < count; ++i) block.exp_avg[i] = block.exp_avg_sq[i] = 0.0f;
+  }
+  int8_encode<Weight>(random, element, block, m.inverse, v.inverse, out, count);
+  *out.exp_avg_scale = m.scale;
+  *out.exp_avg_sq_scale = v.scale;
+}
+
+template <typename Grad, typename Weight>
+void int8_state(const Adam& adam, const Int8State& in, const Int8State& out, const Gradient& grad,
+                const Run& run) {
+  const AdamRule rule(adam);
+  const Random random(run.key);
+  const auto* grads = values_of<Grad>(grad);
+  const bool doubled = out.weight != in.weight;
+  Output<u16> weight(out.weight, doubled);
+  Output<i8> correction(out.correction, doubled);
+  Output<u8> exp_avg(out.exp_avg, doubled), exp_avg_sq(out.exp_avg_sq, doubled);
+  for (i64 i = run.lo; i < run.hi; i += kBlock) {
+    const i32 count = static_cast<i32>(run.hi - i < kBlock ? run.hi - i : kBlock);
+    const u32 element = run.element + static_cast<u32>(i - run.lo);
+    const Int8State target = {weight.at(i),     correction.at(i), exp_avg.at(i),
+                              exp_avg_sq.at(i), out.exp_avg_scale + i / kBlock,
+                              out.exp_avg_sq_scale + i / kBlock};
+    int8_block<Grad, Weight>(rule, random, element, at(in, i), target, grads + i, count);
+    weight.done(i, count);
+    correction.done(i, count);
+    exp_avg.done(i, count);
+    exp_avg_sq.done(i, count);
+  }
+  if (doubled) finish_streaming();
+}
+
+template <typename Grad>
+void int8_from(const Adam& adam, const Int8State& in, const Int8State& out, const Gradient& grad,
+               DType weight_dtype, const Run& run) {
+  if (weight_dtype == DType::bfloat16) return int8_state<Grad, BFloat16Plus8>(adam, in, out, grad, run);
+  if (weight_dtype == DType::float16) return int8_state<Grad, Float16Plus8>(adam, in, out, grad, run);
+}
+
+void adam_int8(const Adam& adam, const Int8State& in, const Int8State& out, const Gradient& grad,
+               DType weight_dtype, const Run& run) {
+  switch (grad.dtype) {
+    case DType::float32: return int8_from<Float32>(adam, in, out, grad, weight_dtype, run);
+    case DType::bfloat16: return int8_from<BFloat16>(adam, in, out, grad, weight_dtype, run);
+    case DType::float16: return int8_from<Float16>(adam, in, out, grad, weight_dtype, run);
+    case DType::none: return;
+  }
+}
+
+// ---- gradients ---------------------------------------------------------------------------------
 
 template <typename Grad>
 void accumulate_loop(float* __restrict sum, const void* grads, bool first, i64 lo, i64 hi) {
@@ -215,9 +396,33 @@ double segment(const void* values, DType dtype, i64 lo, i64 count) {
   return 0.0;
 }
 
+// ---- the limit ---------------------------------------------------------------------------------
+
+void traffic_loop(const Fp32State& state, const u16* grad, u16* working, i64 count) {
+  float *master = state.master, *exp_avg = state.exp_avg, *exp_avg_sq = state.exp_avg_sq;
+#pragma GCC ivdep
+  for (i64 i = 0; i < count; ++i) {
+    master[i] = master[i] * 0.999f;
+    exp_avg[i] = exp_avg[i] * 0.999f;
+    exp_avg_sq[i] = exp_avg_sq[i] * 0.999f;
+    working[i] = static_cast<u16>(grad[i] ^ 1u);
+  }
+}
+
+void traffic(const Fp32State& state, const u16* grad, u16* working, i64 lo, i64 hi) {
+  Output<u16> weights(working, true);
+  for (i64 i = lo; i < hi; i += kSlab) {
+    const i64 count = hi - i < kSlab ? hi - i : kSlab;
+    traffic_loop(at(state, i), grad + i, weights.at(i), count);
+    weights.done(i, count);
+  }
+  finish_streaming();
+}
+
 }  // namespace
 
 extern const Kernels OT_TABLE;
-const Kernels OT_TABLE = {OT_NAME, adam, accumulate, cast, segment};
+const Kernels OT_TABLE = {OT_NAME,    adam_fp32, adam_split16, adam_int8, accumulate,
+                          cast,       segment,   traffic};
 
 }  // namespace offloadtrain

@@ -1,10 +1,13 @@
-// The Python face: raw addresses in, checked by offloadtrain/kernels.py, the only caller.
+// The Python face: raw addresses in, checked by offloadtrain/kernels, the only caller.
 // The interpreter's lock is released during every loop.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -12,6 +15,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "kernels.h"
@@ -32,6 +36,11 @@ namespace {
 using Address = std::uintptr_t;
 constexpr std::int64_t kGrain = 16384;  // elements: below it a second thread costs more than it does
 
+template <typename T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
 std::vector<const Kernels*> usable() {
   std::vector<const Kernels*> found;
 #ifdef OT_X86
@@ -47,10 +56,11 @@ std::vector<const Kernels*> usable() {
   return found;
 }
 
-const Kernels* active = usable().front();
+std::atomic<const Kernels*> active{usable().front()};
 std::mutex pool_mutex;
 std::shared_ptr<Pool> pool;
-std::atomic<int> wanted_threads{1};
+int wanted_threads = 1;        // guarded by pool_mutex
+std::vector<int> wanted_cpus;  // guarded by pool_mutex
 
 // Shared: a caller keeps its pool alive when another one changes the number of threads meanwhile.
 std::shared_ptr<Pool> running_pool() {
@@ -59,8 +69,18 @@ std::shared_ptr<Pool> running_pool() {
     new std::shared_ptr<Pool>(pool);  // a fork: its threads are in the parent, joining would hang
     pool.reset();
   }
-  if (!pool || pool->threads() != wanted_threads) pool = std::make_shared<Pool>(wanted_threads);
+  if (!pool) pool = std::make_shared<Pool>(wanted_threads);
   return pool;
+}
+
+void set_threads(int threads, const std::vector<int>& cpus) {
+  std::shared_ptr<Pool> old;  // ends after the lock is given back
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  if (wanted_threads == std::max(threads, 1) && wanted_cpus == cpus) return;
+  wanted_threads = std::max(threads, 1);
+  wanted_cpus = cpus;
+  if (pool && !pool->alive()) new std::shared_ptr<Pool>(pool);
+  old.swap(pool);
 }
 
 std::vector<std::string> isas() {
@@ -79,84 +99,204 @@ void use_isa(const std::string& name) {
   throw std::invalid_argument("this CPU cannot run " + name);
 }
 
-void adam(Address master, Address exp_avg, Address exp_avg_sq, Address grad, int grad_dtype,
-          Address working, int working_dtype, std::int64_t n, double lr, double beta1, double beta2,
-          double eps, double weight_decay, std::int64_t step, bool decoupled, double grad_scale) {
+// lr, beta1, beta2, eps, weight_decay, step, decoupled, grad_scale
+using Scalars = std::tuple<double, double, double, double, double, std::int64_t, bool, double>;
+
+// In double, each rounded once: 1 - beta in fp32 would cost a factor of 16 in accuracy.
+Adam coefficients(const Scalars& scalars) {
+  const auto& [lr, beta1, beta2, eps, weight_decay, step, decoupled, grad_scale] = scalars;
   const double correction1 = 1.0 - std::pow(beta1, static_cast<double>(step));
   const double correction2 = 1.0 - std::pow(beta2, static_cast<double>(step));
   const float weight = static_cast<float>(1.0 - beta1);
-  AdamArgs args{};
-  args.master = reinterpret_cast<float*>(master);
-  args.exp_avg = reinterpret_cast<float*>(exp_avg);
-  args.exp_avg_sq = reinterpret_cast<float*>(exp_avg_sq);
-  args.grad = reinterpret_cast<const void*>(grad);
-  args.working = reinterpret_cast<void*>(working);
-  args.grad_dtype = static_cast<DType>(grad_dtype);
-  args.working_dtype = static_cast<DType>(working_dtype);
-  args.grad_scale = static_cast<float>(grad_scale);
-  args.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
-  args.l2 = decoupled ? 0.0f : static_cast<float>(weight_decay);
-  args.towards_grad = !(weight < 0.5f);
-  args.exp_avg_weight = args.towards_grad ? weight - 1.0f : weight;
-  args.beta2 = static_cast<float>(beta2);
-  args.exp_avg_sq_weight = static_cast<float>(1.0 - beta2);
-  args.negative_step_size = -static_cast<float>(lr / correction1);
-  args.bias_correction2_sqrt = static_cast<float>(std::sqrt(correction2));
-  args.eps = static_cast<float>(eps);
-  const Kernels* kernels = active;
-  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) { kernels->adam(args, lo, hi); });
+  Adam adam{};
+  adam.grad_scale = static_cast<float>(grad_scale);
+  adam.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
+  adam.l2 = decoupled ? 0.0f : static_cast<float>(weight_decay);
+  adam.towards_grad = !(weight < 0.5f);
+  adam.exp_avg_weight = adam.towards_grad ? weight - 1.0f : weight;
+  adam.beta2 = static_cast<float>(beta2);
+  adam.exp_avg_sq_weight = static_cast<float>(1.0 - beta2);
+  adam.negative_step_size = -static_cast<float>(lr / correction1);
+  adam.bias_correction2_sqrt = static_cast<float>(std::sqrt(correction2));
+  adam.eps = static_cast<float>(eps);
+  return adam;
 }
 
-void accumulate(Address sum, Address grad, int dtype, std::int64_t n, bool first) {
+using Grad = std::tuple<Address, int>;  // address and dtype
+
+Gradient gradient(const Grad& grad) {
+  return {at<const void>(std::get<0>(grad)), static_cast<DType>(std::get<1>(grad))};
+}
+
+Fp32State fp32_state(const std::array<Address, 3>& a) {
+  return {at<float>(a[0]), at<float>(a[1]), at<float>(a[2])};
+}
+
+void adam_fp32(const std::array<Address, 3>& in, const std::array<Address, 3>& out, const Grad& grad,
+               Address working, int working_dtype, std::int64_t n, const Scalars& scalars) {
+  const Adam adam = coefficients(scalars);
   const Kernels* kernels = active;
   running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    kernels->accumulate(reinterpret_cast<float*>(sum), reinterpret_cast<const void*>(grad),
-                        static_cast<DType>(dtype), first, lo, hi);
+    kernels->adam_fp32(adam, fp32_state(in), fp32_state(out), gradient(grad), at<void>(working),
+                       static_cast<DType>(working_dtype), lo, hi);
+  });
+}
+
+// A row of a bucket's layout: elements [offset, offset + numel) are parameter `id`.
+struct Slot {
+  std::int64_t offset, numel, id;
+};
+using Layout = std::tuple<Address, std::int64_t>;  // address and number of slots, by offset
+
+std::uint64_t mix(std::uint64_t z) {  // the finaliser of SplitMix64 (Steele et al. 2014)
+  z += 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+struct Seed {
+  std::uint64_t seed, step;
+
+  // Elements are counted in 32 bits: what lies above them is part of the key.
+  std::uint64_t key(std::int64_t id, std::int64_t element) const {
+    const std::uint64_t of_parameter = mix(mix(mix(seed) + step) + static_cast<std::uint64_t>(id));
+    return mix(of_parameter + (static_cast<std::uint64_t>(element) >> 32));
+  }
+};
+
+// Calls `body(run)` for what of [lo, hi) belongs to parameters, cut where the key changes.
+template <typename Body>
+void each_run(const Layout& layout, const Seed& seed, std::int64_t lo, std::int64_t hi,
+              const Body& body) {
+  const Slot* first = at<const Slot>(std::get<0>(layout));
+  const Slot* last = first + std::get<1>(layout);
+  const auto ends_before = [](const Slot& slot, std::int64_t at) { return slot.offset + slot.numel <= at; };
+  for (const Slot* slot = std::lower_bound(first, last, lo, ends_before);
+       slot != last && slot->offset < hi; ++slot) {
+    const std::int64_t end = std::min(slot->offset + slot->numel, hi);
+    for (std::int64_t begin = std::max(slot->offset, lo); begin < end;) {
+      const std::int64_t element = begin - slot->offset;
+      const std::int64_t window_end = slot->offset + ((element >> 32) + 1) * (std::int64_t{1} << 32);
+      const std::int64_t stop = std::min(end, window_end);
+      body(Run{begin, stop, seed.key(slot->id, element), static_cast<std::uint32_t>(element)});
+      begin = stop;
+    }
+  }
+}
+
+Split16State split16_state(const std::array<Address, 4>& a) {
+  return {at<std::uint16_t>(a[0]), at<std::int16_t>(a[1]), at<std::uint16_t>(a[2]),
+          at<std::uint16_t>(a[3])};
+}
+
+void adam_split16(const std::array<Address, 4>& in, const std::array<Address, 4>& out,
+                  const Grad& grad, std::int64_t n, const Layout& layout, std::uint64_t seed,
+                  const Scalars& scalars) {
+  const Adam adam = coefficients(scalars);
+  const Seed keys{seed, static_cast<std::uint64_t>(std::get<5>(scalars))};
+  const Kernels* kernels = active;
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    each_run(layout, keys, lo, hi, [&](const Run& run) {
+      kernels->adam_split16(adam, split16_state(in), split16_state(out), gradient(grad), run);
+    });
+  });
+}
+
+Int8State int8_state(const std::array<Address, 6>& a) {
+  return {at<std::uint16_t>(a[0]), at<std::int8_t>(a[1]), at<std::uint8_t>(a[2]),
+          at<std::uint8_t>(a[3]),  at<float>(a[4]),       at<float>(a[5])};
+}
+
+void adam_int8(const std::array<Address, 6>& in, const std::array<Address, 6>& out, const Grad& grad,
+               int weight_dtype, std::int64_t n, const Layout& layout, std::uint64_t seed,
+               const Scalars& scalars) {
+  const Adam adam = coefficients(scalars);
+  const Seed keys{seed, static_cast<std::uint64_t>(std::get<5>(scalars))};
+  const Kernels* kernels = active;
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    each_run(layout, keys, lo, hi, [&](const Run& run) {
+      kernels->adam_int8(adam, int8_state(in), int8_state(out), gradient(grad),
+                         static_cast<DType>(weight_dtype), run);
+    });
+  });
+}
+
+void accumulate(Address sum, const Grad& grad, std::int64_t n, bool first) {
+  const Kernels* kernels = active;
+  const Gradient g = gradient(grad);
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    kernels->accumulate(at<float>(sum), g.values, g.dtype, first, lo, hi);
   });
 }
 
 void cast(Address source, Address target, int dtype, std::int64_t n) {
   const Kernels* kernels = active;
   running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    kernels->cast(reinterpret_cast<const float*>(source), reinterpret_cast<void*>(target),
-                  static_cast<DType>(dtype), lo, hi);
+    kernels->cast(at<const float>(source), at<void>(target), static_cast<DType>(dtype), lo, hi);
   });
 }
 
-struct Segment {
-  std::int64_t lo, count;
-};
-
-// Per parameter: segments in parallel, then added in order.
-std::vector<double> sum_squares(Address values, int dtype, const std::vector<std::int64_t>& offsets,
-                                const std::vector<std::int64_t>& numels) {
-  std::vector<Segment> segments;
-  for (std::size_t p = 0; p < offsets.size(); ++p) {
-    for (std::int64_t done = 0; done < numels[p]; done += kSegment) {
-      segments.push_back({offsets[p] + done, std::min(kSegment, numels[p] - done)});
+// Sums of squares by parameter: segments in parallel, then added in order.
+template <typename Segment>
+std::vector<double> by_parameter(const Layout& layout, const Segment& segment) {
+  const Slot* first = at<const Slot>(std::get<0>(layout));
+  const Slot* last = first + std::get<1>(layout);
+  struct Piece {
+    std::int64_t lo, count;
+  };
+  std::vector<Piece> pieces;
+  for (const Slot* slot = first; slot != last; ++slot) {
+    for (std::int64_t done = 0; done < slot->numel; done += kSegment) {
+      pieces.push_back({slot->offset + done, std::min(kSegment, slot->numel - done)});
     }
   }
-  std::vector<double> partial(segments.size());
-  const Kernels* kernels = active;
+  std::vector<double> partial(pieces.size());
   const auto body = [&](std::int64_t lo, std::int64_t hi) {
-    for (std::int64_t i = lo; i < hi; ++i) {
-      partial[i] = kernels->segment(reinterpret_cast<const void*>(values), static_cast<DType>(dtype),
-                                    segments[i].lo, segments[i].count);
-    }
+    for (std::int64_t i = lo; i < hi; ++i) partial[i] = segment(pieces[i].lo, pieces[i].count);
   };
-  running_pool()->run(static_cast<std::int64_t>(segments.size()), kGrain / kSegment, body);
-  std::vector<double> sums(offsets.size(), 0.0);
+  running_pool()->run(static_cast<std::int64_t>(pieces.size()), kGrain / kSegment, body);
+  std::vector<double> sums;
   std::size_t next = 0;
-  for (std::size_t p = 0; p < offsets.size(); ++p) {
-    for (std::int64_t done = 0; done < numels[p]; done += kSegment) sums[p] += partial[next++];
+  for (const Slot* slot = first; slot != last; ++slot) {
+    double sum = 0.0;
+    for (std::int64_t done = 0; done < slot->numel; done += kSegment) sum += partial[next++];
+    sums.push_back(sum);
   }
   return sums;
 }
 
-// Zero a fresh mapping, each part by the thread that will work on it: that places its pages.
-void first_touch(Address memory, std::int64_t nbytes) {
-  running_pool()->run(nbytes, std::int64_t{1} << 21, [&](std::int64_t lo, std::int64_t hi) {
-    std::memset(reinterpret_cast<char*>(memory) + lo, 0, static_cast<std::size_t>(hi - lo));
+std::vector<double> sum_squares(const Grad& values, const Layout& layout) {
+  const Kernels* kernels = active;
+  const Gradient g = gradient(values);
+  return by_parameter(layout, [&](std::int64_t lo, std::int64_t count) {
+    return kernels->segment(g.values, g.dtype, lo, count);
+  });
+}
+
+// One pass: a segment is squared while the cache still holds it.
+std::vector<double> accumulate_squares(Address sum, const Grad& grad, const Layout& layout,
+                                       bool first) {
+  const Kernels* kernels = active;
+  const Gradient g = gradient(grad);
+  return by_parameter(layout, [&](std::int64_t lo, std::int64_t count) {
+    kernels->accumulate(at<float>(sum), g.values, g.dtype, first, lo, lo + count);
+    return kernels->segment(at<const void>(sum), DType::float32, lo, count);
+  });
+}
+
+void traffic(const std::array<Address, 3>& state, Address grad, Address working, std::int64_t n) {
+  const Kernels* kernels = active;
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    kernels->traffic(fp32_state(state), at<const std::uint16_t>(grad), at<std::uint16_t>(working), lo,
+                     hi);
+  });
+}
+
+// Zero a fresh buffer, each part by the thread that will work on it: that places its pages.
+void first_touch(Address memory, std::int64_t n, std::int64_t itemsize) {
+  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    std::memset(at<char>(memory) + lo * itemsize, 0, static_cast<std::size_t>((hi - lo) * itemsize));
   });
 }
 
@@ -169,11 +309,15 @@ NB_MODULE(_native, m) {
   m.doc() = "CPU kernels of offloadtrain; call them through offloadtrain.kernels";
   m.def("isas", &isas, "Instruction sets this CPU can run, the fastest first.");
   m.def("use_isa", &use_isa, nb::arg("name"));
-  m.def("isa", [] { return std::string(active->name); });
-  m.def("set_threads", [](int threads) { wanted_threads = threads < 1 ? 1 : threads; });
-  m.def("adam", &adam, unlocked);
+  m.def("isa", [] { return std::string(active.load()->name); });
+  m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("cpus"), unlocked);
+  m.def("adam_fp32", &adam_fp32, unlocked);
+  m.def("adam_split16", &adam_split16, unlocked);
+  m.def("adam_int8", &adam_int8, unlocked);
   m.def("accumulate", &accumulate, unlocked);
+  m.def("accumulate_squares", &accumulate_squares, unlocked);
   m.def("cast", &cast, unlocked);
   m.def("sum_squares", &sum_squares, unlocked);
+  m.def("traffic", &traffic, unlocked);
   m.def("first_touch", &first_touch, unlocked);
 }

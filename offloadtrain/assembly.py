@@ -67,6 +67,7 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
         device=device,
         precision=precision,
         state=config.optim.state,
+        seed=config.train.seed,
         update=config.optim.update,
         clip_norm=config.optim.clip_norm or None,
         grad_accum_steps=config.train.grad_accum_steps,

@@ -81,7 +81,7 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
-    state: Literal["fp32"] = "fp32"
+    state: Literal["fp32", "split16", "int8"] = "fp32"
     update: Literal["exact"] = "exact"
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -144,9 +144,9 @@ class Arena:
         self._check_available(requests)
         tensors: list[Tensor] = []
         for group in _pack(requests):
-            slab = _Slab(sum(request.span_bytes for request in group), pin=self.pin)
+            slab = _Slab(group, pin=self.pin)
             self._slabs.append(slab)
-            tensors += slab.carve(group)
+            tensors += slab.tensors
         for request in requests:
             self._ledger.add(request.owner, Tier.HOST, request.nbytes)
         self._booked += requests
@@ -184,7 +184,8 @@ class Arena:
 class _Slab:
     """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, requests: Sequence[Request], *, pin: bool) -> None:
+        nbytes = sum(request.span_bytes for request in requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
         if pin:
@@ -192,10 +193,12 @@ class _Slab:
             mapping.madvise(mmap.MADV_DONTFORK)
         # The memoryview holds the mapping: torch.frombuffer on the mmap itself would not.
         self._bytes = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
-        kernels.first_touch(self._bytes)
+        self.tensors = self._carve(requests)
+        for tensor in self.tensors:
+            kernels.first_touch(tensor)
         self.pinned = pin and _register(self._bytes)
 
-    def carve(self, requests: Iterable[Request]) -> list[Tensor]:
+    def _carve(self, requests: Sequence[Request]) -> list[Tensor]:
         tensors, offset = [], 0
         for request in requests:
             piece = self._bytes[offset : offset + request.nbytes]

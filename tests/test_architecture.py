@@ -73,12 +73,12 @@ def test_the_check_of_loaded_modules_sees_torch() -> None:
 
 
 def test_single_doors() -> None:
-    assert _importers("numba") <= {"numba_kernels.py"}
-    assert _importers("llvmlite") <= {"numba_kernels.py"}
+    assert _importers("numba") <= {"numba_numbers.py"}
+    assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"telemetry.py"}
     assert _importers("psutil") <= {"telemetry.py"}
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
-    assert native == {"kernels.py"}
+    assert native == {"native.py"}
 
 
 def test_files_are_short() -> None:

@@ -83,6 +83,10 @@ def test_a_wheel_without_a_compiler(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("offloadtrain/kernels.py", "offloadtrain/py.typed", "offloadtrain_tui/py.typed"):
+    for name in (
+        "offloadtrain/kernels/__init__.py",
+        "offloadtrain/py.typed",
+        "offloadtrain_tui/py.typed",
+    ):
         assert name in names
     assert not [name for name in names if name.endswith(".so") or name.startswith("native")]

@@ -1,10 +1,11 @@
 """The offload engine over arbitrary modules."""
 
+from offloadtrain.engine.api import offload
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
 from offloadtrain.engine.gradients import GradientError
-from offloadtrain.engine.optimizer import OffloadOptimizer, offload
+from offloadtrain.engine.optimizer import OffloadOptimizer
 
 __all__ = [
     "Engine",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.kernels import Layout
+from offloadtrain.optim import StateFormat
 from offloadtrain.transfer import Buffer, Event, Range
 
 ALIGN = 128
@@ -33,7 +35,17 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's elements of a flat buffer, shaped as the parameter."""
-        return flat[self.offset : self.offset + self.numel].as_strided(self.shape, self.stride)
+        return self.shaped(flat[self.offset : self.offset + self.numel])
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """(numel,) of the parameter's own → its shape; one value per block stays 1-D."""
+        return piece.as_strided(self.shape, self.stride) if piece.numel() == self.numel else piece
+
+    def flattened(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the parameter's shape as (numel,), in the order of its memory."""
+        flat = torch.empty(self.numel, dtype=tensor.dtype)
+        self.shaped(flat).copy_(tensor)
+        return flat
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +56,15 @@ class Bucket:
         group: index into `param_groups`.
         numel: of each flat buffer, padding included. Padding holds zeros.
         working: device, working dtype: the weights that compute uses; parameters are views of it.
-        master: host, fp32.
-        state: host, fp32 each, as the update rule names them.
-        grad: host, working dtype: the gradient, then the rounded new weights on their way up.
-            None where microbatches are summed.
+        format: how its state is kept.
+        layout: its slots, as the kernels know them.
+        state: host: the format's fields, master weights first.
+        grad: host, working dtype: the gradient, then, where the state does not hold them, the
+            rounded new weights on their way up. None where microbatches are summed.
         grad_sum: host, fp32: the sum over microbatches. None where there is only one.
-        grad_free_after: the event after which `grad` no longer holds weights on their way up.
+        grad_free_after: the event after which `grad` may be overwritten: its reader is done, or the
+            weights on their way up have left.
+        weight_free_after: the event after which the state's own working weights have been uploaded.
         touched: a gradient of the step in progress is in `grad` or `grad_sum`.
         normed: its sums of squares for this step are launched.
     """
@@ -59,14 +74,37 @@ class Bucket:
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     numel: int
+    format: StateFormat
+    layout: Layout = field(init=False)
     working: Buffer = field(init=False)
-    master: Buffer = field(init=False)
     state: tuple[Buffer, ...] = field(init=False)
     grad: Buffer | None = None
     grad_sum: Buffer | None = None
     grad_free_after: Event | None = None
+    weight_free_after: Event | None = None
     touched: bool = False
     normed: bool = False
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(
+            [slot.offset for slot in self.slots],
+            [slot.numel for slot in self.slots],
+            [slot.index for slot in self.slots],
+        )
+
+    @property
+    def host_weight(self) -> Buffer | None:
+        """The state's own working weights, uploaded from where they lie."""
+        return self.state[0] if self.format.holds_weight else None
+
+    def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
+        """One parameter's state: 1-D pieces of the buffers, in the order of the fields."""
+        pieces = []
+        for buffer in self.state:
+            per = self.numel // buffer.flat.numel()
+            lo, hi = slot.offset // per, -(-(slot.offset + slot.numel) // per)
+            pieces.append(buffer.flat[lo:hi])
+        return tuple(pieces)
 
     @property
     def gradient(self) -> Range:
@@ -82,6 +120,7 @@ def pack(
     dtype: torch.dtype,
     params: Iterable[tuple[str, nn.Parameter]],
     order: Mapping[nn.Parameter, int],
+    format: StateFormat,
 ) -> Bucket:
     """Lay parameters out one after the other, each aligned."""
     slots: list[Slot] = []
@@ -90,7 +129,7 @@ def pack(
         shape, stride = tuple(param.shape), dense_stride(param)
         slots.append(Slot(full_name, param, order[param], offset, param.numel(), shape, stride))
         offset += -(-param.numel() // ALIGN) * ALIGN
-    return Bucket(name, group, dtype, tuple(slots), offset)
+    return Bucket(name, group, dtype, tuple(slots), offset, format)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

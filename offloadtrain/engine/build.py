@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, pack
+from offloadtrain.engine.bucket import Bucket, Slot, pack
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.engine import Engine
@@ -18,7 +18,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.ring import Ring
 from offloadtrain.engine.update import Updates
 from offloadtrain.memory import Arena, Ledger, Request
-from offloadtrain.optim import LossScaler, UpdateRule
+from offloadtrain.optim import LossScaler, UpdateRule, format_for
 from offloadtrain.transfer import Buffer, Lanes
 
 _RING_SLOTS = 2
@@ -34,6 +34,8 @@ class Settings:
     clip_norm: float | None
     grad_accum_steps: int
     pin_memory: bool
+    state: str
+    seed: int
 
 
 def build(
@@ -74,7 +76,7 @@ def build(
         squares=squares,
         grad_accum_steps=settings.grad_accum_steps,
     )
-    _adopt_weights(model, buckets, settings)
+    _adopt_weights(model, buckets, rule, settings)
     scaler = LossScaler() if settings.dtype is torch.float16 else None
     engine = Engine(
         model,
@@ -82,7 +84,7 @@ def build(
         entries,
         lanes=lanes,
         gradients=gradients,
-        updates=Updates(lanes, rule, groups, host_ring),
+        updates=Updates(lanes, rule, groups, host_ring, seed=settings.seed),
         clip_norm=settings.clip_norm,
         scaler=scaler,
         grad_accum_steps=settings.grad_accum_steps,
@@ -105,7 +107,7 @@ def _blocks(
     blocks: list[Block] = []
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
-        buckets = _buckets(part.name, owned, order, group_of, full, settings.dtype)
+        buckets = _buckets(part.name, owned, order, group_of, full, settings)
         if buckets:
             blocks.append(Block(part.name, part.module, buckets, lanes))
             owner.update((p, blocks[-1]) for _, p in owned)
@@ -122,17 +124,25 @@ def _buckets(
     order: Mapping[nn.Parameter, int],
     group_of: Mapping[nn.Parameter, int],
     full: set[nn.Parameter],
-    dtype: torch.dtype,
+    settings: Settings,
 ) -> tuple[Bucket, ...]:
     """One bucket per (hyperparameters, working dtype) among a block's parameters."""
     sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
-        key = (group_of[param], torch.float32 if param in full else dtype)
+        key = (group_of[param], torch.float32 if param in full else settings.dtype)
         sorted_in.setdefault(key, []).append((full_name, param))
     label = name or "root"
+    several = len(sorted_in) > 1
     return tuple(
-        pack(label if len(sorted_in) == 1 else f"{label}/{i}", group, kind, params, order)
-        for i, ((group, kind), params) in enumerate(sorted_in.items())
+        pack(
+            f"{label}/{i}" if several else label,
+            group,
+            dtype,
+            params,
+            order,
+            format_for(settings.state, dtype),
+        )
+        for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
 
 
@@ -144,23 +154,31 @@ def _map_host(
     requests.append(Request("norms", num_params, torch.float64))
     tensors: Iterator[Tensor] = iter(arena.map(requests))
     for bucket in buckets:
-        bucket.master = Buffer(f"master {bucket.name}", next(tensors))
-        bucket.state = tuple(
-            Buffer(f"{name} {bucket.name}", next(tensors)) for name in rule.state_names
-        )
+        fields = bucket.format.fields(rule.moments)
+        bucket.state = tuple(Buffer(f"{f.name} {bucket.name}", next(tensors)) for f in fields)
         gradient = Buffer(f"gradient {bucket.name}", next(tensors))
         bucket.grad_sum, bucket.grad = (gradient, None) if accumulates else (None, gradient)
     return Buffer("norms", next(tensors))
 
 
+_OWNERS = {"master": "master weights", "weight": "host weights"}
+
+
 def _requests(bucket: Bucket, rule: UpdateRule, accumulates: bool) -> list[Request]:
-    states = [Request(name, bucket.numel, torch.float32) for name in rule.state_names]
+    state = [
+        Request(
+            _OWNERS.get(field.name, field.name),
+            field.numel(bucket.numel),
+            field.dtype or bucket.dtype,
+        )
+        for field in bucket.format.fields(rule.moments)
+    ]
     gradient = (
         Request("gradient sums", bucket.numel, torch.float32)
         if accumulates
         else Request("gradients", bucket.numel, bucket.dtype)
     )
-    return [Request("master weights", bucket.numel, torch.float32), *states, gradient]
+    return [*state, gradient]
 
 
 def _largest_bytes(buckets: Sequence[Bucket]) -> int:
@@ -180,13 +198,15 @@ def _device_slots(ledger: Ledger, buckets: Sequence[Bucket], device: torch.devic
     ]
 
 
-def _adopt_weights(model: nn.Module, buckets: Sequence[Bucket], settings: Settings) -> None:
+def _adopt_weights(
+    model: nn.Module, buckets: Sequence[Bucket], rule: UpdateRule, settings: Settings
+) -> None:
     """Masters from the weights as given; parameters become views; the rest moves to the device."""
     with torch.no_grad():
         for bucket in buckets:
             for slot in bucket.slots:
-                slot.view(bucket.master.flat).copy_(slot.param.data)
-                _check_range(slot.name, slot.view(bucket.master.flat), bucket.dtype)
+                _check_range(slot.name, slot.param.data, bucket.dtype)
+                set_master(bucket, slot, rule, slot.param.data)
                 slot.param.data = slot.view(bucket.working.flat)
             bucket.working.flat.zero_()
         moved = {slot.param for bucket in buckets for slot in bucket.slots}
@@ -199,6 +219,12 @@ def _adopt_weights(model: nn.Module, buckets: Sequence[Bucket], settings: Settin
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(settings.device)
+
+
+def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:
+    """One parameter's master weights from values of its shape, of any dtype, on any device."""
+    master = slot.flattened(values.detach().float())
+    rule.set_master(bucket.format, bucket.state_of(slot), master)
 
 
 def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:

@@ -143,6 +143,15 @@ class Engine:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
+    def seed(self) -> int:
+        """Of stochastic rounding."""
+        return self._updates.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._updates.seed = seed
+
+    @property
     def forward_order(self) -> list[Block]:
         """As the first forward entered them; blocks that it never entered come last."""
         return [*self._order, *(block for block in self._blocks if block not in self._order)]

@@ -12,7 +12,7 @@ its micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,16 +142,21 @@ class Gradients:
 
     def _send(self, bucket: Bucket, delivered: Sequence[Slot]) -> None:
         lease = self._gather(bucket, delivered)
-        if bucket.grad is not None and not bucket.touched:
+        last = self.micro_steps + 1 == self._grad_accum_steps
+        whole = last and len(delivered) == len(bucket.slots)
+        if bucket.grad is None:
+            self._accumulate(bucket, lease, measured=whole)
+        elif bucket.touched:
+            self._add(bucket, lease)
+        else:
             self._wait_free(bucket, Lane.D2H)
             self._lanes.launch(
                 Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [bucket.grad.whole]
             )
             lease.release(self._lanes.record(Lane.D2H))
-        else:
-            self._add(bucket, lease)
-        bucket.touched, bucket.normed = True, False
-        if self.micro_steps + 1 == self._grad_accum_steps and len(delivered) == len(bucket.slots):
+        bucket.touched = True
+        bucket.normed = whole and bucket.grad is None
+        if whole and not bucket.normed:
             self._measure(bucket)
 
     def _wait_free(self, bucket: Bucket, lane: Lane) -> None:
@@ -178,17 +183,46 @@ class Gradients:
         return lease
 
     def _add(self, bucket: Bucket, lease: Lease) -> None:
-        """Through a staging slot into the sum: fp32 over microbatches, 16-bit within one."""
+        """A second gradient of one micro-step: added in its dtype, as autograd itself does."""
+        staged = self._stage(bucket, lease)
+
+        def add(staged: Tensor, grad: Tensor) -> None:
+            grad.add_(staged)
+
+        self._lanes.launch(Lane.HOST, f"add {bucket.name}", add, [staged.range], [bucket.gradient])
+        staged.release(self._lanes.record(Lane.HOST))
+
+    def _accumulate(self, bucket: Bucket, lease: Lease, *, measured: bool) -> None:
+        """Into the fp32 sum over microbatches; squared in the same pass if it is the last one."""
+        staged, first = self._stage(bucket, lease), not bucket.touched
+        layout = bucket.layout
+
+        def accumulate(staged: Tensor, total: Tensor) -> None:
+            kernels.accumulate(total, staged, first)
+
+        def measure(staged: Tensor, total: Tensor, squares: Tensor) -> None:
+            _store(squares, bucket, kernels.accumulate(total, staged, first, layout))
+
+        if first:
+            self._wait_free(bucket, Lane.HOST)
+        writes = [bucket.gradient, self._squares.whole] if measured else [bucket.gradient]
+        self._lanes.launch(
+            Lane.HOST,
+            f"accumulate {bucket.name}",
+            measure if measured else accumulate,
+            [staged.range],
+            writes,
+        )
+        staged.release(self._lanes.record(Lane.HOST))
+
+    def _stage(self, bucket: Bucket, lease: Lease) -> Lease:
+        """Bring a gradient into a staging slot of the host."""
         staged = self._host_ring.take(bucket.numel, bucket.dtype, Lane.D2H)
         self._lanes.launch(Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [staged.range])
         arrived = self._lanes.record(Lane.D2H)
         lease.release(arrived)
         self._lanes.wait(Lane.HOST, arrived, f"gradients of {bucket.name} on the host")
-        add = _accumulator(bucket)
-        self._lanes.launch(
-            Lane.HOST, f"accumulate {bucket.name}", add, [staged.range], [bucket.gradient]
-        )
-        staged.release(self._lanes.record(Lane.HOST))
+        return staged
 
     def _complete(self, bucket: Bucket) -> None:
         if not bucket.touched:
@@ -203,14 +237,10 @@ class Gradients:
     def _measure(self, bucket: Bucket) -> None:
         """Sum of squares per parameter, on the host as soon as the gradient is there."""
         self._lanes.wait(Lane.HOST, self._lanes.record(Lane.D2H), f"gradients of {bucket.name}")
-        offsets = [slot.offset for slot in bucket.slots]
-        numels = [slot.numel for slot in bucket.slots]
-        targets = [slot.index for slot in bucket.slots]
+        layout = bucket.layout
 
         def measure(flat: Tensor, squares: Tensor) -> None:
-            sums = kernels.sum_squares_many(flat, offsets, numels)
-            for target, value in zip(targets, sums, strict=True):
-                squares[target] = value
+            _store(squares, bucket, kernels.sum_squares_many(flat, layout))
 
         self._lanes.launch(
             Lane.HOST, f"norm {bucket.name}", measure, [bucket.gradient], [self._squares.whole]
@@ -218,12 +248,11 @@ class Gradients:
         bucket.normed = True
 
 
-def _accumulator(bucket: Bucket) -> Callable[[Tensor, Tensor], object]:
-    if bucket.grad_sum is None:
-        # Within one micro-step autograd itself adds in the gradient's dtype: so do we.
-        return lambda staged, grad: grad.add_(staged)
-    first = not bucket.touched
-    return lambda staged, total: kernels.accumulate(total, staged, first)
+def _store(squares: Tensor, bucket: Bucket, sums: Sequence[float] | None) -> None:
+    """Each parameter's sum of squares, to its place in the order of the parameters."""
+    assert sums is not None
+    for slot, value in zip(bucket.slots, sums, strict=True):
+        squares[slot.index] = value
 
 
 def _zero_gaps(flat: Tensor, delivered: Iterable[Slot]) -> None:

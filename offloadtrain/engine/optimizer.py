@@ -1,37 +1,37 @@
-"""The public face: `offload()` and the optimizer it returns."""
+"""The optimizer that `offload()` returns."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.build import Settings, build
-from offloadtrain.engine.checks import ModelError, ModelSeal, check_model
+from offloadtrain.engine.build import Settings, build, set_master
+from offloadtrain.engine.checks import ModelError, ModelSeal
 from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
 from offloadtrain.engine.faces import attach_faces
-from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.memory import Arena, Ledger
-from offloadtrain.optim import AdamW, UpdateRule
-from offloadtrain.transfer import Lanes, lanes_for
+from offloadtrain.optim import UpdateRule, recognise
+from offloadtrain.optim.formats import Field
+from offloadtrain.transfer import Lanes
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_Number = TypeVar("_Number", int, float)
-_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose parameters an optimizer holds."""
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state lives in pinned host memory.
 
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
-    optimizer. `state[p]` holds `step`, `master` (fp32) and the moments: views of host memory shaped
-    as the parameter, valid until `close()`, at rest after `synchronize()`.
+    optimizer. `state[p]` holds `step` and the tensors of the state format (`fp32`: `master` and the
+    moments): views of host memory shaped as the parameter (scales: one value per block), valid
+    until `close()`, at rest after `synchronize()`.
     """
 
     def __init__(
@@ -141,10 +141,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.sample_timeline()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus "scaler" (None without loss scaling). Values are views, not copies."""
+        """As torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.
+        Values are views, not copies."""
         self.synchronize()
         scaler = self._engine.scaler
-        return {**super().state_dict(), "scaler": scaler.state_dict() if scaler else None}
+        kept = {"scaler": scaler.state_dict() if scaler else None, "seed": self._engine.seed}
+        return super().state_dict() | kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over state and hyperparameters; the working weights follow the loaded masters.
@@ -171,37 +173,46 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.load_named_state(slots[param].name, state[key])
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in other.items() if k != "params"})
+        self._engine.seed = state_dict.get("seed", self._engine.seed)
         self.finish_load(step=int(steps.pop()), scaler=state_dict.get("scaler"))
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(parameter name, {"master", and each moment}): fp32 views of host memory, at rest."""
+        """(parameter name, the tensors of its state): views of host memory, at rest."""
         self.synchronize()
         for _, slot in self._slots():
             entry = self.state[slot.param]
-            yield slot.name, {name: entry[name] for name in self.state_names}
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The tensors of a parameter's state."""
-        return ("master", *self._rule.state_names)
+            yield slot.name, {name: x for name, x in entry.items() if name != "step"}
 
     def load_named_state(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Copy one parameter's state in; `finish_load` makes it effective.
+
+        State of another format is converted, rounded to nearest where this one is narrower.
 
         Raises:
             EngineError: for an unknown parameter, a missing tensor or another shape.
         """
         self.synchronize()
-        own = {slot.name: self.state[slot.param] for _, slot in self._slots()}.get(name)
-        if own is None:
+        found = next(((b, s) for b, s in self._slots() if s.name == name), None)
+        if found is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
-        for key in self.state_names:
-            if key not in tensors or tensors[key].shape != own[key].shape:
-                found = tuple(tensors[key].shape) if key in tensors else "nothing"
-                raise EngineError(
-                    f"'{name}' needs {key} of shape {tuple(own[key].shape)}, the state has {found}"
-                )
-            own[key].copy_(tensors[key])
+        self._load_slot(*found, tensors)
+
+    def _load_slot(self, bucket: Bucket, slot: Slot, tensors: Mapping[str, Tensor]) -> None:
+        given = {key: value for key, value in tensors.items() if key != "step"}
+        moments = self._rule.moments
+        source = recognise(given, moments)
+        if source is None:
+            wanted = ", ".join(field.name for field in bucket.format.fields(moments))
+            raise EngineError(
+                f"'{slot.name}' needs {wanted}, the state has {', '.join(given) or 'nothing'}"
+            )
+        flat = tuple(_taken(slot, field, given[field.name]) for field in source.fields(moments))
+        own = bucket.state_of(slot)
+        if [x.dtype for x in own] == [x.dtype for x in flat]:
+            for mine, value in zip(own, flat, strict=True):
+                mine.copy_(value)
+        else:
+            self._rule.convert(source, flat, bucket.format, own)
 
     def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
         """After `load_named_state` of every parameter: set the step count, upload the weights."""
@@ -223,7 +234,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for bucket, slot in self._slots():
                 if slot.param in written:
-                    slot.view(bucket.master.flat).copy_(slot.param.data)
+                    set_master(bucket, slot, self._rule, slot.param.data)
         self._seal.renew()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -243,7 +254,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._handles.clear()
         self.state.clear()
         self._finalizer()
-        _offloaded.discard(self._model)
+        offloaded.discard(self._model)
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]
@@ -251,10 +262,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            entry = {"step": self._step_tensor, "master": slot.view(bucket.master.flat)}
-            for name, buffer in zip(self._rule.state_names, bucket.state, strict=True):
-                entry[name] = slot.view(buffer.flat)
-            self.state[slot.param] = entry
+            fields = bucket.format.fields(self._rule.moments)
+            pieces = zip(fields, bucket.state_of(slot), strict=True)
+            views = {field.name: slot.shaped(piece) for field, piece in pieces}
+            self.state[slot.param] = {"step": self._step_tensor, **views}
 
     def _hook_parameters(self) -> list[Any]:
         engine = weakref.ref(self._engine)
@@ -266,6 +277,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ]
 
 
+def _taken(slot: Slot, field: Field, tensor: Tensor) -> Tensor:
+    """A tensor of saved state as (n,), in the order of the parameter's memory."""
+    fits = (
+        tensor.numel() == field.numel(slot.numel)
+        if field.per_block
+        else tuple(tensor.shape) == slot.shape
+    )
+    if not fits:
+        wanted = (field.numel(slot.numel),) if field.per_block else slot.shape
+        raise EngineError(
+            f"'{slot.name}' needs {field.name} of shape {wanted}, the state has "
+            f"{tuple(tensor.shape)}"
+        )
+    return tensor.reshape(-1) if field.per_block else slot.flattened(tensor)
+
+
 def _release(lanes: Lanes, arena: Arena) -> None:
     lanes.close()
     arena.close()
@@ -275,99 +302,3 @@ def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tenso
     alive = engine()
     if alive is not None:
         alive.deliver(block, slot)
-
-
-def offload(
-    model: nn.Module,
-    rule: UpdateRule | None = None,
-    *,
-    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    device: str | torch.device = "auto",
-    precision: str = "bf16",
-    state: str = "fp32",
-    update: str = "exact",
-    clip_norm: float | None = None,
-    grad_accum_steps: int = 1,
-    pin_memory: bool = True,
-) -> OffloadOptimizer:
-    """Put a model's optimizer state into host memory and return the optimizer that trains it.
-
-    The model's parameters become views of flat buffers of the working dtype on the device; their
-    values as given become the fp32 master weights. Tied parameters stay tied. Frozen parameters are
-    moved and cast with the rest and have no state. Floating-point inputs of the model are cast to
-    the working dtype. Norms with running statistics keep fp32 parameters; buffers keep their dtype.
-
-    Gradients are taken from `.grad` during backward, so that `clip_grad_norm_` and other code that
-    reads `.grad` after backward finds nothing: use `clip_norm`.
-
-    Args:
-        model: any module; not wrapped for data parallelism, parameters not on the meta device.
-        rule: `AdamW(...)` or `Adam(...)`; default AdamW().
-        params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
-            one. Default: all of them in one group.
-        device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
-        precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
-            "fp32".
-        state: format of the host state: "fp32".
-        update: update mode: "exact".
-        clip_norm: largest global gradient norm; None: no clipping.
-        grad_accum_steps: microbatches per step, summed in fp32 on the host.
-        pin_memory: pin host memory where the device is a GPU.
-
-    Raises:
-        ModelError: a model that cannot be trained rightly, naming the parameter.
-        HostMemoryError: before anything is allocated.
-        ValueError: an argument out of range.
-    """
-    rule = AdamW() if rule is None else rule
-    _check_choice("state", state, ("fp32",))
-    _check_choice("update", update, ("exact",))
-    settings = Settings(
-        device=_resolve_device(device),
-        dtype=_DTYPES[_check_choice("precision", precision, tuple(_DTYPES))],
-        clip_norm=_positive("clip_norm", clip_norm),
-        grad_accum_steps=_positive("grad_accum_steps", grad_accum_steps) or 1,
-        pin_memory=pin_memory,
-    )
-    _check_support(settings)
-    if model in _offloaded:
-        raise ModelError("the model is offloaded already: close() its optimizer first")
-    check_model(model)
-    groups = normalise_groups(model, params, rule)
-    optimizer = OffloadOptimizer(model, rule, groups, settings, lanes_for(settings.device))
-    _offloaded.add(model)
-    return optimizer
-
-
-def _resolve_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device = '{device}': offload to the host works for 'cuda' and 'cpu'")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device = '{device}', but this torch sees no CUDA GPU: use 'cpu'")
-        index = torch.cuda.current_device() if resolved.index is None else resolved.index
-        resolved = torch.device("cuda", index)
-    return resolved
-
-
-def _check_support(settings: Settings) -> None:
-    if settings.device.type == "cuda" and settings.dtype is torch.bfloat16:
-        with torch.cuda.device(settings.device):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                name = torch.cuda.get_device_name(settings.device)
-                raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
-
-
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}")
-    return value
-
-
-def _positive(key: str, value: _Number | None) -> _Number | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{key} = {value} is not positive")
-    return value

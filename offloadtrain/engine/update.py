@@ -25,7 +25,11 @@ class Updates:
         rule: UpdateRule,
         groups: Sequence[Mapping[str, Any]],
         host_ring: Ring,
+        *,
+        seed: int,
     ) -> None:
+        self.seed = seed
+        """Of stochastic rounding."""
         self._lanes = lanes
         self._rule = rule
         self._groups = groups
@@ -43,7 +47,7 @@ class Updates:
         for block in blocks:
             for bucket in block.buckets:
                 staged = self._stage(bucket)
-                self._adam(bucket, staged.range, step, grad_scale)
+                self._update(bucket, staged.range, step, grad_scale)
                 self._upload(bucket, staged, read)
                 bucket.touched = bucket.normed = False
             block.launched_upload(self._lanes.record(Lane.H2D))
@@ -54,42 +58,53 @@ class Updates:
         for block in blocks:
             for bucket in block.buckets:
                 staged = self._stage(bucket)
-                self._lanes.launch(
-                    Lane.HOST,
-                    f"cast {bucket.name}",
-                    kernels.cast,
-                    [bucket.master.whole],
-                    [staged.range],
-                )
+                if bucket.host_weight is None:
+                    self._cast(bucket, staged.range)
                 self._upload(bucket, staged, read)
             block.launched_upload(self._lanes.record(Lane.H2D))
 
     def _stage(self, bucket: Bucket) -> Lease:
-        """Where the rounded weights wait for their upload: over the gradient, or in a ring slot."""
+        """Where the new weights wait for their upload: in the state itself, over the gradient, or
+        in a ring slot."""
+        if bucket.host_weight is not None:
+            if bucket.weight_free_after is not None:
+                self._lanes.wait(
+                    Lane.HOST, bucket.weight_free_after, f"upload of {bucket.name} has left"
+                )
+                bucket.weight_free_after = None
+            return _StateWeight(bucket, bucket.host_weight.whole)
         if bucket.grad is not None:
-            return _Own(bucket, bucket.grad.whole)
+            return _OverGradient(bucket, bucket.grad.whole)
         return self._host_ring.take(bucket.numel, bucket.dtype, Lane.HOST)
 
-    def _adam(self, bucket: Bucket, staged: Range, step: int, grad_scale: float) -> None:
-        group = dict(
-            self._groups[bucket.group]
-        )  # as it is now: the caller may change it after step()
-        rule = self._rule
+    def _cast(self, bucket: Bucket, staged: Range) -> None:
+        master = bucket.state[0].whole
+        self._lanes.launch(Lane.HOST, f"cast {bucket.name}", kernels.cast, [master], [staged])
 
-        def adam(*operands: Tensor) -> None:
-            grad, working, master, *state = operands
+    def _update(self, bucket: Bucket, staged: Range, step: int, grad_scale: float) -> None:
+        group = dict(self._groups[bucket.group])  # as it is now: it may change after step()
+        rule, format, layout, seed = self._rule, bucket.format, bucket.layout, self.seed
+
+        def adam(grad: Tensor, *written: Tensor) -> None:
+            working = None if format.holds_weight else written[0]
+            state = written if format.holds_weight else written[1:]
             rule.update(
+                format,
+                state,
                 grad,
-                master,
-                tuple(state),
                 working,
+                layout,
                 group=group,
                 step=step,
                 grad_scale=grad_scale,
+                seed=seed,
             )
 
-        writes = [staged, bucket.master.whole, *(buffer.whole for buffer in bucket.state)]
+        state = [buffer.whole for buffer in bucket.state]
+        writes = state if format.holds_weight else [staged, *state]
         self._lanes.launch(Lane.HOST, f"adam {bucket.name}", adam, [bucket.gradient], writes)
+        if format.holds_weight:
+            bucket.grad_free_after = self._lanes.record(Lane.HOST)
 
     def _upload(self, bucket: Bucket, staged: Lease, read: Event) -> None:
         """To the device, once compute has read the old weights for the last time (`read`)."""
@@ -101,7 +116,7 @@ class Updates:
         staged.release(self._lanes.record(Lane.H2D))
 
 
-class _Own(Lease):
+class _OverGradient(Lease):
     """A bucket's own gradient buffer as staging."""
 
     __slots__ = ("_bucket",)
@@ -113,3 +128,17 @@ class _Own(Lease):
     def release(self, event: Event) -> None:
         """The next gradient may overwrite the staged weights after `event`."""
         self._bucket.grad_free_after = event
+
+
+class _StateWeight(Lease):
+    """The working weights that the state itself holds."""
+
+    __slots__ = ("_bucket",)
+
+    def __init__(self, bucket: Bucket, range_: Range) -> None:
+        super().__init__(range_)
+        self._bucket = bucket
+
+    def release(self, event: Event) -> None:
+        """The next update may overwrite them after `event`."""
+        self._bucket.weight_free_after = event

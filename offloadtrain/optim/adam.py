@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from offloadtrain import kernels
+from offloadtrain.optim.formats import StateFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Adam:
     weight_decay: float = 0.0
 
     decoupled: ClassVar[bool] = False
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
         self.check(asdict(self))
@@ -51,17 +52,18 @@ class Adam:
 
     def update(
         self,
-        grad: Tensor,
-        master: Tensor,
+        format: StateFormat,
         state: tuple[Tensor, ...],
-        working: Tensor,
+        grad: Tensor,
+        working: Tensor | None,
+        layout: kernels.Layout,
         *,
         group: Mapping[str, Any],
         step: int,
         grad_scale: float,
+        seed: int,
     ) -> None:
         """One step of one bucket; see `UpdateRule.update`."""
-        exp_avg, exp_avg_sq = state
         beta1, beta2 = group["betas"]
         scalars = kernels.AdamScalars(
             lr=float(group["lr"]),
@@ -72,8 +74,34 @@ class Adam:
             step=step,
             decoupled=self.decoupled,
             grad_scale=grad_scale,
+            seed=seed,
         )
-        kernels.adam(master, exp_avg, exp_avg_sq, grad, working, scalars)
+        kernels.adam(_packed(format, state), grad, scalars, working=working, layout=layout)
+
+    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
+        """See `UpdateRule.set_master`."""
+        kernels.set_master(_packed(format, state), master)
+
+    def convert(
+        self,
+        source: StateFormat,
+        given: tuple[Tensor, ...],
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+    ) -> None:
+        """See `UpdateRule.convert`."""
+        kernels.from_fp32(_packed(format, state), kernels.to_fp32(_packed(source, given)))
+
+
+_STATES: dict[str, type[kernels.State]] = {
+    "fp32": kernels.Fp32State,
+    "split16": kernels.Split16State,
+    "int8": kernels.Int8State,
+}
+
+
+def _packed(format: StateFormat, tensors: tuple[Tensor, ...]) -> kernels.State:
+    return _STATES[format.name](*tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from offloadtrain.kernels import Layout
+from offloadtrain.optim.formats import StateFormat
+
 
 class UpdateRule(Protocol):
     """An optimizer as the engine sees it. Implementations are frozen dataclasses of
     hyperparameters."""
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        """The fp32 tensors kept per parameter beside the master weight, e.g. ("exp_avg", …)."""
+    def moments(self) -> tuple[str, ...]:
+        """What is kept per parameter beside the master weight, e.g. ("exp_avg", …)."""
         ...
 
     def defaults(self) -> dict[str, Any]:
@@ -28,24 +31,41 @@ class UpdateRule(Protocol):
 
     def update(
         self,
-        grad: Tensor,
-        master: Tensor,
+        format: StateFormat,
         state: tuple[Tensor, ...],
-        working: Tensor,
+        grad: Tensor,
+        working: Tensor | None,
+        layout: Layout,
         *,
         group: Mapping[str, Any],
         step: int,
         grad_scale: float,
+        seed: int,
     ) -> None:
         """One step of one bucket, all host tensors of (numel,).
 
         Args:
+            state: the format's fields for `moments`, updated in place.
             grad: working dtype or fp32; consumed where `working` is the same memory.
-            master: fp32, updated in place.
-            state: fp32 each, in the order of `state_names`, updated in place.
-            working: receives the new master rounded to its dtype.
+            working: receives the new master rounded to its dtype; None where the state holds it.
+            layout: which elements are which parameter.
             group: the hyperparameters to use.
             step: optimizer step, 1-based.
             grad_scale: multiplied into each gradient first (unscaling times clipping).
+            seed: of stochastic rounding.
         """
+        ...
+
+    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
+        """Take over (numel,) fp32 master weights; moments stay."""
+        ...
+
+    def convert(
+        self,
+        source: StateFormat,
+        given: tuple[Tensor, ...],
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+    ) -> None:
+        """Take over state of another format, rounded to nearest where this one is narrower."""
         ...

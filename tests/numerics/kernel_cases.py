@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Backend
+from offloadtrain.kernels import AdamScalars, Backend, torch_backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)
@@ -27,6 +27,32 @@ BACKENDS = kernels.available()
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b.name}-{b.isa}")
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, AdamScalars], None]
+
+
+def fused_adam(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    working: Tensor | None,
+    scalars: AdamScalars,
+) -> None:
+    """The kernel in force, on fp32 state."""
+    state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
+    kernels.adam(state, grad, scalars, working=working)
+
+
+def plain_adam(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    working: Tensor | None,
+    scalars: AdamScalars,
+) -> None:
+    """The oracle: the same in plain torch."""
+    state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
+    torch_backend.adam(state, state, grad, working, None, scalars)
 
 
 @dataclass
@@ -49,7 +75,7 @@ class State:
         found = {name: getattr(self, name) for name in ("master", "exp_avg", "exp_avg_sq")}
         return found if self.working is None else found | {"working": self.working}
 
-    def step(self, adam: Step = kernels.adam, scalars: AdamScalars = SCALARS) -> State:
+    def step(self, adam: Step = fused_adam, scalars: AdamScalars = SCALARS) -> State:
         adam(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.working, scalars)
         return self
 

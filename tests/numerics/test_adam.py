@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels, torch_kernels
+from offloadtrain import kernels
 from offloadtrain.kernels import AdamScalars, Backend
 from tests.numerics.kernel_cases import (
     BACKENDS,
@@ -25,6 +25,8 @@ from tests.numerics.kernel_cases import (
     differences,
     different_elements,
     each_backend,
+    fused_adam,
+    plain_adam,
     random_state,
     special_state,
     threaded,
@@ -46,7 +48,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def expected_of(state: State, scalars: AdamScalars = SCALARS) -> State:
-    return state.clone().step(torch_kernels.adam, scalars)
+    return state.clone().step(plain_adam, scalars)
 
 
 @each_backend
@@ -213,7 +215,7 @@ def test_every_element_is_near_the_float64_result(
 ) -> None:
     scalars = replace(SCALARS, step=step, decoupled=decoupled)
     with kernels.use(backend):
-        errors = float64_errors(kernels.adam, scalars)
+        errors = float64_errors(fused_adam, scalars)
     assert max(errors.values()) <= 1.0, errors
 
 
@@ -224,7 +226,7 @@ def _with(**changed: float) -> Step:
     """Return Adam with other hyperparameters than it is given."""
 
     def adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor, w: Tensor | None, s: AdamScalars) -> None:
-        torch_kernels.adam(p, m, v, g, w, replace(s, **changed))
+        plain_adam(p, m, v, g, w, replace(s, **changed))
 
     return adam
 
@@ -232,7 +234,7 @@ def _with(**changed: float) -> Step:
 def _late_bias_correction(
     p: Tensor, m: Tensor, v: Tensor, g: Tensor, w: Tensor | None, s: AdamScalars
 ) -> None:
-    torch_kernels.adam(p, m, v, g, w, replace(s, step=s.step + 1))
+    plain_adam(p, m, v, g, w, replace(s, step=s.step + 1))
 
 
 # The last: 1 - beta2 taken in fp32, 16 times the error of taking it in double.

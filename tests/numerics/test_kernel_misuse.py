@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain import kernels
-from tests.numerics.kernel_cases import SCALARS
+from tests.numerics.kernel_cases import SCALARS, fused_adam
 
 ROOT = Path(__file__).resolve().parents[2]
 N = 64
@@ -74,7 +74,7 @@ def test_adam_refuses(case: str) -> None:
     given = operands()
     change(given)
     with pytest.raises(error):
-        kernels.adam(**given, scalars=SCALARS)  # type: ignore[arg-type]
+        fused_adam(**given, scalars=SCALARS)  # type: ignore[arg-type]
     for name, tensor in given.items():
         if tensor is not None and not tensor.is_meta:
             dense = tensor.to_dense() if tensor.is_sparse else tensor
@@ -94,15 +94,17 @@ def test_accumulate_and_cast_refuse() -> None:
             call(memory[:N], memory[1:])
 
 
-@pytest.mark.parametrize(("offset", "numel"), [(-1, 2), (0, N + 1), (N, 1), (2, -1)])
+@pytest.mark.parametrize(("offset", "numel"), [(-128, 2), (0, N + 1), (128, 1), (2, 1), (0, -1)])
 def test_norm_refuses_elements_outside(offset: int, numel: int) -> None:
-    with pytest.raises(ValueError, match="not in a buffer"):
-        kernels.sum_squares_many(ones(), [offset], [numel])
+    with pytest.raises(ValueError, match=r"not in a buffer|offsets must be"):
+        kernels.sum_squares_many(ones(), kernels.Layout([offset], [numel], [0]))
 
 
-def test_norm_refuses_unequal_lists() -> None:
+def test_a_layout_refuses_unequal_lists_and_overlaps() -> None:
     with pytest.raises(ValueError):
-        kernels.sum_squares_many(ones(), [0, 1], [1])
+        kernels.Layout([0, 128], [1], [0, 1])
+    with pytest.raises(ValueError, match="at least 200"):
+        kernels.Layout([0, 128], [200, 1], [0, 1])
 
 
 def test_threads_start_at_one() -> None:
@@ -113,12 +115,12 @@ def test_threads_start_at_one() -> None:
 def test_step_zero_is_refused() -> None:
     given = operands()
     with pytest.raises(ValueError):
-        kernels.adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
+        fused_adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
 
 
 def test_none_is_refused() -> None:
     with pytest.raises(TypeError):
-        kernels.adam(**(operands() | {"master": None}), scalars=SCALARS)  # type: ignore[arg-type]
+        fused_adam(**(operands() | {"master": None}), scalars=SCALARS)  # type: ignore[arg-type]
 
 
 def test_first_touch_refuses_strides() -> None:
@@ -130,7 +132,7 @@ def test_a_freed_buffer_is_refused() -> None:
     code = """
 import torch
 from offloadtrain import kernels
-from tests.numerics.kernel_cases import SCALARS, random_state
+from tests.numerics.kernel_cases import SCALARS, fused_adam, random_state
 state = random_state(1 << 16, torch.float32, None)
 state.grad.untyped_storage().resize_(0)
 try:

@@ -45,11 +45,12 @@ def test_sum_of_squares(dtype: torch.dtype, backend: Backend) -> None:
 def test_parameters_of_one_bucket(backend: Backend) -> None:
     flat = gradient(300_007, torch.bfloat16)
     numels = [1, 4096, 2049, 0, 100_003, 31, 150_000]
-    offsets = [0, 16, 5000, 7100, 7111, 120_000, 130_001]
+    offsets = [0, 128, 4992, 7168, 7168, 119_936, 130_048]
+    layout = kernels.Layout(offsets, numels, range(7))
     expected = [reference(flat[o : o + n]) for o, n in zip(offsets, numels, strict=True)]
     for chosen in threaded(backend):
         with kernels.use(chosen):
-            assert kernels.sum_squares_many(flat, offsets, numels) == expected, chosen
+            assert kernels.sum_squares_many(flat, layout) == expected, chosen
 
 
 @each_backend

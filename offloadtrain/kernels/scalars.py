@@ -1,10 +1,13 @@
-"""Adam's hyperparameters, and the fp32 coefficients that every kernel derives from them alike."""
+"""Adam's hyperparameters, and what every kernel derives from them alike: fp32 coefficients, and the
+key of the random bits."""
 
 from __future__ import annotations
 
 import math
 import struct
 from dataclasses import dataclass
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class AdamScalars:
         step: 1-based.
         decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
         grad_scale: multiplied into each gradient first; rounded to fp32.
+        seed: of stochastic rounding, taken modulo 2^64.
     """
 
     lr: float
@@ -25,6 +29,23 @@ class AdamScalars:
     step: int
     decoupled: bool = True
     grad_scale: float = 1.0
+    seed: int = 0
+
+    def key(self, parameter: int, element: int) -> int:
+        """Return the 64-bit key of the random bits around an element of a parameter.
+
+        It depends on seed, step, parameter and the element's number above its low 32 bits.
+        """
+        of_step = _mix(_mix(self.seed & _MASK) + self.step)
+        return _mix(_mix(of_step + parameter) + (element >> 32))
+
+
+def _mix(value: int) -> int:
+    """Return the finaliser of SplitMix64 (Steele, Lea & Flood 2014)."""
+    z = (value + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,139 +6,87 @@ cache, so that one arithmetic loop serves every dtype and vectorises.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from offloadtrain.adam_scalars import AdamScalars, Coefficients
+from offloadtrain.kernels import torch_backend
+from offloadtrain.kernels.numba_numbers import (
+    compiled,
+    copy,
+    fma,
+    join,
+    load_bf16,
+    load_fp16,
+    random_bits,
+    split,
+    store_bf16,
+    store_bf16_randomly,
+    store_fp16,
+)
+from offloadtrain.kernels.scalars import AdamScalars, Coefficients
+from offloadtrain.kernels.state import Fp32State, Layout, Split16State, State
+
+_log = logging.getLogger(__name__)
 
 SEGMENT = 2048
-_SLAB = 2048
+_SLAB = 1024
+_SPLIT16_SLAB = 512  # it keeps five arrays in the cache
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=False)
 
 
-@intrinsic
-def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), emit
-
-
-@intrinsic
-def _bits(typing: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), emit
-
-
-@intrinsic
-def _float(typing: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), emit
-
-
-@_compiled
-def _load_bf16(source: Any, target: Any) -> None:
-    for i in range(source.size):
-        target[i] = _float(np.uint32(np.uint32(source[i]) << np.uint32(16)))
-
-
-@_compiled
-def _load_fp16(source: Any, target: Any) -> None:
-    for i in range(source.size):
-        stored = np.uint32(source[i])
-        magnitude = np.uint32((stored & np.uint32(0x7FFF)) << np.uint32(13))
-        sign = np.uint32((stored & np.uint32(0x8000)) << np.uint32(16))
-        scaled = _bits(_float(magnitude) * np.float32(2.0**112))
-        special = np.uint32(magnitude | np.uint32(0x7F800000))
-        value = special if magnitude >= np.uint32(0x0F800000) else scaled
-        target[i] = _float(np.uint32(sign | value))
-
-
-@_compiled
-def _store_bf16(source: Any, target: Any) -> None:
-    for i in range(source.size):
-        bits = _bits(source[i])
-        even = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
-        rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
-        nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        target[i] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
-
-
-@_compiled
-def _store_fp16(source: Any, target: Any) -> None:
-    for i in range(source.size):
-        bits = _bits(source[i])
-        sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
-        size = np.uint32(bits & np.uint32(0x7FFFFFFF))
-        odd = np.uint32((size >> np.uint32(13)) & np.uint32(1))
-        shifted = np.uint32(size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd)
-        normal = np.uint32(shifted >> np.uint32(13))
-        denormal = np.uint32(_bits(_float(size) + np.float32(0.5)) - np.uint32(0x3F000000))
-        finite = denormal if size < np.uint32(0x38800000) else normal
-        special = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else np.uint32(0x7C00)
-        value = special if size >= np.uint32(0x47800000) else finite
-        target[i] = np.uint16(np.uint32(sign | value))
-
-
-@_compiled
+@compiled
 def _load(kind: int, floats: Any, halves: Any, lo: int, hi: int, target: Any) -> None:
     if kind == 0:
         target[: hi - lo] = floats[lo:hi]
     elif kind == 1:
-        _load_bf16(halves[lo:hi], target)
+        load_bf16(halves[lo:hi], target)
     else:
-        _load_fp16(halves[lo:hi], target)
+        load_fp16(halves[lo:hi], target)
 
 
-@_compiled
+@compiled
 def _store(kind: int, floats: Any, halves: Any, lo: int, hi: int, source: Any) -> None:
     if kind == 0:
         floats[lo:hi] = source
     elif kind == 1:
-        _store_bf16(source, halves[lo:hi])
+        store_bf16(source, halves[lo:hi])
     elif kind == 2:
-        _store_fp16(source, halves[lo:hi])
+        store_fp16(source, halves[lo:hi])
 
 
-@_compiled
+@compiled
 def _adam_slab(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, c: Any, toward: bool) -> None:
     scale, decay, l2, weight, beta2, weight_sq, step, correction, eps = c
     for i in range(master.size):
         p = master[i]
         g = grad[i] * scale
-        g = g if l2 == np.float32(0.0) else _fma(p, l2, g)
+        g = g if l2 == np.float32(0.0) else fma(p, l2, g)
         p = p * decay
         old = exp_avg[i]
-        m = _fma(weight, g - old, g if toward else old)
-        v = _fma(weight_sq * g, g, exp_avg_sq[i] * beta2)
+        m = fma(weight, g - old, g if toward else old)
+        v = fma(weight_sq * g, g, exp_avg_sq[i] * beta2)
         exp_avg[i] = m
         exp_avg_sq[i] = v
         master[i] = p + (step * m) / (np.sqrt(v) / correction + eps)
 
 
-@_compiled
-def _adam(
-    master: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
+@compiled
+def _adam_fp32(
+    state: Any,
+    out: Any,
+    doubled: bool,
     grad: Any,
     working: Any,
-    coefficients: Any,
+    c: Any,
     toward: bool,
     lo: int,
     hi: int,
@@ -148,12 +96,47 @@ def _adam(
         end = min(start + _SLAB, hi)
         slab = buffer[: end - start]
         _load(grad[0], grad[1], grad[2], start, end, slab)
-        piece = master[start:end]
-        _adam_slab(piece, exp_avg[start:end], exp_avg_sq[start:end], slab, coefficients, toward)
-        _store(working[0], working[1], working[2], start, end, piece)
+        p, m, v = out[0][start:end], out[1][start:end], out[2][start:end]
+        if doubled:
+            copy(state[0][start:end], p)
+            copy(state[1][start:end], m)
+            copy(state[2][start:end], v)
+        _adam_slab(p, m, v, slab, c, toward)
+        _store(working[0], working[1], working[2], start, end, p)
 
 
-@_compiled
+@compiled
+def _adam_split16(
+    state: Any,
+    out: Any,
+    grad: Any,
+    c: Any,
+    toward: bool,
+    first: Any,
+    second: Any,
+    element: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    floats = np.empty((4, _SPLIT16_SLAB), np.float32)
+    integers = np.empty(_SPLIT16_SLAB, np.uint32)
+    for start in range(lo, hi, _SPLIT16_SLAB):
+        end = min(start + _SPLIT16_SLAB, hi)
+        count = end - start
+        g, p, m, v = floats[0, :count], floats[1, :count], floats[2, :count], floats[3, :count]
+        random = integers[:count]
+        _load(grad[0], grad[1], grad[2], start, end, g)
+        join(state[0][start:end], state[1][start:end], p)
+        load_bf16(state[2][start:end], m)
+        load_bf16(state[3][start:end], v)
+        random_bits(first, second, np.uint32(element + np.uint32(start - lo)), random)
+        _adam_slab(p, m, v, g, c, toward)
+        split(p, out[0][start:end], out[1][start:end])
+        store_bf16_randomly(m, random, np.uint32(0), out[2][start:end])
+        store_bf16_randomly(v, random, np.uint32(16), out[3][start:end])
+
+
+@compiled
 def _accumulate(total: Any, grad: Any, first: bool, lo: int, hi: int) -> None:
     buffer = np.empty(_SLAB, np.float32)
     for start in range(lo, hi, _SLAB):
@@ -165,12 +148,12 @@ def _accumulate(total: Any, grad: Any, first: bool, lo: int, hi: int) -> None:
             piece[i] = slab[i] if first else piece[i] + slab[i]
 
 
-@_compiled
+@compiled
 def _cast(source: Any, target: Any, lo: int, hi: int) -> None:
     _store(target[0], target[1], target[2], lo, hi, source[lo:hi])
 
 
-@_compiled
+@compiled
 def _segments(values: Any, starts: Any, counts: Any, sums: Any, lo: int, hi: int) -> None:
     buffer = np.empty(SEGMENT, np.float32)
     squares = np.empty(SEGMENT, np.float64)
@@ -231,17 +214,8 @@ def _operand(tensor: Tensor | None) -> _Operand:
     return (kind, _NO_FLOATS, tensor.view(torch.uint16).numpy())
 
 
-def adam(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    working: Tensor | None,
-    scalars: AdamScalars,
-) -> None:
-    """See `kernels.adam`."""
-    c = Coefficients.of(scalars)
-    packed = tuple(
+def _packed(c: Coefficients) -> tuple[np.float32, ...]:
+    return tuple(
         np.float32(value)
         for value in (
             c.grad_scale,
@@ -255,13 +229,74 @@ def adam(
             c.eps,
         )
     )
-    arrays = (master.numpy(), exp_avg.numpy(), exp_avg_sq.numpy())
-    operands = (_operand(grad), _operand(working))
+
+
+def adam(
+    state: State,
+    out: State,
+    grad: Tensor,
+    working: Tensor | None,
+    layout: Layout | None,
+    scalars: AdamScalars,
+) -> None:
+    """See `kernels.adam`. 8-bit state is left to plain torch, at a tenth of the speed."""
+    if isinstance(state, Fp32State):
+        _run_fp32(state, out, grad, working, scalars)
+    elif isinstance(state, Split16State):
+        assert layout is not None
+        _run_split16(state, out, grad, layout, scalars)
+    else:
+        _warn_of_int8()
+        torch_backend.adam(state, out, grad, working, layout, scalars)
+
+
+def _run_fp32(
+    state: State, out: State, grad: Tensor, working: Tensor | None, scalars: AdamScalars
+) -> None:
+    c = Coefficients.of(scalars)
+    packed = _packed(c)
+    before, after = (tuple(tensor.numpy() for tensor in kept) for kept in (state, out))
+    operands, doubled = (_operand(grad), _operand(working)), out is not state
 
     def body(lo: int, hi: int) -> None:
-        _adam(*arrays, *operands, packed, c.towards_grad, lo, hi)
+        _adam_fp32(before, after, doubled, *operands, packed, c.towards_grad, lo, hi)
 
-    threads.run(master.numel(), _GRAIN, body)
+    threads.run(grad.numel(), _GRAIN, body)
+
+
+def _run_split16(
+    state: State, out: State, grad: Tensor, layout: Layout, scalars: AdamScalars
+) -> None:
+    c = Coefficients.of(scalars)
+    packed, rows = _packed(c), layout.rows()
+    before, after = (tuple(_halves(tensor) for tensor in kept) for kept in (state, out))
+    operand = _operand(grad)
+
+    def body(lo: int, hi: int) -> None:
+        for offset, numel, parameter in rows:
+            begin, stop = max(lo, offset), min(hi, offset + numel)
+            while begin < stop:
+                element = begin - offset
+                end = min(stop, offset + ((element >> 32) + 1 << 32))
+                key = scalars.key(parameter, element)
+                keys = (np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32))
+                count = np.uint32(element & 0xFFFFFFFF)
+                _adam_split16(
+                    before, after, operand, packed, c.towards_grad, *keys, count, begin, end
+                )
+                begin = end
+
+    threads.run(grad.numel(), _GRAIN, body)
+
+
+def _halves(tensor: Tensor) -> np.ndarray[Any, Any]:
+    kind = torch.int16 if tensor.dtype is torch.int16 else torch.uint16
+    return tensor.view(kind).numpy()
+
+
+@lru_cache(maxsize=1)
+def _warn_of_int8() -> None:
+    _log.warning("CPU kernels: numba has none for 8-bit state; plain torch runs it, slowly")
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
@@ -276,11 +311,19 @@ def cast(source: Tensor, target: Tensor) -> None:
     threads.run(source.numel(), _GRAIN, lambda lo, hi: _cast(array, operand, lo, hi))
 
 
-def sum_squares(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> list[float]:
+def accumulate_squares(total: Tensor, grad: Tensor, layout: Layout, first: bool) -> list[float]:
+    """See `kernels.accumulate`."""
+    for offset, numel, _ in layout.rows():
+        piece = slice(offset, offset + numel)
+        accumulate(total[piece], grad[piece], first)
+    return sum_squares(total, layout)
+
+
+def sum_squares(flat: Tensor, layout: Layout) -> list[float]:
     """See `kernels.sum_squares_many`."""
     pairs = [
         (offset + done, min(SEGMENT, numel - done))
-        for offset, numel in zip(offsets, numels, strict=True)
+        for offset, numel, _ in layout.rows()
         for done in range(0, numel, SEGMENT)
     ]
     starts = np.array([start for start, _ in pairs], np.int64)
@@ -290,7 +333,7 @@ def sum_squares(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> 
     threads.run(len(pairs), _GRAIN // SEGMENT, body)
     values = iter(sums.tolist())
     totals = []
-    for numel in numels:
+    for _, numel, _ in layout.rows():
         total = 0.0
         for _ in range(-(-numel // SEGMENT)):
             total += next(values)

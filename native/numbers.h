@@ -1,0 +1,208 @@
+// Number formats, element by element. Included by kernels.cpp only: internal linkage throughout, and
+// nothing of the standard library, because an inline function merged by the linker from the AVX-512
+// object would crash an older CPU.
+#pragma once
+
+#include <cstdint>
+
+namespace offloadtrain {
+namespace {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i8 = std::int8_t;
+using i16 = std::int16_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+inline u32 bits_of(float value) {
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_of(u32 bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Branch-free choice: a condition that the compiler hoists out of a loop as a second loop, or cannot
+// if-convert, costs the vectorisation of both.
+inline u32 mask_of(bool condition) { return 0u - static_cast<u32>(condition); }
+inline u32 select(u32 mask, u32 chosen, u32 otherwise) {
+  return (chosen & mask) | (otherwise & ~mask);
+}
+// Below 2^31 a signed comparison says the same, and AVX2 has no unsigned one.
+inline bool less(u32 a, u32 b) { return static_cast<i32>(a) < static_cast<i32>(b); }
+inline float select(u32 mask, float chosen, float otherwise) {
+  return float_of(select(mask, bits_of(chosen), bits_of(otherwise)));
+}
+
+constexpr u32 kSign = 0x80000000u;
+constexpr u32 kMagnitude = 0x7fffffffu;
+constexpr u32 kInfinity = 0x7f800000u;
+constexpr u32 kNan = 0x7fc00000u;
+
+// [Note: Canonical NaN] The narrow states keep a NaN by keeping its upper bits, to which a rounding
+// must not carry: CUDA's own NaN, 0x7fffffff, would become -0. So its payload is dropped where it
+// can come in, with the gradient; arithmetic passes on what it gets. bf16 has no bits to carry.
+inline float canonical(float value) {
+  return less(kInfinity, bits_of(value) & kMagnitude) ? float_of(kNan) : value;
+}
+
+struct Float32 {
+  using Storage = float;
+  static float load(float stored) { return stored; }
+  static float load_canonical(float stored) { return canonical(stored); }
+  static float store(float value) { return value; }
+};
+
+struct BFloat16 {
+  using Storage = u16;
+  static float load(u16 stored) { return float_of(static_cast<u32>(stored) << 16); }
+  static float load_canonical(u16 stored) { return load(stored); }
+
+  // Round to nearest even. A NaN must not be rounded: its mantissa could carry into infinity.
+  static u16 store(float value) {
+    const u32 bits = bits_of(value);
+    const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<u16>(less(kInfinity, bits & kMagnitude) ? kNan >> 16 : rounded);
+  }
+
+  // Round up with the probability of the part cut off. `random`: uniform over 16 bits. Infinity, and
+  // a canonical NaN, stay what they are.
+  static u16 store(float value, u32 random) {
+    return static_cast<u16>((bits_of(value) + random) >> 16);
+  }
+};
+
+struct Float16 {
+  using Storage = u16;
+
+  // Shifted into place, the exponent is 112 too small; the multiplication is exact and also
+  // normalises denormals.
+  static float load(u16 stored) {
+    const u32 magnitude = static_cast<u32>(stored & 0x7fffu) << 13;
+    const u32 sign = static_cast<u32>(stored & 0x8000u) << 16;
+    const u32 scaled = bits_of(float_of(magnitude) * 0x1p112f);
+    const u32 special = magnitude | kInfinity;
+    return float_of(sign | select(mask_of(!less(magnitude, 0x0f800000u)), special, scaled));
+  }
+
+  static float load_canonical(u16 stored) { return canonical(load(stored)); }
+
+  // Round to nearest even, to infinity from 65520 on.
+  static u16 store(float value) {
+    const u32 bits = bits_of(value);
+    const u32 sign = (bits >> 16) & 0x8000u;
+    const u32 magnitude = bits & kMagnitude;
+    const u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Adding 0.5 leaves a denormal half's mantissa, rounded, in the low bits.
+    const u32 denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    const u32 finite = select(mask_of(less(magnitude, 0x38800000u)), denormal, normal);
+    const u32 special = select(mask_of(less(kInfinity, magnitude)), 0x7e00u, 0x7c00u);
+    return static_cast<u16>(sign | select(mask_of(!less(magnitude, 0x47800000u)), special, finite));
+  }
+};
+
+struct Nothing {
+  using Storage = u16;
+  static u16 store(float) { return 0; }
+};
+
+// [Note: Random bits] A counter-based generator: the bits depend on (seed, step, parameter), which
+// the key holds, and on the element's number, and on nothing else. A resumed run, another number of
+// threads and another sharding draw the same bits. The mixer is lowbias32 (Wellons 2018), keyed
+// between its two rounds too, so that two steps do not see one sequence shifted.
+struct Random {
+  u32 first, second;
+  explicit Random(u64 key) : first(static_cast<u32>(key)), second(static_cast<u32>(key >> 32)) {}
+
+  u32 bits(u32 element) const {
+    u32 x = element ^ first;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = x ^ second;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+  }
+};
+
+// The two halves of an fp32 number. The upper half rounds to nearest, ties away from zero: then the
+// lower half, taken as a signed number, is what is missing. Under round-to-nearest-even 65,537
+// numbers share an even upper half, one too many for 16 bits.
+struct Split {
+  static float join(u16 weight, i16 low) {
+    return float_of((static_cast<u32>(weight) << 16) + static_cast<u32>(static_cast<i32>(low)));
+  }
+  static u16 weight(float master) { return static_cast<u16>((bits_of(master) + 0x8000u) >> 16); }
+  static i16 low(float master) { return static_cast<i16>(static_cast<u16>(bits_of(master))); }
+};
+
+// A 16-bit weight and an 8-bit correction in units of 1/256 of the weight's last place: together X, a
+// sign and 23 bits, weight = (X + 128) >> 8, correction = the low bits of X, signed.
+struct Plus8 {
+  static u16 weight(u32 x) { return static_cast<u16>((x + 0x80u) >> 8); }
+  static i8 correction(u32 x) { return static_cast<i8>(static_cast<u8>(x)); }
+};
+
+struct BFloat16Plus8 {
+  static float join(u16 weight, i8 correction) {
+    const u32 low = static_cast<u32>(static_cast<i32>(correction)) << 8;
+    return float_of((static_cast<u32>(weight) << 16) + low);
+  }
+  // X of a master, rounded stochastically. `random`: uniform over 8 bits.
+  static u32 encode(float master, u32 random) { return (bits_of(master) + random) >> 8; }
+};
+
+struct Float16Plus8 {
+  static constexpr u32 kLeastNormal = 0x38800000u;  // 2^-14
+
+  static float join(u16 weight, i8 correction) {
+    const u32 sign = static_cast<u32>(weight & 0x8000u) << 16;
+    const u32 x = (static_cast<u32>(weight & 0x7fffu) << 8) + static_cast<u32>(static_cast<i32>(correction));
+    const u32 normal = (x << 5) + 0x38000000u;
+    const u32 denormal = bits_of(static_cast<float>(static_cast<i32>(x)) * 0x1p-32f);
+    const u32 finite = select(mask_of(less(x, 0x40000u)), denormal, normal);
+    const u32 special = select(mask_of(less(0x7c0000u, x)), kNan, kInfinity);
+    return float_of(sign | select(mask_of(!less(x, 0x7c0000u)), special, finite));
+  }
+  // Below the least normal half the last place is fixed: count it instead of shifting.
+  static u32 encode(float master, u32 random) {
+    const u32 sign = bits_of(master) & kSign;
+    const u32 magnitude = bits_of(master) & kMagnitude;
+    const u32 fifth = random >> 3;
+    const u32 normal = (magnitude - 0x38000000u + fifth) >> 5;
+    const u32 small = select(mask_of(less(magnitude, kLeastNormal)), magnitude, kLeastNormal);
+    const float places = float_of(small) * 0x1p32f + static_cast<float>(static_cast<i32>(fifth)) * 0x1p-5f;
+    const u32 denormal = static_cast<u32>(static_cast<i32>(places));
+    const u32 finite = select(mask_of(less(magnitude, kLeastNormal)), denormal, normal);
+    const u32 special = select(mask_of(less(kInfinity, magnitude)), 0x7e0000u, 0x7c0000u);
+    return (sign >> 8) | select(mask_of(!less(magnitude, 0x47800000u)), special, finite);
+  }
+};
+
+// [Note: 8-bit moments] The magnitude x of a moment, relative to its block's largest, is kept as the
+// top bits of the fp32 number 1 + t, t = x * kTop / largest: evenly spaced near zero, a small float
+// of kMantissa bits above. Rounding is stochastic and unbiased in x, or small changes would be lost
+// for ever: the second moment changes by 1 - beta2 of itself per step, a code by 1/8 and more.
+template <int kMantissa, u32 kLargestCode>
+struct Minifloat {
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr u32 kOne = 0x3f800000u;
+
+  // What a code decodes to.
+  static float decode(u32 code) { return float_of((code << kShift) + kOne) - 1.0f; }
+  static float top() { return decode(kLargestCode); }
+  // `random`: uniform over 12 bits, laid right below the cut, with half of its own last place added:
+  // no drift. What is missing to the next code is more than t may have been rounded beyond top().
+  static u32 encode(float t, u32 random) {
+    const u32 below = (random << (kShift - 12)) + (1u << (kShift - 13));
+    return (bits_of(1.0f + t) - kOne + below) >> kShift;
+  }
+};
+
+}  // namespace
+}  // namespace offloadtrain

@@ -1,0 +1,128 @@
+"""The public face: `offload()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from offloadtrain.engine.build import Settings
+from offloadtrain.engine.checks import ModelError, check_model
+from offloadtrain.engine.groups import normalise_groups
+from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
+from offloadtrain.optim import FORMATS, AdamW, UpdateRule, check_format
+from offloadtrain.transfer import lanes_for
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_Number = TypeVar("_Number", int, float)
+_Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+def offload(
+    model: nn.Module,
+    rule: UpdateRule | None = None,
+    *,
+    params: _Params | None = None,
+    device: str | torch.device = "auto",
+    precision: str = "bf16",
+    state: str = "fp32",
+    seed: int = 0,
+    update: str = "exact",
+    clip_norm: float | None = None,
+    grad_accum_steps: int = 1,
+    pin_memory: bool = True,
+) -> OffloadOptimizer:
+    """Put a model's optimizer state into host memory and return the optimizer that trains it.
+
+    The model's parameters become views of flat buffers of the working dtype on the device; their
+    values as given become the fp32 master weights. Tied parameters stay tied. Frozen parameters are
+    moved and cast with the rest and have no state. Floating-point inputs of the model are cast to
+    the working dtype. Norms with running statistics keep fp32 parameters; buffers keep their dtype.
+
+    Gradients are taken from `.grad` during backward, so that `clip_grad_norm_` and other code that
+    reads `.grad` after backward finds nothing: use `clip_norm`.
+
+    Args:
+        model: any module; not wrapped for data parallelism, parameters not on the meta device.
+        rule: `AdamW(...)` or `Adam(...)`; default AdamW().
+        params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
+            one. Default: all of them in one group.
+        device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
+        precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
+            "fp32".
+        state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
+            or "int8" (5). Gradients take 2 more, or 4 where microbatches are summed.
+        seed: of stochastic rounding in "split16" and "int8".
+        update: update mode: "exact".
+        clip_norm: largest global gradient norm; None: no clipping.
+        grad_accum_steps: microbatches per step, summed in fp32 on the host.
+        pin_memory: pin host memory where the device is a GPU.
+
+    Raises:
+        ModelError: a model that cannot be trained rightly, naming the parameter.
+        HostMemoryError: before anything is allocated.
+        ValueError: an argument out of range.
+    """
+    rule = AdamW() if rule is None else rule
+    _check_choice("state", state, tuple(FORMATS))
+    _check_choice("update", update, ("exact",))
+    settings = Settings(
+        device=_resolve_device(device),
+        dtype=_DTYPES[_check_choice("precision", precision, tuple(_DTYPES))],
+        clip_norm=_positive("clip_norm", clip_norm),
+        grad_accum_steps=_positive("grad_accum_steps", grad_accum_steps) or 1,
+        pin_memory=pin_memory,
+        state=state,
+        seed=seed,
+    )
+    _check_support(settings)
+    return _offloaded(model, rule, params, settings)
+
+
+def _offloaded(
+    model: nn.Module, rule: UpdateRule, params: _Params | None, settings: Settings
+) -> OffloadOptimizer:
+    if model in offloaded:
+        raise ModelError("the model is offloaded already: close() its optimizer first")
+    check_model(model)
+    groups = normalise_groups(model, params, rule)
+    optimizer = OffloadOptimizer(model, rule, groups, settings, lanes_for(settings.device))
+    offloaded.add(model)
+    return optimizer
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device = '{device}': offload to the host works for 'cuda' and 'cpu'")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device = '{device}', but this torch sees no CUDA GPU: use 'cpu'")
+        index = torch.cuda.current_device() if resolved.index is None else resolved.index
+        resolved = torch.device("cuda", index)
+    return resolved
+
+
+def _check_support(settings: Settings) -> None:
+    check_format(settings.state, settings.dtype)
+    if settings.device.type == "cuda" and settings.dtype is torch.bfloat16:
+        with torch.cuda.device(settings.device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                name = torch.cuda.get_device_name(settings.device)
+                raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
+
+
+def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _positive(key: str, value: _Number | None) -> _Number | None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{key} = {value} is not positive")
+    return value

@@ -1,0 +1,206 @@
+"""The only door to the CPU kernels: native (C++, by instruction set), Numba, or plain torch.
+
+Every backend gives the same bits, whatever the instruction set and the number of threads. All
+tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written.
+
+[Note: The norm]
+A gradient's global norm has one definition on device, host and ranks: the sum of squares of a
+parameter is taken in fp64 (squares of fp32 and narrower are exact there) over segments of 2,048
+elements counted from the parameter's start, the last padded with zeros. Within a segment, element i
+is added to element i + 1024 for i < 1024, then i + 512, down to 1; segments are added in order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offloadtrain.kernels.checks import (
+    check_adam,
+    check_alive,
+    check_disjoint,
+    check_operand,
+    describe,
+)
+from offloadtrain.kernels.codec import from_fp32, master_of, set_master, to_fp32
+from offloadtrain.kernels.scalars import AdamScalars
+from offloadtrain.kernels.selection import (
+    Backend,
+    KernelError,
+    available,
+    backend,
+    default_threads,
+    kernels_in_force,
+    set_threads,
+    use,
+)
+from offloadtrain.kernels.state import (
+    BLOCK,
+    Fp32State,
+    Int8State,
+    Layout,
+    Split16State,
+    State,
+    blocks,
+)
+
+__all__ = [
+    "BLOCK",
+    "AdamScalars",
+    "Backend",
+    "Fp32State",
+    "Int8State",
+    "KernelError",
+    "Layout",
+    "Split16State",
+    "State",
+    "accumulate",
+    "adam",
+    "available",
+    "backend",
+    "blocks",
+    "cast",
+    "default_threads",
+    "first_touch",
+    "from_fp32",
+    "master_of",
+    "set_master",
+    "set_threads",
+    "sum_squares",
+    "sum_squares_many",
+    "to_fp32",
+    "traffic",
+    "use",
+]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FP32 = (torch.float32,)
+
+
+def adam(
+    state: State,
+    grad: Tensor,
+    scalars: AdamScalars,
+    *,
+    working: Tensor | None = None,
+    layout: Layout | None = None,
+    out: State | None = None,
+) -> None:
+    """One Adam step over a bucket in one pass.
+
+    Order: scale the gradient, decay, moments, bias correction, update, round to the state's format.
+    With Fp32State the arithmetic is that of torch.optim.AdamW (or Adam) with fused=True on the CPU,
+    to the bit. With the other states it is the same arithmetic between decoding and encoding.
+
+    Args:
+        state: what the step reads; written too, unless `out` is given.
+        grad: (n,) fp32, bf16 or fp16.
+        working: with Fp32State only, (n,) fp32, bf16 or fp16: receives the new master rounded to
+            nearest even, NaN kept. May be the memory of `grad` itself if their elements have the
+            same size. The other states' `weight` is the working weight.
+        layout: needed for Split16State and Int8State, whose elements outside of it stay as they
+            are.
+        out: state in other memory that receives the new values, `state` is left as it was; written
+            past the cache.
+
+    Raises:
+        TypeError, ValueError: and nothing is written.
+    """
+    target = state if out is None else out
+    check_adam(state, target, grad, working, layout, scalars)
+    kernels_in_force().adam(state, target, grad, working, layout, scalars)
+
+
+def accumulate(
+    total: Tensor, grad: Tensor, first: bool, layout: Layout | None = None
+) -> list[float] | None:
+    """total = grad (first) or total + grad, in fp32.
+
+    Args:
+        total: (n,) fp32.
+        grad: (n,) fp32, bf16 or fp16.
+        layout: given, only its parameters are summed, and in the same pass squared.
+
+    Returns:
+        With a layout the sum of squares of each parameter's new total, see [Note: The norm].
+    """
+    _check_pair(total, grad)
+    if layout is None:
+        kernels_in_force().accumulate(total, grad, first)
+        return None
+    _check_inside(layout, grad)
+    sums: list[float] = kernels_in_force().accumulate_squares(total, grad, layout, first)
+    return sums
+
+
+def cast(source: Tensor, target: Tensor) -> None:
+    """target = source rounded to nearest even, NaN kept.
+
+    Args:
+        source: (n,) fp32.
+        target: (n,) fp32, bf16 or fp16.
+    """
+    _check_pair(source, target)
+    kernels_in_force().cast(source, target)
+
+
+def sum_squares(values: Tensor) -> float:
+    """Of one parameter, fp64; see [Note: The norm]. Not finite if a value is not."""
+    return sum_squares_many(values, Layout.of_one(values.numel()))[0]
+
+
+def sum_squares_many(flat: Tensor, layout: Layout) -> list[float]:
+    """`sum_squares` of each parameter in a flat buffer.
+
+    Args:
+        flat: (n,) fp32, bf16 or fp16.
+    """
+    check_operand("flat", flat, _FLOATS)
+    _check_inside(layout, flat)
+    sums: list[float] = kernels_in_force().sum_squares(flat, layout)
+    return sums
+
+
+def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
+    """Move the 28 bytes per parameter of `adam` with next to no arithmetic: the limit to compare
+    with. The contents are meaningless afterwards.
+
+    Args:
+        grad, working: (n,) bf16, not the same memory.
+
+    Raises:
+        KernelError: where the native kernels are not in force.
+    """
+    check_adam(state, state, grad, working, None, AdamScalars(0.0, 0.0, 0.0, 0.0, 0.0, 1))
+    if grad.element_size() != 2 or working.element_size() != 2:
+        raise TypeError(f"grad and working must be of 16 bits, not {grad.dtype}, {working.dtype}")
+    if backend().name != "native":
+        raise KernelError("the traffic loop is one of the native kernels")
+    kernels_in_force().traffic(state, grad, working)
+
+
+def first_touch(memory: Tensor) -> None:
+    """Zero a fresh buffer, each part by the thread that will work on it, which places its pages.
+
+    Args:
+        memory: (n,) of any dtype, split as the kernels split buffers of n elements.
+    """
+    if memory.device.type != "cpu" or memory.dim() != 1 or not memory.is_contiguous():
+        raise TypeError(f"memory must be 1-D, contiguous and on the CPU, not {describe(memory)}")
+    check_alive("memory", memory)
+    kernels_in_force().first_touch(memory)
+
+
+def _check_pair(full: Tensor, other: Tensor) -> None:
+    """An fp32 operand and another one of as many elements."""
+    check_operand("the fp32 operand", full, _FP32)
+    check_operand("the other operand", other, _FLOATS, full.numel())
+    check_disjoint({"the fp32 operand": full, "the other operand": other})
+
+
+def _check_inside(layout: Layout, flat: Tensor) -> None:
+    if layout.extent > flat.numel():
+        raise ValueError(
+            f"the layout ends at element {layout.extent}, which is not in a buffer of "
+            f"{flat.numel()}"
+        )

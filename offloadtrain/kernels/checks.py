@@ -1,0 +1,102 @@
+"""What a kernel refuses, before a byte is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offloadtrain.kernels.scalars import AdamScalars
+from offloadtrain.kernels.state import FIELD_DTYPES, Int8State, Layout, State, blocks
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FP32 = (torch.float32,)
+
+
+def check_adam(
+    state: State,
+    out: State,
+    grad: Tensor,
+    working: Tensor | None,
+    layout: Layout | None,
+    scalars: AdamScalars,
+) -> None:
+    """Raises TypeError or ValueError for operands that `kernels.adam` does not take."""
+    dtypes = FIELD_DTYPES.get(type(state))
+    if dtypes is None or type(out) is not type(state):
+        raise TypeError(f"state and out must be one kind of state, not {type(state)}, {type(out)}")
+    check_operand("grad", grad, _FLOATS)
+    numel = grad.numel()
+    check_state(state, numel)
+    operands = dict(zip(state._fields, state, strict=True)) | {"grad": grad}
+    if out is not state:
+        check_state(out, numel)
+        if out[0].dtype is not state[0].dtype:
+            raise TypeError(f"out is of {out[0].dtype}, state of {state[0].dtype}")
+        operands |= {f"out.{name}": x for name, x in zip(out._fields, out, strict=True)}
+    if working is not None:
+        if len(state) != 3:
+            raise TypeError("the weight of this state is its own working weight: pass no working")
+        check_operand("working", working, _FLOATS, numel)
+        operands["working"] = working
+    if len(state) != 3:
+        _check_layout(layout, numel)
+    if scalars.step < 1:
+        raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
+    check_disjoint(operands)
+
+
+def check_state(state: State, numel: int) -> None:
+    """Raises TypeError or ValueError unless `state` is one of `numel` elements."""
+    dtypes = FIELD_DTYPES[type(state)]
+    for name, tensor, allowed in zip(state._fields, state, dtypes, strict=True):
+        scale = isinstance(state, Int8State) and name.endswith("scale")
+        check_operand(name, tensor, allowed, blocks(numel) if scale else numel)
+
+
+def _check_layout(layout: Layout | None, numel: int) -> None:
+    if layout is None:
+        raise TypeError("this state needs a layout: which elements belong to which parameter")
+    if layout.extent > numel:
+        raise ValueError(f"the layout ends at element {layout.extent}, the buffers at {numel}")
+
+
+def check_operand(
+    name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], numel: int | None = None
+) -> None:
+    """Raises TypeError or ValueError unless it is a live, 1-D, contiguous CPU tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in allowed:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(f"{name} must be {wanted}, not {tensor.dtype}")
+    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be 1-D, contiguous and on the CPU: {describe(tensor)}")
+    check_alive(name, tensor)
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements, {numel} are needed")
+
+
+def check_alive(name: str, tensor: Tensor) -> None:
+    """Raises ValueError if the storage was freed under the tensor."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if end > tensor.untyped_storage().nbytes():
+        raise ValueError(f"{name} has been freed: its storage is smaller than it is")
+
+
+def check_disjoint(operands: dict[str, Tensor]) -> None:
+    """Raises ValueError if two share memory, except that working may be grad."""
+    extents = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in operands.items()
+    )
+    for i in range(len(extents) - 1):
+        lo, end, name = extents[i]
+        start, stop, other = extents[i + 1]
+        in_place = {name, other} == {"grad", "working"} and (lo, end) == (start, stop)
+        if start < end and not in_place:
+            raise ValueError(f"{name} and {other} overlap in memory")
+
+
+def describe(tensor: Tensor) -> str:
+    """A tensor in one line."""
+    return f"{tensor.dtype} {tuple(tensor.shape)} stride {tensor.stride()} on {tensor.device}"

@@ -1,0 +1,251 @@
+"""The state formats in plain torch: how an fp32 number becomes what is kept, and back.
+
+The oracle of the native formats (native/numbers.h), and what initialises, exports and converts
+state. Integers are int64 here, so that 32-bit arithmetic cannot overflow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offloadtrain.kernels.state import BLOCK, Fp32State, Int8State, Split16State, State
+
+_U32 = 0xFFFFFFFF
+_SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """(n,) fp32 → (n,) int64 in [0, 2^32)."""
+    return values.view(torch.int32).long() & _U32
+
+
+def float_of(bits: Tensor) -> Tensor:
+    """(n,) int64 in [0, 2^32) → (n,) fp32."""
+    return _wrapped(bits, 32).to(torch.int32).view(torch.float32)
+
+
+def _wrapped(unsigned: Tensor, width: int) -> Tensor:
+    """Read an unsigned number of `width` bits as a signed one."""
+    return torch.where(unsigned >= 1 << (width - 1), unsigned - (1 << width), unsigned)
+
+
+def random_bits(key: int, elements: Tensor) -> Tensor:
+    """Uniform 32-bit integers, a function of the 64-bit key and each element's number.
+
+    Args:
+        elements: (n,) int64 in [0, 2^32).
+    """
+    x = elements ^ (key & _U32)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _U32
+    x = x ^ (key >> 32)
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _U32
+    return x ^ (x >> 16)
+
+
+def round_bf16(values: Tensor, random: Tensor) -> Tensor:
+    """fp32 → bf16, up with the probability of what is cut off; `random`: uniform over 16 bits."""
+    bits = bits_of(values)
+    finite = (bits & _MAGNITUDE) < _INFINITY
+    special = torch.where(values.isnan(), _NAN, bits)
+    return _half(torch.where(finite, bits + random, special) >> 16, torch.bfloat16)
+
+
+def _half(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return _wrapped(bits & 0xFFFF, 16).to(torch.int16).view(dtype)
+
+
+def half_bits(values: Tensor) -> Tensor:
+    """(n,) bf16 or fp16 → (n,) int64 in [0, 2^16)."""
+    return values.view(torch.int16).long() & 0xFFFF
+
+
+# split16 -----------------------------------------------------------------------------------------
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 → (weight, low) of split16; a NaN loses its payload."""
+    bits = torch.where(master.isnan(), _NAN, bits_of(master))
+    low = _wrapped(bits & 0xFFFF, 16).to(torch.int16)
+    return _half((bits + 0x8000) >> 16, torch.bfloat16), low
+
+
+def join(weight: Tensor, low: Tensor) -> Tensor:
+    """(weight, low) of split16 → fp32."""
+    return float_of(((half_bits(weight) << 16) + low.long()) & _U32)
+
+
+# int8 --------------------------------------------------------------------------------------------
+
+
+def split_int8(master: Tensor, dtype: torch.dtype, random: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 → (weight of `dtype`, correction); `random` is uniform over 8 bits."""
+    bits = bits_of(master)
+    magnitude = _bf16_plus_8 if dtype is torch.bfloat16 else _fp16_plus_8
+    x = magnitude(bits & _MAGNITUDE, random)
+    weight = _half(((bits & _SIGN) >> 16) | ((x + 0x80) >> 8), dtype)
+    return weight, _wrapped(x & 0xFF, 8).to(torch.int8)
+
+
+def _bf16_plus_8(magnitude: Tensor, random: Tensor) -> Tensor:
+    special = torch.where(magnitude > _INFINITY, _NAN, magnitude)
+    return torch.where(magnitude < _INFINITY, magnitude + random, special) >> 8
+
+
+def _fp16_plus_8(magnitude: Tensor, random: Tensor) -> Tensor:
+    fifth, least_normal = random >> 3, 0x38800000
+    normal = (magnitude - 0x38000000 + fifth) >> 5
+    small = float_of(magnitude.clamp(max=least_normal))
+    denormal = (small * 2.0**32 + fifth.float() * 2.0**-5).long()
+    finite = torch.where(magnitude < least_normal, denormal, normal)
+    special = torch.where(magnitude > _INFINITY, 0x7E0000, 0x7C0000)
+    return torch.where(magnitude >= 0x47800000, special, finite)
+
+
+def join_int8(weight: Tensor, correction: Tensor) -> Tensor:
+    """(weight, correction) of int8 → fp32."""
+    bits = half_bits(weight)
+    x = ((bits & 0x7FFF) << 8) + correction.long()
+    magnitude = x << 8 if weight.dtype is torch.bfloat16 else _fp16_minus_8(x)
+    return float_of(((bits & 0x8000) << 16) | magnitude)
+
+
+def _fp16_minus_8(x: Tensor) -> Tensor:
+    denormal = bits_of(x.float() * 2.0**-32)
+    finite = torch.where(x < 0x40000, denormal, (x << 5) + 0x38000000)
+    special = torch.where(x > 0x7C0000, _NAN, _INFINITY)
+    return torch.where(x >= 0x7C0000, special, finite)
+
+
+@dataclass(frozen=True)
+class Minifloat:
+    """The code of a moment's magnitude relative to its block: the top bits of 1 + t.
+
+    [Note: 8-bit moments] in native/numbers.h says why.
+
+    Attributes:
+        mantissa: bits of each binade.
+        largest: code of the block's largest magnitude.
+    """
+
+    mantissa: int
+    largest: int
+
+    @property
+    def shift(self) -> int:
+        return 23 - self.mantissa
+
+    @property
+    def top(self) -> Tensor:
+        """What the largest code decodes to, fp32."""
+        return self.decode(torch.tensor([self.largest]))[0]
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return float_of((codes << self.shift) + 0x3F800000) - 1.0
+
+    def encode(self, t: Tensor, random: Tensor) -> Tensor:
+        """Round stochastically; `random` is uniform over 12 bits."""
+        steps = bits_of(1.0 + t) - 0x3F800000
+        half = 1 << (self.shift - 13)
+        return ((steps + (random << (self.shift - 12)) + half) >> self.shift).clamp(
+            max=self.largest
+        )
+
+    def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """(blocks,) fp32 largest magnitudes → (scale, its inverse); NaN and 0 if not finite."""
+        finite = largest.isfinite()
+        bound = largest.clamp(min=2.0**-80)
+        scale = torch.where(finite, bound * (1.0 / self.top), torch.nan)
+        return scale, torch.where(finite, self.top / bound, 0.0)
+
+
+EXP_AVG = Minifloat(mantissa=3, largest=127)
+EXP_AVG_SQ = Minifloat(mantissa=3, largest=256)
+"""Stored less one: zero is no code, because a moment of zero would blow an update up."""
+
+
+def decode_moments(state: Int8State) -> tuple[Tensor, Tensor]:
+    """8-bit moments → fp32."""
+    numel = state.weight.numel()
+    m_scale, v_scale = (
+        scale.repeat_interleave(BLOCK)[:numel]
+        for scale in (state.exp_avg_scale, state.exp_avg_sq_scale)
+    )
+    stored = state.exp_avg.long()
+    size = bits_of(EXP_AVG.decode(stored & 0x7F) * m_scale)
+    exp_avg = float_of(size | ((stored & 0x80) << 24))
+    return exp_avg, EXP_AVG_SQ.decode(state.exp_avg_sq.long() + 1) * v_scale
+
+
+def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor, out: Int8State) -> None:
+    """fp32 moments of one parameter, from a block's start on, → 8 bits, written to `out`.
+
+    Args:
+        random: (n,) int64, uniform over 24 bits: 12 for each moment.
+    """
+    numel = exp_avg.numel()
+    pad = -numel % BLOCK
+    m, v, r = (
+        torch.nn.functional.pad(x, (0, pad)).view(-1, BLOCK) for x in (exp_avg, exp_avg_sq, random)
+    )
+    m_scale, m_inverse = EXP_AVG.scales(m.abs().amax(1))
+    v_scale, v_inverse = EXP_AVG_SQ.scales(v.abs().amax(1))
+    finite = ((m_inverse != 0) & (v_inverse != 0)).unsqueeze(1)
+    m, v = torch.where(finite, m, 0.0), torch.where(finite, v, 0.0)
+    m_code = EXP_AVG.encode(m.abs() * m_inverse.unsqueeze(1), r & 0xFFF)
+    sign = torch.where(bits_of(m) & _SIGN != 0, 0x80, 0)
+    v_code = EXP_AVG_SQ.encode(v * v_inverse.unsqueeze(1), r >> 12).clamp(min=1) - 1
+    out.exp_avg.copy_((m_code | sign).view(-1)[:numel])
+    out.exp_avg_sq.copy_(v_code.view(-1)[:numel])
+    out.exp_avg_scale.copy_(m_scale)
+    out.exp_avg_sq_scale.copy_(v_scale)
+
+
+# any format --------------------------------------------------------------------------------------
+
+
+def master_of(state: State) -> Tensor:
+    """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State):
+        return state.master
+    if isinstance(state, Split16State):
+        return join(state.weight, state.low)
+    return join_int8(state.weight, state.correction)
+
+
+def set_master(state: State, master: Tensor) -> None:
+    """Take over (n,) fp32 master weights, rounded to nearest where the format is narrower."""
+    if isinstance(state, Fp32State):
+        state.master.copy_(master)
+    elif isinstance(state, Split16State):
+        weight, low = split(master)
+        state.weight.copy_(weight)
+        state.low.copy_(low)
+    else:
+        half = torch.full(master.shape, 0x80)
+        weight, correction = split_int8(master, state.weight.dtype, half)
+        state.weight.copy_(weight)
+        state.correction.copy_(correction)
+
+
+def to_fp32(state: State) -> Fp32State:
+    """The state's values in fp32: views for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State):
+        return state
+    if isinstance(state, Split16State):
+        return Fp32State(master_of(state), state.exp_avg.float(), state.exp_avg_sq.float())
+    return Fp32State(master_of(state), *decode_moments(state))
+
+
+def from_fp32(state: State, values: Fp32State) -> None:
+    """Take over the state of one parameter, rounded to nearest where the format is narrower."""
+    set_master(state, values.master)
+    if isinstance(state, Int8State):
+        half = torch.full(values.master.shape, 0x800800)
+        encode_moments(values.exp_avg, values.exp_avg_sq, half, state)
+    else:
+        state.exp_avg.copy_(values.exp_avg)
+        state.exp_avg_sq.copy_(values.exp_avg_sq)

@@ -1,0 +1,197 @@
+"""Which kernels run: native by instruction set, Numba, or plain torch; and on how many threads."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.kernels.native import Native
+
+_log = logging.getLogger(__name__)
+
+
+class KernelError(OffloadTrainError):
+    """A kernel backend was asked for that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Which kernels run.
+
+    Attributes:
+        name: "native", "numba" or "torch".
+        isa: of the native kernels: "avx512", "avx2", "neon" or "baseline"; "-" otherwise.
+        threads: that one call uses.
+        why: how it was chosen.
+    """
+
+    name: str
+    isa: str
+    threads: int
+    why: str
+
+
+class _Selection:
+    """The backend in force; chosen on first use."""
+
+    def __init__(self) -> None:
+        self.threads = default_threads()
+        self.cpus: tuple[int, ...] = ()
+        self.chosen: Backend | None = None
+        self.kernels: Any = None
+
+    def get(self) -> Any:
+        if self.kernels is None:
+            self.choose(*_choice())
+        return self.kernels
+
+    def choose(self, name: str, isa: str, why: str) -> None:
+        self.kernels = _load(name)
+        if name == "native":
+            self.kernels.use_isa(isa)
+        self.chosen = Backend(name, isa, self.threads, why)
+        self.apply_threads(self.threads)
+
+    def apply_threads(self, count: int) -> None:
+        self.threads = count
+        if self.chosen is None:
+            return
+        if self.chosen.name == "native":
+            self.kernels.set_threads(count, self.cpus)
+        elif self.chosen.name == "numba":
+            self.kernels.threads.count = count
+        else:
+            self.threads = torch.get_num_threads()
+        self.chosen = Backend(self.chosen.name, self.chosen.isa, self.threads, self.chosen.why)
+
+
+def default_threads() -> int:
+    """Cores that this process may use: its affinity, capped by the cgroup's quota.
+
+    One core is left to the thread that launches, where there are more than two.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = min(cores, max(1, int(limit) // int(period)))
+    return cores if cores <= 2 else cores - 1
+
+
+def _load(name: str) -> Any:
+    if name == "native":
+        return _native()
+    return importlib.import_module(f"offloadtrain.kernels.{name}_backend")
+
+
+_loaded: list[Native] = []
+
+
+def _native() -> Native:
+    if not _loaded:
+        _loaded.append(Native())
+    return _loaded[0]
+
+
+def _missing(name: str) -> str | None:
+    """Why a backend cannot be used here; None if it can."""
+    try:
+        _load(name)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _choice() -> tuple[str, str, str]:
+    forced = os.environ.get("OFFLOADTRAIN_KERNELS", "")
+    if forced:
+        return _forced(forced)
+    reason = _missing("native")
+    if reason is None:
+        return ("native", *_isa())
+    for name in ("numba", "torch"):
+        if _missing(name) is None:
+            why = f"the native extension is not installed ({reason})"
+            _log.warning("CPU kernels: %s; %s. Reinstall with a C++17 compiler.", name, why)
+            return (name, "-", why)
+    raise KernelError("no CPU kernels can be loaded")  # pragma: no cover - torch is always there
+
+
+def _forced(name: str) -> tuple[str, str, str]:
+    if name not in ("native", "numba", "torch"):
+        raise KernelError(f"OFFLOADTRAIN_KERNELS = '{name}' is not native, numba or torch")
+    reason = _missing(name)
+    if reason is not None:
+        raise KernelError(f"OFFLOADTRAIN_KERNELS = '{name}', but it cannot be loaded: {reason}")
+    isa, _ = _isa() if name == "native" else ("-", "")
+    return (name, isa, "forced by OFFLOADTRAIN_KERNELS")
+
+
+def _isa() -> tuple[str, str]:
+    isas = _native().isas
+    forced = os.environ.get("OFFLOADTRAIN_ISA", "")
+    if not forced:
+        return isas[0], "the fastest that this CPU has"
+    if forced not in isas:
+        raise KernelError(f"OFFLOADTRAIN_ISA = '{forced}' is not one of {', '.join(isas)}")
+    return forced, "forced by OFFLOADTRAIN_ISA"
+
+
+_selection = _Selection()
+
+
+def kernels_in_force() -> Any:
+    """The module or object whose functions run."""
+    return _selection.get()
+
+
+def backend() -> Backend:
+    """The backend in force."""
+    _selection.get()
+    assert _selection.chosen is not None
+    return _selection.chosen
+
+
+def available() -> list[Backend]:
+    """Every backend and instruction set that runs here, the preferred first."""
+    found = []
+    if _missing("native") is None:
+        found = [Backend("native", isa, 0, "available") for isa in _native().isas]
+    others = [name for name in ("numba", "torch") if _missing(name) is None]
+    return found + [Backend(name, "-", 0, "available") for name in others]
+
+
+@contextmanager
+def use(chosen: Backend) -> Iterator[None]:
+    """Force a backend of `available()` for a while; `threads` > 0 forces their number too."""
+    before, threads = backend(), _selection.threads
+    _selection.choose(chosen.name, chosen.isa, "forced by use()")
+    _selection.apply_threads(chosen.threads or threads)
+    try:
+        yield
+    finally:
+        _selection.choose(before.name, before.isa, before.why)
+        _selection.apply_threads(threads)
+
+
+def set_threads(count: int, cpus: Sequence[int] = ()) -> None:
+    """How many threads one call uses, at least 1.
+
+    Args:
+        cpus: logical CPUs that the native kernels' threads are pinned to, in turn; none: they are
+            not pinned.
+    """
+    if count < 1:
+        raise ValueError(f"threads = {count}: at least 1 is needed")
+    _selection.cpus = tuple(cpus)
+    _selection.apply_threads(count)

@@ -1,0 +1,183 @@
+"""The kernels in plain torch: the last resort, and the readable statement of what they compute.
+
+Same bits as the native ones, at a tenth of the speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offloadtrain.kernels.codec import (
+    encode_moments,
+    random_bits,
+    round_bf16,
+    split,
+    split_int8,
+    to_fp32,
+)
+from offloadtrain.kernels.scalars import AdamScalars, Coefficients
+from offloadtrain.kernels.state import (
+    BLOCK,
+    Fp32State,
+    Int8State,
+    Layout,
+    Split16State,
+    State,
+    blocks,
+)
+
+_PIECE = 1 << 20
+SEGMENT = 2048
+
+
+def adam(
+    state: State,
+    out: State,
+    grad: Tensor,
+    working: Tensor | None,
+    layout: Layout | None,
+    scalars: AdamScalars,
+) -> None:
+    """See `kernels.adam`."""
+    if isinstance(state, Fp32State) and isinstance(out, Fp32State):
+        _adam_fp32(state, out, grad, working, Coefficients.of(scalars))
+        return
+    assert layout is not None
+    step = _adam_split16 if isinstance(state, Split16State) else _adam_int8
+    for offset, numel, parameter in layout.rows():
+        for lo, hi in _pieces(numel):
+            key = scalars.key(parameter, lo)
+            elements = torch.arange(lo, hi) & 0xFFFFFFFF
+            piece = (offset + lo, offset + hi)
+            values = random_bits(key, elements)
+            step(_at(state, *piece), _at(out, *piece), grad[slice(*piece)], values, scalars)
+
+
+def _at(state: State, lo: int, hi: int) -> Any:
+    """Elements [lo, hi) of every field; lo is a block's start where there are scales."""
+    if isinstance(state, Int8State):
+        scales = (x[lo // BLOCK : blocks(hi)] for x in state[4:])
+        return Int8State(*(x[lo:hi] for x in state[:4]), *scales)
+    return type(state)(*(x[lo:hi] for x in state))
+
+
+def _adam_fp32(
+    state: Fp32State, out: Fp32State, grad: Tensor, working: Tensor | None, c: Coefficients
+) -> None:
+    for lo, hi in _pieces(grad.numel()):
+        new = _step(_at(state, lo, hi), grad[lo:hi], c)
+        for target, value in zip(out, new, strict=True):
+            target[lo:hi] = value
+        if working is not None:
+            working[lo:hi] = new.master
+
+
+def _adam_split16(
+    state: Split16State, out: Split16State, grad: Tensor, random: Tensor, scalars: AdamScalars
+) -> None:
+    new = _step(to_fp32(state), grad, Coefficients.of(scalars))
+    weight, low = split(new.master)
+    exp_avg = round_bf16(new.exp_avg, random & 0xFFFF)
+    exp_avg_sq = round_bf16(new.exp_avg_sq, random >> 16)
+    for target, value in zip(out, (weight, low, exp_avg, exp_avg_sq), strict=True):
+        target.copy_(value)
+
+
+def _adam_int8(
+    state: Int8State, out: Int8State, grad: Tensor, random: Tensor, scalars: AdamScalars
+) -> None:
+    new = _step(to_fp32(state), grad, Coefficients.of(scalars))
+    weight, correction = split_int8(new.master, state.weight.dtype, random & 0xFF)
+    out.weight.copy_(weight)
+    out.correction.copy_(correction)
+    encode_moments(new.exp_avg, new.exp_avg_sq, random >> 8, out)
+
+
+def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
+    """See `kernels.accumulate`."""
+    for lo, hi in _pieces(total.numel()):
+        if first:
+            total[lo:hi] = grad[lo:hi].float()
+        else:
+            total[lo:hi] += grad[lo:hi].float()
+
+
+def accumulate_squares(total: Tensor, grad: Tensor, layout: Layout, first: bool) -> list[float]:
+    """See `kernels.accumulate`."""
+    for offset, numel, _ in layout.rows():
+        piece = slice(offset, offset + numel)
+        accumulate(total[piece], grad[piece], first)
+    return sum_squares(total, layout)
+
+
+def sum_squares(flat: Tensor, layout: Layout) -> list[float]:
+    """See `kernels.sum_squares_many`."""
+    return [_sum_squares(flat[offset : offset + numel]) for offset, numel, _ in layout.rows()]
+
+
+def cast(source: Tensor, target: Tensor) -> None:
+    """See `kernels.cast`."""
+    target.copy_(source)
+
+
+def first_touch(memory: Tensor) -> None:
+    """See `kernels.first_touch`."""
+    memory.zero_()
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    for lo in range(0, numel, _PIECE):
+        yield lo, min(lo + _PIECE, numel)
+
+
+def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:
+    """One Adam step in fp32, to new memory."""
+    master, exp_avg, exp_avg_sq = state
+    g = grad.float() * c.grad_scale
+    if c.l2 != 0.0:
+        g = _fma(master, _like(g, c.l2), g)
+    m = _fma(_like(g, c.exp_avg_weight), g - exp_avg, g if c.towards_grad else exp_avg)
+    v = _fma(g * c.exp_avg_sq_weight, g, exp_avg_sq * c.beta2)
+    # numpy's root is correctly rounded, torch's is not always.
+    root = torch.from_numpy(np.sqrt(v.numpy()))
+    step = (m * c.negative_step_size) / (root / c.bias_correction2_sqrt + c.eps)
+    return Fp32State(master * c.decay + step, m, v)
+
+
+def _like(tensor: Tensor, value: float) -> Tensor:
+    return torch.full_like(tensor, value)
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of fp32 tensors, rounded once.
+
+    The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
+    fp32, the rounding of the exact value (Boldo & Melquiond 2008).
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    kept = total - product
+    error = (product - (total - kept)) + (addend - kept)
+    bits = total.view(torch.int64)
+    inexact_even = (error != 0) & torch.isfinite(error) & (bits & 1 == 0)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact_even, bits + towards, bits).view(torch.float64).float()
+
+
+def _sum_squares(values: Tensor) -> float:
+    total = 0.0
+    for lo, hi in _pieces(values.numel()):
+        squares = values[lo:hi].double().square()
+        squares = torch.nn.functional.pad(squares, (0, -squares.numel() % SEGMENT))
+        tree = squares.view(-1, SEGMENT)
+        for width in [SEGMENT >> level for level in range(1, int(math.log2(SEGMENT)) + 1)]:
+            tree = tree[:, :width] + tree[:, width:]
+        for value in tree[:, 0].tolist():
+            total += value
+    return total

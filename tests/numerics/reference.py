@@ -96,9 +96,11 @@ class ResidentRun:
         coef = 1.0
         if self.clip_norm is not None:
             coef = min(1.0, self.clip_norm / (norm + 1e-6))
-        factor = np.float32(coef / self.scale)
+        self.update(sums, float(np.float32(coef / self.scale)))
+
+    def update(self, sums: dict[str, Tensor], factor: float) -> None:
         for name, master in self.masters.items():
-            grad = sums[name].reshape(-1) * float(factor)
+            grad = sums[name].reshape(-1) * factor
             master.grad = torch.nn.functional.pad(grad, (0, master.numel() - grad.numel()))
         self.adam.step()
         for name, param in self.trained.items():

@@ -152,7 +152,10 @@ BAD_VALUES = [
     ),
     ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
     ("optim.name=sgd", "optim.name = 'sgd' must be one of adamw, adam"),
-    ("optim.state=int4", "optim.state = 'int4' must be one of fp32, split16, int8; did you mean int8?"),
+    (
+        "optim.state=int4",
+        "optim.state = 'int4' must be one of fp32, split16, int8; did you mean int8?",
+    ),
     ("device.kind=gpu", "device.kind = 'gpu' must be one of auto, cpu, cuda; did you mean cpu?"),
     ("device.pin_memory=1", "device.pin_memory = 1 must be true or false"),
     ("device.pin_memory=yes", "device.pin_memory = 'yes' must be true or false"),

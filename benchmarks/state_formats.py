@@ -1,0 +1,125 @@
+"""Loss parity of the state formats: the demo model, several seeds, one curve per format.
+
+    python -m benchmarks.state_formats run [--steps 600] [--seeds 1,2,3] [--out docs]
+    python -m benchmarks.state_formats plot [--out docs]
+
+`run` trains every format and seed and writes state_formats.json; `plot` (needs the extra "plots")
+draws state_formats.svg from it. Both print the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+STATES = ("fp32", "split16", "int8")
+RESULT, PLOT = "state_formats.json", "state_formats.svg"
+Curve = list[tuple[int, float]]
+
+
+def curve_of(state: str, seed: int, steps: int) -> Curve:
+    """Train the demo in a process of its own and return (step, validation loss)."""
+    settings = (
+        f"optim.state={state}",
+        f"train.seed={seed}",
+        f"train.steps={steps}",
+        "train.eval_every=50",
+        "train.eval_batches=32",
+        "train.checkpoint_every=0",
+        "device.threads=1",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "offloadtrain",
+            "train",
+            "demo",
+            "--run-dir",
+            folder + "/run",
+        ]
+        subprocess.run([*command, "--set", *settings], check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [(e["step"], e["val_loss"]) for e in events if e.get("type") == "eval"]
+
+
+def run(steps: int, seeds: list[int], processes: int) -> dict[str, Any]:
+    """Every format and seed; a seed's formats see the same weights and the same batches."""
+    cases = [(state, seed) for seed in seeds for state in STATES]
+    with ThreadPoolExecutor(processes) as pool:
+        curves = list(pool.map(lambda case: curve_of(*case, steps), cases))
+    found: dict[str, dict[str, Curve]] = {state: {} for state in STATES}
+    for (state, seed), curve in zip(cases, curves, strict=True):
+        found[state][str(seed)] = curve
+    return {"job": "demo", "steps": steps, "curves": found}
+
+
+def finals(result: dict[str, Any], state: str) -> dict[str, float]:
+    return {seed: curve[-1][1] for seed, curve in result["curves"][state].items()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Final validation losses, and the difference from fp32 within a seed, in percent."""
+    base = finals(result, "fp32")
+    spread = 100 * statistics.stdev(base.values()) / statistics.mean(base.values())
+    lines = ["state     final validation loss by seed (nats)   from fp32, same seed (%)   mean (%)"]
+    for state in STATES:
+        found = finals(result, state)
+        change = [100 * (found[seed] / base[seed] - 1) for seed in base]
+        losses = " ".join(f"{loss:.4f}" for loss in found.values())
+        changes = " ".join(f"{value:+.3f}" for value in change)
+        lines.append(f"{state:9} {losses:42} {changes:26} {statistics.mean(change):+.3f}")
+    lines.append(f"fp32 between seeds: standard deviation {spread:.3f} %")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for state, style in zip(STATES, ("-", "--", ":"), strict=True):
+        for axes, first in ((whole, 0), (end, result["steps"] // 2)):
+            for number, curve in enumerate(result["curves"][state].values()):
+                points = [(step, loss) for step, loss in curve if step >= first]
+                label = state if number == 0 else None
+                axes.plot(*zip(*points, strict=True), style, color=f"C{STATES.index(state)}",
+                          label=label, linewidth=1.2)  # fmt: skip
+    for axes in (whole, end):
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("validation loss (nats per byte)")
+        axes.legend()
+    figure.suptitle(f"State formats on the demo model, {len(result['curves']['fp32'])} seeds")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.state_formats")
+    parser.add_argument("action", choices=("run", "plot"))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    asked = parser.parse_args()
+    path = asked.out / RESULT
+    if asked.action == "run":
+        result = run(asked.steps, [int(seed) for seed in asked.seeds.split(",")], asked.processes)
+        path.write_text(json.dumps(result) + "\n")
+    result = json.loads(path.read_text())
+    if asked.action == "plot":
+        plot(result, asked.out / PLOT)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

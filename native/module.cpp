@@ -69,7 +69,7 @@ std::shared_ptr<Pool> running_pool() {
     new std::shared_ptr<Pool>(pool);  // a fork: its threads are in the parent, joining would hang
     pool.reset();
   }
-  if (!pool) pool = std::make_shared<Pool>(wanted_threads);
+  if (!pool) pool = std::make_shared<Pool>(wanted_threads, wanted_cpus);
   return pool;
 }
 

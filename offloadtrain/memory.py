@@ -12,7 +12,6 @@ lives until `close`, which its owner calls after draining the lanes.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
+from offloadtrain import cgroup, cuda_driver, kernels
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.units import format_bytes
 
@@ -196,7 +195,7 @@ class _Slab:
         self.tensors = self._carve(requests)
         for tensor in self.tensors:
             kernels.first_touch(tensor)
-        self.pinned = pin and _register(self._bytes)
+        self.pinned = pin and cuda_driver.register(self._bytes)
 
     def _carve(self, requests: Sequence[Request]) -> list[Tensor]:
         tensors, offset = [], 0
@@ -208,7 +207,7 @@ class _Slab:
 
     def close(self) -> None:
         if self.pinned:
-            _unregister(self._bytes)
+            cuda_driver.unregister(self._bytes)
             self.pinned = False
 
 
@@ -248,14 +247,7 @@ def _meminfo_available() -> int:
 def _cgroup_available(mount: Path) -> int:
     """memory.max - memory.current + reclaimable cache: the least of this cgroup and ancestors."""
     unlimited = 1 << 62
-    membership = Path("/proc/self/cgroup")
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    relative = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    folder = mount / relative.lstrip("/")
-    return min(
-        [_cgroup_room(f) for f in (folder, *folder.parents) if f.is_relative_to(mount)]
-        or [unlimited]
-    )
+    return min([_cgroup_room(folder) for folder in cgroup.folders(mount)] or [unlimited])
 
 
 def _cgroup_room(folder: Path) -> int:
@@ -269,22 +261,3 @@ def _cgroup_room(folder: Path) -> int:
     except FileNotFoundError:  # the root cgroup and cgroup v1 have no such files: no limit to read
         return unlimited
     return int(limit) - current + int(stat.get("inactive_file", 0))
-
-
-# The driver's entry points, not the runtime's: a refused cudaHostRegister leaves a pending error
-# behind that a later, unrelated operation would report.
-_CU_MEMHOSTREGISTER_PORTABLE = 1
-
-
-def _register(memory: Tensor) -> bool:
-    torch.cuda.current_stream()  # makes the primary context current on this thread
-    result = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2(
-        ctypes.c_void_p(memory.data_ptr()),
-        ctypes.c_size_t(memory.numel()),
-        ctypes.c_uint(_CU_MEMHOSTREGISTER_PORTABLE),
-    )
-    return int(result) == 0
-
-
-def _unregister(memory: Tensor) -> None:
-    ctypes.CDLL("libcuda.so.1").cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr()))

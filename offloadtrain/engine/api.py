@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from offloadtrain import kernels
+from offloadtrain.cpus import local_plan
+from offloadtrain.cuda_driver import pci_address
 from offloadtrain.engine.build import Settings
 from offloadtrain.engine.checks import ModelError, check_model
 from offloadtrain.engine.groups import normalise_groups
@@ -78,6 +82,7 @@ def offload(
         seed=seed,
     )
     _check_support(settings)
+    _place_kernels(settings.device)
     return _offloaded(model, rule, params, settings)
 
 
@@ -105,6 +110,18 @@ def _resolve_device(device: str | torch.device) -> torch.device:
         index = torch.cuda.current_device() if resolved.index is None else resolved.index
         resolved = torch.device("cuda", index)
     return resolved
+
+
+def _place_kernels(device: torch.device) -> None:
+    """Kernels and host memory next to the GPU, whose ranks share the cores; see `cpus`."""
+    if device.type != "cuda":
+        return
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), rank + 1)
+    count = torch.cuda.device_count()
+    gpus = [pci_address(index % count) for index in range(ranks)]
+    gpus[rank] = pci_address(device.index or 0)
+    kernels.place(local_plan(gpus, rank))
 
 
 def _check_support(settings: Settings) -> None:

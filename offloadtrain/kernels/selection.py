@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from offloadtrain.cpus import CpuPlan, local_plan
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.kernels.native import Native
 
@@ -32,20 +32,22 @@ class Backend:
         isa: of the native kernels: "avx512", "avx2", "neon" or "baseline"; "-" otherwise.
         threads: that one call uses.
         why: how it was chosen.
+        where: how their number was chosen.
     """
 
     name: str
     isa: str
     threads: int
     why: str
+    where: str = ""
 
 
 class _Selection:
     """The backend in force; chosen on first use."""
 
     def __init__(self) -> None:
-        self.threads = default_threads()
-        self.cpus: tuple[int, ...] = ()
+        self.plan = local_plan()
+        self.asked_threads: int | None = None
         self.chosen: Backend | None = None
         self.kernels: Any = None
 
@@ -58,34 +60,22 @@ class _Selection:
         self.kernels = _load(name)
         if name == "native":
             self.kernels.use_isa(isa)
-        self.chosen = Backend(name, isa, self.threads, why)
-        self.apply_threads(self.threads)
+        self.chosen = Backend(name, isa, 0, why, self.plan.why)
+        self.apply_threads()
 
-    def apply_threads(self, count: int) -> None:
-        self.threads = count
+    def apply_threads(self) -> None:
+        """Give the backend in force its number of threads, and their CPUs."""
         if self.chosen is None:
             return
+        count = self.asked_threads or self.plan.threads
         if self.chosen.name == "native":
-            self.kernels.set_threads(count, self.cpus)
+            self.kernels.set_threads(count, self.plan.cpus)
         elif self.chosen.name == "numba":
             self.kernels.threads.count = count
         else:
-            self.threads = torch.get_num_threads()
-        self.chosen = Backend(self.chosen.name, self.chosen.isa, self.threads, self.chosen.why)
-
-
-def default_threads() -> int:
-    """Cores that this process may use: its affinity, capped by the cgroup's quota.
-
-    One core is left to the thread that launches, where there are more than two.
-    """
-    cores = len(os.sched_getaffinity(0))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            cores = min(cores, max(1, int(limit) // int(period)))
-    return cores if cores <= 2 else cores - 1
+            count = torch.get_num_threads()
+        where = "as asked for" if self.asked_threads else self.plan.why
+        self.chosen = replace(self.chosen, threads=count, where=where)
 
 
 def _load(name: str) -> Any:
@@ -174,24 +164,28 @@ def available() -> list[Backend]:
 @contextmanager
 def use(chosen: Backend) -> Iterator[None]:
     """Force a backend of `available()` for a while; `threads` > 0 forces their number too."""
-    before, threads = backend(), _selection.threads
+    before, threads = backend(), _selection.asked_threads
+    _selection.asked_threads = chosen.threads or threads
     _selection.choose(chosen.name, chosen.isa, "forced by use()")
-    _selection.apply_threads(chosen.threads or threads)
     try:
         yield
     finally:
+        _selection.asked_threads = threads
         _selection.choose(before.name, before.isa, before.why)
-        _selection.apply_threads(threads)
 
 
-def set_threads(count: int, cpus: Sequence[int] = ()) -> None:
-    """How many threads one call uses, at least 1.
-
-    Args:
-        cpus: logical CPUs that the native kernels' threads are pinned to, in turn; none: they are
-            not pinned.
-    """
+def set_threads(count: int) -> None:
+    """How many threads one call uses, at least 1, whatever `place` says."""
     if count < 1:
         raise ValueError(f"threads = {count}: at least 1 is needed")
-    _selection.cpus = tuple(cpus)
-    _selection.apply_threads(count)
+    _selection.asked_threads = count
+    _selection.apply_threads()
+
+
+def place(plan: CpuPlan) -> None:
+    """Let the kernels' threads run as planned: their number, and the CPUs they are bound to.
+
+    Memory that is touched first by them (`first_touch`) lies next to these CPUs.
+    """
+    _selection.plan = plan
+    _selection.apply_threads()

@@ -1,0 +1,132 @@
+"""Which CPUs the kernels' threads use: physical cores, near the GPU, within the limits set for us.
+
+Pure functions over a sysfs tree. What they decide:
+* one thread per physical core, less one for the thread that launches work, where there are more
+  than two. Two threads on one core share its load units and gain nothing;
+* with a GPU on a NUMA node, the cores of that node, to which the threads are bound as a group: the
+  state is then in memory next to them and to the GPU. They are not bound one by one: another
+  process on the node would stall one of them, and with it the bucket;
+* ranks whose GPUs share a node divide its cores;
+* a CPU quota (containers) bounds the number and forbids binding: it is a share of time on any core,
+  and all containers that bound themselves to the first cores would meet there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offloadtrain import cgroup
+
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """Where the kernels run.
+
+    Attributes:
+        threads: at least 1.
+        cpus: logical CPUs that they are bound to, as a group; empty: not bound.
+        why: one sentence for a report.
+    """
+
+    threads: int
+    cpus: tuple[int, ...]
+    why: str
+
+
+def plan(
+    *,
+    rank_gpus: Sequence[str | None] = (None,),
+    local_rank: int = 0,
+    allowed: Collection[int] | None = None,
+    quota: float | None = None,
+    sysfs: Path = SYSFS,
+) -> CpuPlan:
+    """Decide for one rank.
+
+    Args:
+        rank_gpus: PCI address ("0000:3b:00.0") of each local rank's GPU, None for none.
+        local_rank: which of them is this process.
+        allowed: logical CPUs of this process's affinity; None: ask.
+        quota: CPUs' worth of time; None: no limit.
+    """
+    mine = os.sched_getaffinity(0) if allowed is None else set(allowed)
+    nodes = [_node(gpu, mine, sysfs) for gpu in rank_gpus]
+    node = nodes[local_rank]
+    near = mine if node is None else mine & _node_cpus(node, sysfs)
+    cores = _cores(near, sysfs)
+    sharers = [rank for rank, other in enumerate(nodes) if other == node]
+    share = _share(cores, sharers.index(local_rank), len(sharers))
+    threads, limits = _count(len(share), quota)
+    where = "physical cores" if node is None else f"physical cores of NUMA node {node}"
+    why = f"{len(share)} of {len(cores)} {where}{limits}"
+    bound = node is not None and quota is None
+    return CpuPlan(
+        threads, tuple(sorted(cpu for core in share for cpu in core)) if bound else (), why
+    )
+
+
+def local_plan(rank_gpus: Sequence[str | None] = (None,), local_rank: int = 0) -> CpuPlan:
+    """`plan` for this process on this machine."""
+    return plan(rank_gpus=rank_gpus, local_rank=local_rank, quota=cgroup.cpu_quota())
+
+
+def _count(cores: int, quota: float | None) -> tuple[int, str]:
+    """Threads for so many cores, and what limits them."""
+    limits = ""
+    if quota is not None and int(quota) < cores:
+        cores = max(int(quota), 1)
+        limits = f", cgroup quota {quota:g}"
+    if cores <= 2:
+        return cores, limits
+    return cores - 1, limits + ", one left to the launching thread"
+
+
+def _share(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
+    """This rank's contiguous part; ranks beyond the number of cores share one."""
+    if len(cores) < ranks:
+        return [cores[rank % len(cores)]]
+    return cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks]
+
+
+def _cores(cpus: Iterable[int], sysfs: Path) -> list[tuple[int, ...]]:
+    """Logical CPUs by physical core, in the order of their first CPU."""
+    found: dict[object, list[int]] = {}
+    for cpu in sorted(cpus):
+        found.setdefault(_core_of(cpu, sysfs), []).append(cpu)
+    return [tuple(core) for core in found.values()]
+
+
+def _core_of(cpu: int, sysfs: Path) -> object:
+    folder = sysfs / f"devices/system/cpu/cpu{cpu}/topology"
+    package, core = folder / "physical_package_id", folder / "core_id"
+    if not (package.exists() and core.exists()):
+        return cpu
+    return package.read_text().strip(), core.read_text().strip()
+
+
+def _node(gpu: str | None, allowed: Collection[int], sysfs: Path) -> int | None:
+    """The GPU's NUMA node, if it has one with CPUs that we may use and is not the only one."""
+    file = sysfs / f"bus/pci/devices/{(gpu or '').lower()}/numa_node"
+    if not gpu or not file.exists():
+        return None
+    node = int(file.read_text())
+    return node if node >= 0 and _node_cpus(node, sysfs) & set(allowed) else None
+
+
+def _node_cpus(node: int, sysfs: Path) -> set[int]:
+    file = sysfs / f"devices/system/node/node{node}/cpulist"
+    return set(parse_cpulist(file.read_text())) if file.exists() else set()
+
+
+def parse_cpulist(text: str) -> list[int]:
+    """Read "0-3,8,10-11" as [0, 1, 2, 3, 8, 10, 11]."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -1,0 +1,42 @@
+"""The few calls that go to the CUDA driver itself.
+
+Not to the runtime: a refused cudaHostRegister leaves a pending error behind that a later, unrelated
+operation would report. And torch tells neither of these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_PCI_ADDRESS_CHARS = 16
+
+
+def register(memory: Tensor) -> bool:
+    """Page-lock host memory, (bytes,) uint8; False if the driver refuses."""
+    result = _driver().cuMemHostRegister_v2(
+        ctypes.c_void_p(memory.data_ptr()),
+        ctypes.c_size_t(memory.numel()),
+        ctypes.c_uint(_PORTABLE),
+    )
+    return int(result) == 0
+
+
+def unregister(memory: Tensor) -> None:
+    """Give page-locked memory back."""
+    _driver().cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr()))
+
+
+def pci_address(index: int) -> str | None:
+    """Return "0000:3b:00.0" of a visible device, None if the driver does not say."""
+    text = ctypes.create_string_buffer(_PCI_ADDRESS_CHARS)
+    result = _driver().cuDeviceGetPCIBusId(text, _PCI_ADDRESS_CHARS, ctypes.c_int(index))
+    return text.value.decode().lower() if int(result) == 0 else None
+
+
+def _driver() -> ctypes.CDLL:
+    torch.cuda.current_stream()  # makes the primary context current on this thread
+    return ctypes.CDLL("libcuda.so.1")

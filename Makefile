@@ -8,15 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench sanitize clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    install, then train a byte-level GPT on Python's standard library (2 minutes)"
-	@echo "make test    install, then run the tests"
-	@echo "make lint    ruff, format, strict mypy, import contracts"
-	@echo "make bench   CPU Adam against the traffic limit and torch, in one process"
-	@echo "make clean   remove .venv, builds and caches; data and runs stay"
+	@echo "make demo      install, then train a byte-level GPT on Python's standard library (2 minutes)"
+	@echo "make test      install, then run the tests"
+	@echo "make lint      ruff, format, strict mypy, import contracts"
+	@echo "make bench     CPU Adam against the traffic limit and torch, in one process"
+	@echo "make sanitize  kernels under ASan and UBSan, the thread pool under TSan"
+	@echo "make clean     remove .venv, builds and caches; data and runs stay"
 
 demo: .venv/.installed
 	$(BIN)/offloadtrain train demo
@@ -31,7 +32,12 @@ lint: .venv/.installed
 	$(BIN)/lint-imports
 
 bench: .venv/.installed
-	$(BIN)/python -m benchmarks.adam
+	$(BIN)/offloadtrain bench adam --n 16M
+
+# Needs a compiler and nothing else.
+sanitize:
+	native/sanitize/run.sh kernels
+	native/sanitize/run.sh pool
 
 # Stamps, so that a second run installs nothing.
 .venv/.created:

@@ -46,9 +46,9 @@ def curve_of(state: str, seed: int, steps: int) -> Curve:
             folder + "/run",
         ]
         subprocess.run([*command, "--set", *settings], check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
+        lines = (Path(folder) / "run/events/rank000.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    return [(e["step"], e["val_loss"]) for e in events if e.get("type") == "eval"]
+    return [(e["step"], e["val_loss"]) for e in events if e["k"] == "eval"]
 
 
 def run(steps: int, seeds: list[int], processes: int) -> dict[str, Any]:

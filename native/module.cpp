@@ -57,30 +57,38 @@ std::vector<const Kernels*> usable() {
 }
 
 std::atomic<const Kernels*> active{usable().front()};
-std::mutex pool_mutex;
-std::shared_ptr<Pool> pool;
-int wanted_threads = 1;        // guarded by pool_mutex
-std::vector<int> wanted_cpus;  // guarded by pool_mutex
+struct Wanted {
+  int threads = 1;
+  std::vector<int> cpus;
+  bool operator==(const Wanted& other) const {
+    return threads == other.threads && cpus == other.cpus;
+  }
+};
 
-// Shared: a caller keeps its pool alive when another one changes the number of threads meanwhile.
+std::mutex pool_mutex;  // guards the next three
+std::shared_ptr<Pool> pool;
+Wanted wanted, running;
+
+// Made when a loop needs it. Shared: a caller keeps its pool alive when another one changes what is
+// wanted meanwhile.
 std::shared_ptr<Pool> running_pool() {
+  std::shared_ptr<Pool> old;  // joined after the lock is given back
   std::lock_guard<std::mutex> lock(pool_mutex);
   if (pool && !pool->alive()) {
     new std::shared_ptr<Pool>(pool);  // a fork: its threads are in the parent, joining would hang
     pool.reset();
   }
-  if (!pool) pool = std::make_shared<Pool>(wanted_threads, wanted_cpus);
+  if (!pool || !(running == wanted)) {
+    old = std::move(pool);
+    pool = std::make_shared<Pool>(wanted.threads, wanted.cpus);
+    running = wanted;
+  }
   return pool;
 }
 
 void set_threads(int threads, const std::vector<int>& cpus) {
-  std::shared_ptr<Pool> old;  // ends after the lock is given back
   std::lock_guard<std::mutex> lock(pool_mutex);
-  if (wanted_threads == std::max(threads, 1) && wanted_cpus == cpus) return;
-  wanted_threads = std::max(threads, 1);
-  wanted_cpus = cpus;
-  if (pool && !pool->alive()) new std::shared_ptr<Pool>(pool);
-  old.swap(pool);
+  wanted = {std::max(threads, 1), cpus};
 }
 
 std::vector<std::string> isas() {

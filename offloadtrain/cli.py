@@ -72,6 +72,22 @@ app.command(
     help="Copy a job that comes with offloadtrain, to make it yours.",
     help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
 )
+bench = App(
+    name="bench",
+    help="Measure this machine.",
+    help_format="plaintext",
+    help_epilogue=_examples("offloadtrain bench adam --n 16M"),
+)
+bench.command(
+    "offloadtrain.commands.bench:adam",
+    name="adam",
+    help="CPU Adam against the memory's limit, torch and DeepSpeed.",
+    help_epilogue=_examples(
+        "offloadtrain bench adam",
+        "offloadtrain bench adam --n 16M --threads 1,2,4 --json > adam.json",
+    ),
+)
+app.command(bench)
 app.command(
     "offloadtrain.commands.version:version",
     name="version",

@@ -1,0 +1,160 @@
+// Every kernel over heap buffers of the exact size, for AddressSanitizer and UBSan: lengths around
+// every block and slab, unaligned starts, all dtypes, and values that are not numbers.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "../kernels.h"
+
+namespace offloadtrain {
+extern const Kernels kTested;
+}
+
+namespace {
+
+using namespace offloadtrain;
+
+// Memory of exactly so many elements that starts `shift` elements into an allocation.
+template <typename T>
+class Exact {
+ public:
+  Exact(std::int64_t count, int shift)
+      : memory_(static_cast<T*>(std::malloc((count + shift) * sizeof(T) + (count + shift == 0)))),
+        shift_(shift) {
+    std::memset(static_cast<void*>(memory_), 0, (count + shift) * sizeof(T));
+  }
+  ~Exact() { std::free(memory_); }
+  Exact(const Exact&) = delete;
+  Exact& operator=(const Exact&) = delete;
+  T* get() { return memory_ + shift_; }
+
+ private:
+  T* memory_;
+  int shift_;
+};
+
+std::uint32_t next_random() {
+  static std::uint32_t state = 1;
+  state = state * 1664525u + 1013904223u;
+  return state;
+}
+
+// Any bits at all: NaN, infinities and denormals among them.
+void fill(void* memory, std::size_t bytes) {
+  auto* out = static_cast<unsigned char*>(memory);
+  for (std::size_t i = 0; i < bytes; ++i) out[i] = static_cast<unsigned char>(next_random() >> 24);
+}
+
+std::size_t size_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+constexpr DType kFloats[] = {DType::float32, DType::bfloat16, DType::float16};
+
+Adam hyperparameters() {
+  return {0.5f, 0.999f, 0.1f, 0.1f, false, 0.95f, 0.05f, -1e-3f, 0.3f, 1e-8f};
+}
+
+struct Case {
+  std::int64_t count;
+  int shift;
+  DType grad;
+  bool doubled;
+};
+
+void fp32(const Case& c, DType working_dtype) {
+  Exact<float> a(c.count, c.shift), b(c.count, c.shift), v(c.count, c.shift);
+  Exact<float> a2(c.count, c.shift), b2(c.count, c.shift), v2(c.count, c.shift);
+  Exact<unsigned char> grad(c.count * size_of(c.grad), 0);
+  const std::size_t width = working_dtype == DType::none ? 0 : size_of(working_dtype);
+  Exact<unsigned char> working(c.count * width, 0);
+  for (float* p : {a.get(), b.get(), v.get()}) fill(p, c.count * 4);
+  fill(grad.get(), c.count * size_of(c.grad));
+  const Fp32State in = {a.get(), b.get(), v.get()}, other = {a2.get(), b2.get(), v2.get()};
+  kTested.adam_fp32(hyperparameters(), in, c.doubled ? other : in, {grad.get(), c.grad},
+                    width ? working.get() : nullptr, working_dtype, 0, c.count);
+}
+
+void split16(const Case& c) {
+  Exact<std::uint16_t> w(c.count, c.shift), m(c.count, c.shift), v(c.count, c.shift);
+  Exact<std::uint16_t> w2(c.count, c.shift), m2(c.count, c.shift), v2(c.count, c.shift);
+  Exact<std::int16_t> low(c.count, c.shift), low2(c.count, c.shift);
+  Exact<unsigned char> grad(c.count * size_of(c.grad), 0);
+  for (std::uint16_t* p : {w.get(), m.get(), v.get()}) fill(p, c.count * 2);
+  fill(low.get(), c.count * 2);
+  fill(grad.get(), c.count * size_of(c.grad));
+  const Split16State in = {w.get(), low.get(), m.get(), v.get()};
+  const Split16State other = {w2.get(), low2.get(), m2.get(), v2.get()};
+  kTested.adam_split16(hyperparameters(), in, c.doubled ? other : in, {grad.get(), c.grad},
+                       {0, c.count, 0x123456789abcdefu, 0xfffffff0u});
+}
+
+void int8(const Case& c, DType weight_dtype) {
+  const std::int64_t blocks = (c.count + kBlock - 1) / kBlock;
+  Exact<std::uint16_t> w(c.count, c.shift), w2(c.count, c.shift);
+  Exact<std::int8_t> r(c.count, c.shift), r2(c.count, c.shift);
+  Exact<std::uint8_t> m(c.count, c.shift), v(c.count, c.shift), m2(c.count, c.shift), v2(c.count, c.shift);
+  Exact<float> ms(blocks, c.shift), vs(blocks, c.shift), ms2(blocks, c.shift), vs2(blocks, c.shift);
+  Exact<unsigned char> grad(c.count * size_of(c.grad), 0);
+  fill(w.get(), c.count * 2);
+  fill(r.get(), c.count);
+  fill(m.get(), c.count);
+  fill(v.get(), c.count);
+  fill(ms.get(), blocks * 4);
+  fill(vs.get(), blocks * 4);
+  fill(grad.get(), c.count * size_of(c.grad));
+  const Int8State in = {w.get(), r.get(), m.get(), v.get(), ms.get(), vs.get()};
+  const Int8State other = {w2.get(), r2.get(), m2.get(), v2.get(), ms2.get(), vs2.get()};
+  kTested.adam_int8(hyperparameters(), in, c.doubled ? other : in, {grad.get(), c.grad}, weight_dtype,
+                    {0, c.count, 7, 0});
+}
+
+void gradients(std::int64_t count, int shift, DType dtype) {
+  Exact<float> sum(count, shift), source(count, shift);
+  Exact<unsigned char> grad(count * size_of(dtype), 0), target(count * size_of(dtype), 0);
+  fill(grad.get(), count * size_of(dtype));
+  fill(source.get(), count * 4);
+  kTested.accumulate(sum.get(), grad.get(), dtype, true, 0, count);
+  kTested.accumulate(sum.get(), grad.get(), dtype, false, 0, count);
+  kTested.cast(source.get(), target.get(), dtype, 0, count);
+  double total = 0.0;
+  for (std::int64_t lo = 0; lo < count; lo += kSegment) {
+    const std::int64_t rest = count - lo;
+    total += kTested.segment(grad.get(), dtype, lo, rest < kSegment ? rest : kSegment);
+  }
+  if (total == 0.5) std::puts("");  // used
+}
+
+void limit(std::int64_t count, int shift) {
+  Exact<float> a(count, shift), b(count, shift), c(count, shift);
+  Exact<std::uint16_t> grad(count, shift), working(count, shift);
+  kTested.traffic({a.get(), b.get(), c.get()}, grad.get(), working.get(), 0, count);
+}
+
+void all(std::int64_t count, int shift) {
+  for (const DType grad : kFloats) {
+    for (const bool doubled : {false, true}) {
+      const Case c = {count, shift, grad, doubled};
+      for (const DType working : kFloats) fp32(c, working);
+      fp32(c, DType::none);
+      split16(c);
+      int8(c, DType::bfloat16);
+      int8(c, DType::float16);
+    }
+    gradients(count, shift, grad);
+  }
+  limit(count, shift);
+}
+
+}  // namespace
+
+int main() {
+  for (const std::int64_t count : {0, 1, 15, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049, 10007}) {
+    for (const int shift : {0, 1}) all(count, shift);
+  }
+#ifdef PLANT_FAULT
+  Exact<float> sum(100, 0), grad(99, 0);
+  kTested.accumulate(sum.get(), grad.get(), DType::float32, false, 0, 100);
+#endif
+  std::printf("%s: clean\n", kTested.name);
+}

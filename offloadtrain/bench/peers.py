@@ -1,0 +1,110 @@
+"""What our kernels are compared with: torch's fused AdamW, and DeepSpeed's CPU Adam where it is.
+
+The whole path of each is what it needs from 16-bit gradients to 16-bit weights with clipping: cast,
+multiply, step, cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.bench.rounds import Case
+from offloadtrain.kernels import AdamScalars, Fp32State
+
+TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
+DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"
+
+
+def torch_cases(
+    state: Fp32State, grad: Tensor, working: Tensor, wide: Tensor, scalars: AdamScalars
+) -> dict[str, Case]:
+    """torch.optim.AdamW(fused=True), called as the optimizer calls it.
+
+    Args:
+        wide: (n,) fp32, for the gradients that it wants.
+    """
+    step = torch.tensor(float(scalars.step))
+
+    def fused() -> None:
+        torch._fused_adamw_(
+            [state.master],
+            [wide],
+            [state.exp_avg],
+            [state.exp_avg_sq],
+            [],
+            [step],
+            lr=scalars.lr,
+            beta1=scalars.beta1,
+            beta2=scalars.beta2,
+            weight_decay=scalars.weight_decay,
+            eps=scalars.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return {TORCH_STEP: fused, TORCH_PATH: _path(fused, state, grad, working, wide, scalars)}
+
+
+def deepspeed_cases(
+    state: Fp32State, grad: Tensor, working: Tensor, wide: Tensor, scalars: AdamScalars
+) -> dict[str, Case]:
+    """DeepSpeedCPUAdam; empty, with one line on stderr, where it cannot be loaded or built."""
+    param = torch.nn.Parameter(state.master)
+    param.grad = wide
+    try:
+        adam = _quietly(lambda: _deepspeed_adam(param, scalars))
+    except ImportError:
+        return {}
+    except Exception as error:  # its compiler run raises what it likes
+        print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
+        return {}
+    path = _path(adam.step, state, grad, working, wide, scalars)
+    return {DEEPSPEED_STEP: adam.step, DEEPSPEED_PATH: path}
+
+
+def deepspeed_version() -> str | None:
+    """The version that was loaded, None if none was."""
+    return getattr(sys.modules.get("deepspeed"), "__version__", None)
+
+
+def _path(
+    step: Callable[[], object],
+    state: Fp32State,
+    grad: Tensor,
+    working: Tensor,
+    wide: Tensor,
+    scalars: AdamScalars,
+) -> Case:
+    def path() -> None:
+        wide.copy_(grad)
+        wide.mul_(scalars.grad_scale)
+        step()
+        working.copy_(state.master)
+
+    return path
+
+
+def _deepspeed_adam(param: torch.nn.Parameter, scalars: AdamScalars) -> Any:
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+        [param],
+        lr=scalars.lr,
+        betas=(scalars.beta1, scalars.beta2),
+        eps=scalars.eps,
+        weight_decay=scalars.weight_decay,
+        adamw_mode=True,
+    )
+    adam.step()
+    return adam
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    """Its import and build print to stdout, which is ours for data."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return make()

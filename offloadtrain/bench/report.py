@@ -1,0 +1,154 @@
+"""Rows, the table and the verdict on the goals of `offloadtrain bench adam`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
+from offloadtrain.bench.rounds import Seconds, ratio
+
+LIMIT = "traffic limit"
+ONE_PASS = "one pass"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case on one number of threads.
+
+    Attributes:
+        x_limit: times the time of moving the 28 bytes of fp32 Adam.
+        x_deepspeed_path, x_deepspeed_step, x_torch_path: how many times faster than these.
+    """
+
+    case: str
+    backend: str
+    state: str
+    n: int
+    threads: int
+    ns_per_param: float
+    bytes_per_param: float | None
+    x_limit: float | None
+    x_deepspeed_path: float | None
+    x_deepspeed_step: float | None
+    x_torch_path: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a case is."""
+
+    case: str
+    backend: str
+    state: str
+    bytes_per_param: float | None
+
+    @property
+    def key(self) -> str:
+        return f"{self.case}|{self.backend}|{self.state}"
+
+
+def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> list[Row]:
+    """Compare every case with the limit and the peers measured beside it."""
+    by_case = {label.case: seconds[label.key] for label in labels}
+
+    def row(label: Label) -> Row:
+        own = seconds[label.key]
+        return Row(
+            case=label.case,
+            backend=label.backend,
+            state=label.state,
+            n=n,
+            threads=threads,
+            ns_per_param=statistics.median(own) / n * 1e9,
+            bytes_per_param=label.bytes_per_param,
+            x_limit=ratio(own, by_case.get(LIMIT)),
+            x_deepspeed_path=ratio(by_case.get(DEEPSPEED_PATH), own),
+            x_deepspeed_step=ratio(by_case.get(DEEPSPEED_STEP), own),
+            x_torch_path=ratio(by_case.get(TORCH_PATH), own),
+        )
+
+    return [row(label) for label in labels]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows, for people."""
+    head = (
+        f"{'case':30} {'backend':14} {'state':8} thr ns/param B/param  x limit"
+        "  x DS path  x DS step  x torch path"
+    )
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    size = "-" if row.bytes_per_param is None else f"{row.bytes_per_param:.2f}"
+    return (
+        f"{row.case:30} {row.backend:14} {row.state:8} {row.threads:3} {row.ns_per_param:8.3f} "
+        f"{size:>7} {_told(row.x_limit):>8} {_told(row.x_deepspeed_path):>10} "
+        f"{_told(row.x_deepspeed_step):>10} {_told(row.x_torch_path):>13}"
+    )
+
+
+def _told(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure to reach: `found` at most or at least `bound`; None: nothing to compare with."""
+
+    what: str
+    found: float | None
+    bound: float
+    at_most: bool
+
+    def __str__(self) -> str:
+        sign = "<=" if self.at_most else ">="
+        if self.found is None:
+            return f"{self.what:48} {sign} {self.bound:5.2f}      -  not measured"
+        reached = self.found <= self.bound if self.at_most else self.found >= self.bound
+        verdict = "reached" if reached else "not reached"
+        return f"{self.what:48} {sign} {self.bound:5.2f} {self.found:6.2f}  {verdict}"
+
+
+def goals(rows: Sequence[Row], dispatch_us: float) -> list[Goal]:
+    """What this project wants of its kernels, for every number of threads that was measured."""
+    found: list[Goal] = []
+    counts = sorted({row.threads for row in rows})
+    for threads in counts:
+        fp32 = _best(rows, "fp32", threads)
+        suffix = f", {threads} thread{'s' if threads > 1 else ''}"
+        if fp32 is not None:
+            found += [
+                Goal(f"fp32 against the traffic limit{suffix}", fp32.x_limit, 1.25, True),
+                Goal(f"fp32, times DeepSpeed's path{suffix}", fp32.x_deepspeed_path, 1.8, False),
+                Goal(f"fp32, times torch's path{suffix}", fp32.x_torch_path, 1.8, False),
+            ]
+        found.append(Goal(f"Numba against native, fp32{suffix}", _twin(rows, threads), 1.3, True))
+    for state, bound in (("split16", 2.5), ("int8", 3.0)):
+        best = _best(rows, state, counts[-1])
+        if best is not None:
+            what = f"{state}, times DeepSpeed's path, {counts[-1]} threads"
+            found.append(Goal(what, best.x_deepspeed_path, bound, False))
+    return [*found, Goal("dispatch of one bucket, us", dispatch_us, 15.0, True)]
+
+
+def _best(rows: Sequence[Row], state: str, threads: int, backend: str = "native") -> Row | None:
+    """The first such row: backends come in the order of preference."""
+    for row in rows:
+        same = (row.case, row.state, row.threads) == (ONE_PASS, state, threads)
+        if same and row.backend.startswith(backend):
+            return row
+    return None
+
+
+def _twin(rows: Sequence[Row], threads: int) -> float | None:
+    native, numba = (_best(rows, "fp32", threads, name) for name in ("native", "numba"))
+    if native is None or numba is None or native.x_limit is None or numba.x_limit is None:
+        return None
+    return numba.x_limit / native.x_limit

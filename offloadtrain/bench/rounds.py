@@ -1,0 +1,39 @@
+"""Interleaved timing: every case once per round, ratios within rounds.
+
+Memory bandwidth on a shared machine changes by a factor of two within the hour. Two cases are
+compared by the median of their ratios within rounds, never by two medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+Case = Callable[[], object]
+Seconds = dict[str, list[float]]
+"""Case → seconds, one entry per round."""
+
+SETTLE_S = 0.02
+"""torch's threads spin for a while after their last loop, which would slow the next case."""
+
+
+def measure(cases: Mapping[str, Case], rounds: int, on_round: Callable[[int], None]) -> Seconds:
+    """Seconds by case and round; a first round compiles and faults pages in, and is not counted."""
+    seconds: Seconds = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        on_round(number)
+        for name, run in cases.items():
+            time.sleep(SETTLE_S)
+            start = time.perf_counter()
+            run()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(above: list[float] | None, below: list[float] | None) -> float | None:
+    """Median of the ratios within rounds; None where one of them is absent."""
+    if not above or not below:
+        return None
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))

@@ -1,0 +1,114 @@
+"""`offloadtrain bench`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from offloadtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offloadtrain.bench.report import Row
+
+STATES = ("fp32", "split16", "int8")
+
+
+def adam(
+    *,
+    n: str = "64M",
+    threads: str = "1,2",
+    rounds: int = 11,
+    states: str = ",".join(STATES),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Measure CPU Adam against the memory's limit, torch and, if installed, DeepSpeed.
+
+    All cases run in one process, in turn; ratios are medians of ratios within a round.
+
+    Parameters
+    ----------
+    n
+        Parameters: 64M is 64 * 2^20. About 55 bytes of host memory each.
+    threads
+        Numbers of threads to measure, separated by commas.
+    rounds
+        How often every case runs.
+    states
+        State formats to measure, separated by commas: fp32, split16, int8.
+    as_json
+        Print one JSON object instead of the tables.
+    """
+    numel, counts = _numel(n), _threads(threads)
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: at least 1 is needed")
+    chosen = _states(states)
+
+    from offloadtrain.bench import adam as bench
+
+    def tell(count: int, number: int) -> None:
+        print(f"\r{count} threads, round {number}/{rounds} ", end="", file=sys.stderr, flush=True)
+
+    rows = bench.run(numel, counts, rounds, chosen, tell)
+    print(file=sys.stderr)
+    show = _print_json if as_json else _print_tables
+    show(rows, rounds, bench.dispatch_us())
+
+
+def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
+    from offloadtrain.bench.report import goals, table
+
+    print(f"{rows[0].n} parameters, medians of {rounds} rounds; DS: DeepSpeed\n")
+    print(table(rows))
+    print(f"\n{'goal':48}    bound  found")
+    for goal in goals(rows, dispatch):
+        print(goal)
+
+
+def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
+    import torch
+
+    from offloadtrain import kernels
+    from offloadtrain.bench.peers import deepspeed_version
+    from offloadtrain.telemetry import probe
+
+    found = {
+        "machine": asdict(probe()),
+        "kernels": asdict(kernels.backend()),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed_version(),
+        "n": rows[0].n,
+        "rounds": rounds,
+        "dispatch_us": dispatch,
+        "rows": [row.as_json() for row in rows],
+    }
+    print(json.dumps(found))
+
+
+_NUMEL = re.compile(r"([1-9][0-9]*)([KMG]?)", re.IGNORECASE)
+
+
+def _numel(text: str) -> int:
+    match = _NUMEL.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--n {text}: a number such as 64M (64 * 2^20), 1G or 1000 is needed")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def _threads(text: str) -> list[int]:
+    counts = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(counts) < 1:
+        raise ConfigError(f"--threads {text}: numbers from 1 on, separated by commas, are needed")
+    return counts
+
+
+def _states(text: str) -> list[str]:
+    chosen = text.split(",")
+    unknown = [state for state in chosen if state not in STATES]
+    if unknown:
+        raise ConfigError(f"--states {text}: {unknown[0]!r} is not one of {', '.join(STATES)}")
+    return chosen

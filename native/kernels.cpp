@@ -8,6 +8,14 @@
 #include "numbers.h"
 #include "stream.h"
 
+// Before a loop whose elements are independent of each other, although memory that it reads may be
+// memory that it writes.
+#if defined(__clang__)
+#define OT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define OT_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace offloadtrain {
 namespace {
 
@@ -53,7 +61,7 @@ void fp32_loop(const AdamRule& given, const Fp32State& in, const Fp32State& out,
   const AdamRule rule = given;
   const float *master = in.master, *exp_avg = in.exp_avg, *exp_avg_sq = in.exp_avg_sq;
   float *new_master = out.master, *new_exp_avg = out.exp_avg, *new_exp_avg_sq = out.exp_avg_sq;
-#pragma GCC ivdep
+OT_INDEPENDENT
   for (i64 i = 0; i < count; ++i) {
     const Moments x = rule(Grad::load(grad[i]), master[i], exp_avg[i], exp_avg_sq[i]);
     new_exp_avg[i] = x.exp_avg;
@@ -125,7 +133,7 @@ void split16_loop(const AdamRule& given, const Random& given_random, u32 element
   const AdamRule rule = given;
   const Random random = given_random;
   const Split16State old = in, fresh = out;
-#pragma GCC ivdep
+OT_INDEPENDENT
   for (i32 i = 0; i < static_cast<i32>(count); ++i) {
     const u32 bits = random.bits(element + static_cast<u32>(i));
     const Moments x = rule(Grad::load_canonical(grad[i]), Split::join(old.weight[i], old.low[i]),
@@ -192,7 +200,7 @@ void int8_update(const AdamRule& given, const Int8State& in, float exp_avg_scale
                  i32 count) {
   const AdamRule rule = given;
   const Int8State old = in;
-#pragma GCC ivdep
+OT_INDEPENDENT
   for (i32 i = 0; i < count; ++i) {
     const u32 stored = old.exp_avg[i];
     const float size = ExpAvgCode::decode(stored & 0x7fu) * exp_avg_scale;
@@ -237,7 +245,7 @@ void int8_encode(const Random& given_random, u32 element, const Block& block, fl
   const Random random = given_random;
   const Int8State fresh = out;
   const float least = ExpAvgSqCode::decode(1);
-#pragma GCC ivdep
+OT_INDEPENDENT
   for (i32 i = 0; i < count; ++i) {
     const u32 bits = random.bits(element + static_cast<u32>(i));
     const u32 x = Weight::encode(block.master[i], bits & 0xffu);
@@ -400,7 +408,7 @@ double segment(const void* values, DType dtype, i64 lo, i64 count) {
 
 void traffic_loop(const Fp32State& state, const u16* grad, u16* working, i64 count) {
   float *master = state.master, *exp_avg = state.exp_avg, *exp_avg_sq = state.exp_avg_sq;
-#pragma GCC ivdep
+OT_INDEPENDENT
   for (i64 i = 0; i < count; ++i) {
     master[i] = master[i] * 0.999f;
     exp_avg[i] = exp_avg[i] * 0.999f;

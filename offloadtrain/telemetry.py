@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from offloadtrain import cgroup
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.events import Event, GpuSample, System
 from offloadtrain.memory import available_bytes
@@ -243,23 +244,16 @@ def _told(ask: Callable[[], _T], otherwise: _T) -> _T:
 
 def _cgroup_cores() -> int:
     """CPU time that the tightest cgroup allows, in whole cores, at least one."""
-    cores = [os.cpu_count() or 1]
-    for text in _cgroup_files("cpu.max"):
-        quota, _, period = text.partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period):
-            cores.append(max(int(quota) // int(period), 1))
-    return min(cores)
+    quota = cgroup.cpu_quota(_CGROUPS, _PROC / "self/cgroup")
+    cores = os.cpu_count() or 1
+    return cores if quota is None else max(min(int(quota), cores), 1)
 
 
 def _cgroup_files(name: str) -> Iterator[str]:
     """Yield the text of a file of this process's cgroup (version 2) and of each one above it."""
-    with suppress(OSError):
-        lines = (_PROC / "self/cgroup").read_text().splitlines()
-        inner = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
-        for folder in ((_CGROUPS / inner), *(_CGROUPS / inner).parents):
-            if folder.is_relative_to(_CGROUPS):
-                with suppress(OSError):  # the root has no limits, and version 1 other names
-                    yield (folder / name).read_text().strip()
+    for folder in cgroup.folders(_CGROUPS, _PROC / "self/cgroup"):
+        with suppress(OSError):  # the root has no limits, and version 1 other names
+            yield (folder / name).read_text().strip()
 
 
 def _cpu_name() -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,92 @@ except ValueError:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "refused\n"
+
+
+def narrow(numel: int = N) -> kernels.Split16State:
+    halves = [ones(numel, torch.bfloat16) for _ in range(3)]
+    return kernels.Split16State(halves[0], ones(numel, torch.int16), *halves[1:])
+
+
+def eight(numel: int = N) -> kernels.Int8State:
+    codes = (ones(numel, torch.int8), ones(numel, torch.uint8), ones(numel, torch.uint8))
+    scales = [ones(kernels.blocks(numel)) for _ in range(2)]
+    return kernels.Int8State(ones(numel, torch.bfloat16), *codes, *scales)
+
+
+ONE = kernels.Layout.of_one(N)
+Given = dict[str, Any]
+STATE_CASES: dict[str, tuple[type[Exception], str, Callable[[], Given]]] = {
+    "no layout": (TypeError, "layout", lambda: {"state": narrow(), "layout": None}),
+    "a layout beyond the end": (
+        ValueError,
+        "ends at element",
+        lambda: {"state": narrow(), "layout": kernels.Layout.of_one(N + 1)},
+    ),
+    "working with narrow state": (
+        TypeError,
+        "working",
+        lambda: {"state": narrow(), "working": ones(dtype=torch.bfloat16)},
+    ),
+    "fp16 high halves": (
+        TypeError,
+        "weight must be bfloat16",
+        lambda: {"state": narrow()._replace(weight=ones(dtype=torch.float16))},
+    ),
+    "short scales": (
+        ValueError,
+        "exp_avg_scale",
+        lambda: {"state": eight()._replace(exp_avg_scale=ones(2))},
+    ),
+    "fp32 correction": (
+        TypeError,
+        "correction must be int8",
+        lambda: {"state": eight()._replace(correction=ones())},
+    ),
+    "another kind of out": (TypeError, "one kind", lambda: {"state": narrow(), "out": eight()}),
+    "out of another dtype": (
+        TypeError,
+        "float16",
+        lambda: {"state": eight(), "out": eight()._replace(weight=ones(dtype=torch.float16))},
+    ),
+    "out of another length": (
+        ValueError,
+        "elements",
+        lambda: {"state": narrow(), "out": narrow(N + 1)},
+    ),
+    "no state": (TypeError, "one kind", lambda: {"state": (ones(), ones(), ones())}),
+}
+
+
+@pytest.mark.parametrize("case", STATE_CASES)
+def test_narrow_states_refuse(case: str) -> None:
+    error, said, make = STATE_CASES[case]
+    given = {"layout": ONE} | make()
+    with pytest.raises(error, match=said):
+        kernels.adam(given.pop("state"), ones(dtype=torch.bfloat16), SCALARS, **given)
+
+
+def test_out_may_not_share_memory_with_the_state() -> None:
+    state = narrow()
+    half_shared = narrow()._replace(low=state.low)
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.adam(state, ones(), SCALARS, layout=ONE, out=half_shared)
+    assert all(bool((tensor == 1).all()) for tensor in (*state, *half_shared))
+
+
+def test_a_freed_narrow_state_is_refused() -> None:
+    state = eight()
+    state.correction.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="freed"):
+        kernels.adam(state, ones(), SCALARS, layout=ONE)
+
+
+def test_accumulate_refuses_a_layout_beyond_the_end() -> None:
+    with pytest.raises(ValueError, match="not in a buffer"):
+        kernels.accumulate(ones(), ones(), True, kernels.Layout.of_one(N + 1))
+
+
+def test_the_traffic_loop_refuses() -> None:
+    state = kernels.Fp32State(ones(), ones(), ones())
+    with pytest.raises(TypeError, match="16 bits"):
+        kernels.traffic(state, ones(), ones(dtype=torch.bfloat16))

@@ -73,3 +73,24 @@ def test_the_largest_fp32_values_do_not_overflow(backend: Backend) -> None:
 def test_another_order_of_adding_has_other_bits() -> None:
     values = gradient(10_007, torch.float32)
     assert math.fsum(values.double().square().tolist()) != reference(values)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_microbatch_is_squared_as_it_is_added(
+    dtype: torch.dtype, backend: Backend
+) -> None:
+    numels = [1, 4097, 0, 70_001]
+    layout = kernels.Layout([0, 128, 4352, 4352], numels, range(4))
+    total, grad = gradient(80_000, torch.float32), gradient(80_000, dtype)
+    for first in (False, True):
+        for chosen in threaded(backend):
+            fused, apart = total.clone(), total.clone()
+            with kernels.use(chosen):
+                sums = kernels.accumulate(fused, grad, first, layout)
+                kernels.accumulate(apart, grad, first)
+                assert sums == kernels.sum_squares_many(apart, layout), chosen
+            for offset, numel, _ in layout.rows():
+                piece = slice(offset, offset + numel)
+                assert torch.equal(fused[piece], apart[piece])
+            assert torch.equal(fused[74_353:], total[74_353:])

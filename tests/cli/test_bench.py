@@ -1,0 +1,118 @@
+"""`offloadtrain bench adam`: rows, ratios, verdicts. Never a wall time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
+from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
+from offloadtrain.bench.rounds import measure, ratio
+from offloadtrain.cli import USAGE, main
+
+KEYS = {
+    "case",
+    "backend",
+    "state",
+    "n",
+    "threads",
+    "ns_per_param",
+    "bytes_per_param",
+    "x_limit",
+    "x_deepspeed_path",
+    "x_deepspeed_step",
+    "x_torch_path",
+}
+SMALL = ["bench", "adam", "--n", "4K", "--rounds", "1", "--threads", "1"]
+
+
+def test_json_is_one_object_with_a_row_per_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(set(row) == KEYS for row in found["rows"])
+    assert {row["n"] for row in found["rows"]} == {4096}
+    native = [row for row in found["rows"] if row["backend"].startswith("native")]
+    sizes = {row["state"]: row["bytes_per_param"] for row in native if row["case"] == ONE_PASS}
+    if native:
+        assert sizes == {"fp32": 28.0, "split16": 18.0, "int8": 12.125}
+        assert all(row["x_limit"] > 0 for row in found["rows"])
+    assert all(row["x_torch_path"] > 0 for row in found["rows"])
+    assert found["machine"]["cores_usable"] >= 1 and found["dispatch_us"] > 0
+
+
+def test_the_table_and_the_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--states", "split16"]) == 0
+    told = capsys.readouterr().out
+    assert "split16" in told and "dispatch of one bucket" in told
+    assert "int8" not in told.split("goal")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--n", "64X"], "64M"),
+        (["--n", "0"], "is needed"),
+        (["--threads", "1,0"], "from 1 on"),
+        (["--threads", "two"], "from 1 on"),
+        (["--rounds", "0"], "at least 1"),
+        (["--states", "fp32,int4"], "fp32, split16, int8"),
+    ],
+)
+def test_bad_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "adam", *flags]) == USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_more_than_the_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "adam", "--n", "4096G"]) == 4
+    assert "host memory" in capsys.readouterr().err
+
+
+def test_ratios_are_medians_within_rounds() -> None:
+    assert ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == 2.0
+    assert ratio(None, [1.0]) is None
+
+
+def test_the_first_round_is_not_counted() -> None:
+    calls, told = [], []
+    seconds = measure({"a": lambda: calls.append(1)}, 3, told.append)
+    assert (len(calls), len(seconds["a"]), told) == (4, 3, [0, 1, 2, 3])
+
+
+def label(case: str, state: str = "fp32", backend: str = "native avx512") -> Label:
+    return Label(case, backend, state, 28.0)
+
+
+def made(times: dict[Label, float], threads: int = 2) -> list[Row]:
+    seconds = {key.key: [value, value] for key, value in times.items()}
+    return rows_of(list(times), seconds, 100, threads)
+
+
+def test_goals_are_judged_from_the_rows() -> None:
+    rows = made(
+        {
+            label(LIMIT, "-"): 1.0,
+            label(ONE_PASS): 1.2,
+            label(ONE_PASS, "split16"): 0.9,
+            label(ONE_PASS, "int8"): 0.7,
+            label(ONE_PASS, backend="numba"): 1.8,
+            label(DEEPSPEED_STEP, backend="deepspeed"): 1.3,
+            label(DEEPSPEED_PATH, backend="deepspeed"): 2.4,
+            label(TORCH_PATH, backend="torch"): 2.0,
+        }
+    )
+    verdicts = {goal.what: str(goal) for goal in goals(rows, dispatch_us=8.0)}
+    assert verdicts["fp32 against the traffic limit, 2 threads"].endswith("1.20  reached")
+    assert verdicts["fp32, times DeepSpeed's path, 2 threads"].endswith("2.00  reached")
+    assert verdicts["fp32, times torch's path, 2 threads"].endswith("1.67  not reached")
+    assert verdicts["split16, times DeepSpeed's path, 2 threads"].endswith("2.67  reached")
+    assert verdicts["int8, times DeepSpeed's path, 2 threads"].endswith("3.43  reached")
+    assert verdicts["Numba against native, fp32, 2 threads"].endswith("1.50  not reached")
+    assert "DeepSpeed" in table(rows) or "DS" in table(rows)
+
+
+def test_what_is_not_there_is_not_judged() -> None:
+    rows = made({label(ONE_PASS): 1.2, label(TORCH_PATH, backend="torch"): 2.4})
+    assert rows[0].x_deepspeed_path is None and rows[0].x_limit is None
+    assert any(str(goal).endswith("not measured") for goal in goals(rows, 1.0))

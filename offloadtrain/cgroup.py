@@ -38,8 +38,10 @@ def _quota_v2(folder: Path) -> float | None:
     file = folder / "cpu.max"
     if not file.exists():  # the root group has none
         return None
-    limit, period = file.read_text().split()
-    return None if limit == "max" else int(limit) / int(period)
+    limit, _, period = file.read_text().strip().partition(" ")
+    if not (limit.isdecimal() and period.isdecimal() and int(period)):  # "max 100000"
+        return None
+    return int(limit) / int(period)
 
 
 def _quota_v1(folder: Path) -> float | None:

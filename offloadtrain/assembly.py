@@ -15,7 +15,7 @@ from offloadtrain.config import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
-from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import HostMemoryError, available_bytes
@@ -55,6 +55,7 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
     _set_up_torch(config)
     device = resolve_device(config.device.kind)
     precision, why = resolve_precision(config.device.precision, device)
+    _check_state(config.optim.state, precision, why)
     _check_fits(config, device)
     train_tokens, val_tokens = open_tokens(config, on_prepare)
     for tokens in filter(None, (train_tokens, val_tokens)):
@@ -139,6 +140,19 @@ def resolve_precision(asked: str, device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         return "fp16", f"{name} has no bf16"
     return "fp32", f"{name} has no bf16 matrix instructions, and would be ten times slower in bf16"
+
+
+def _check_state(state: str, precision: str, why: str) -> None:
+    """Refuse what the resolved precision and the state format cannot do together.
+
+    Raises:
+        ConfigError: naming both keys.
+    """
+    try:
+        optim.check_format(state, PRECISIONS[precision])
+    except ValueError as error:
+        chosen = f" (device.precision = {precision}: {why})" if why else ""
+        raise ConfigError(f"optim.{error}{chosen}") from None
 
 
 def _cpu_has_bf16() -> bool:

@@ -330,7 +330,26 @@ def _data_contradictions(config: Config) -> Iterator[str]:
         yield "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then"
 
 
+STATE_PRECISIONS = {
+    "fp32": ("bf16", "fp16", "fp32"),
+    "split16": ("bf16",),
+    "int8": ("bf16", "fp16"),
+}
+
+
 def _contradictions(config: Config) -> Iterator[str]:
+    state, precision = config.optim.state, config.device.precision
+    if precision != "auto" and precision not in STATE_PRECISIONS[state]:
+        why = (
+            "16 bits cannot hold what a small fp16 weight lacks of its master"
+            if precision == "fp16"
+            else "its 16-bit weight is a part of the state"
+        )
+        fitting = " or ".join(STATE_PRECISIONS[state])
+        yield (
+            f"optim.state = '{state}' does not go with device.precision = '{precision}': {why}; "
+            f"set device.precision = {fitting}, or optim.state = fp32"
+        )
     data, optim, train, model = config.data, config.optim, config.train, config.model
     if optim.warmup_steps > train.steps:
         yield (

@@ -1,6 +1,6 @@
 """The offload engine over arbitrary modules."""
 
-from offloadtrain.engine.api import offload
+from offloadtrain.engine.api import PRECISIONS, offload
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
@@ -8,6 +8,7 @@ from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.optimizer import OffloadOptimizer
 
 __all__ = [
+    "PRECISIONS",
     "Engine",
     "EngineError",
     "GradientError",

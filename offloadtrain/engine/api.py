@@ -19,7 +19,7 @@ from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
 from offloadtrain.optim import FORMATS, AdamW, UpdateRule, check_format
 from offloadtrain.transfer import lanes_for
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Number = TypeVar("_Number", int, float)
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -74,7 +74,7 @@ def offload(
     _check_choice("update", update, ("exact",))
     settings = Settings(
         device=_resolve_device(device),
-        dtype=_DTYPES[_check_choice("precision", precision, tuple(_DTYPES))],
+        dtype=PRECISIONS[_check_choice("precision", precision, tuple(PRECISIONS))],
         clip_norm=_positive("clip_norm", clip_norm),
         grad_accum_steps=_positive("grad_accum_steps", grad_accum_steps) or 1,
         pin_memory=pin_memory,

@@ -11,6 +11,7 @@ from offloadtrain import config
 from offloadtrain.cli import main
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.footprint import state_bytes
+from offloadtrain.optim import FORMATS
 from offloadtrain.shapes import num_params
 
 
@@ -63,10 +64,20 @@ def test_dry_run_prints_the_resolved_job_and_what_it_needs(
         (["device.precision=bf16"], 2, 12 + 2),
         (["device.precision=bf16", "train.grad_accum_steps=2"], 2, 12 + 4),
         (["device.precision=fp32"], 4, 12 + 4),
+        (["device.precision=bf16", "optim.state=split16"], 2, 8 + 2),
+        (["device.precision=fp16", "optim.state=int8"], 2, 5 + 8 / 128 + 2),
     ],
 )
-def test_bytes_per_parameter(overrides: list[str], device: int, host: int) -> None:
+def test_bytes_per_parameter(overrides: list[str], device: int, host: float) -> None:
     job = config.load(shipped_jobs()["demo"], overrides)
     tiers = state_bytes(job)
     assert sum(tiers["device"].values()) == device * num_params(job.model)
-    assert sum(tiers["host"].values()) == host * num_params(job.model)
+    assert sum(tiers["host"].values()) == round(host * num_params(job.model))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_are_those_of_the_formats(name: str) -> None:
+    job = config.load(shipped_jobs()["demo"], [f"optim.state={name}", "device.precision=bf16"])
+    host = state_bytes(job)["host"]
+    size = FORMATS[name].bytes_per_param(("exp_avg", "exp_avg_sq"), 2)
+    assert sum(host.values()) - host["gradients"] == round(size * num_params(job.model))

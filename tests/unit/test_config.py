@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from offloadtrain import config
 from offloadtrain.config import (
+    STATE_PRECISIONS,
     Config,
     ConfigError,
     DataConfig,
@@ -364,7 +365,8 @@ def _section(cls: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[An
     return st.builds(cls, **{f.name: _any_of(hints[f.name]) for f in fields(cls)} | fixed)
 
 
-_PATHS = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.isprintable)
+_PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"), include_characters=" ")
+_PATHS = st.text(_PRINTABLE, min_size=1)
 _NONE = st.just("")
 
 
@@ -377,6 +379,8 @@ def _configs(draw: st.DrawFn) -> Config:
     )
     files = draw(st.tuples(_PATHS, _NONE, _NONE) | st.tuples(_NONE, _PATHS, _PATHS))
     data = dict(zip(("source", "train", "val"), map(st.just, files), strict=True))
+    kept = [(state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")]
+    state, precision = draw(st.sampled_from(kept))
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -390,8 +394,10 @@ def _configs(draw: st.DrawFn) -> Config:
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
-        optim=draw(_section(OptimConfig, warmup_steps=st.integers(0, steps))),
-        device=draw(_section(DeviceConfig, threads=st.integers(0, 4096))),
+        optim=draw(_section(OptimConfig, warmup_steps=st.integers(0, steps), state=st.just(state))),
+        device=draw(
+            _section(DeviceConfig, threads=st.integers(0, 4096), precision=st.just(precision))
+        ),
         train=draw(
             _section(
                 TrainConfig,
@@ -447,3 +453,17 @@ def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
     for path in paths:
         resolved = config.load(path)
         assert config.loads(config.dump(resolved)) == resolved, path.name
+
+
+@pytest.mark.parametrize(
+    ("state", "precision", "said"),
+    [
+        ("split16", "fp16", "16 bits cannot hold"),
+        ("split16", "fp32", "part of the state; set device.precision = bf16,"),
+        ("int8", "fp32", "set device.precision = bf16 or fp16"),
+    ],
+)
+def test_a_state_that_the_precision_cannot_have(state: str, precision: str, said: str) -> None:
+    (problem,) = problems(JOB, f"optim.state={state}", f"device.precision={precision}")
+    assert f"optim.state = '{state}' does not go with" in problem
+    assert said in problem

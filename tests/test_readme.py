@@ -76,5 +76,5 @@ def test_make_help_lists_the_commands() -> None:
     listed = subprocess.run(
         ["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    for target in ("demo", "test", "lint", "bench"):
+    for target in ("demo", "test", "lint", "bench", "sanitize"):
         assert f"make {target}" in listed

@@ -174,9 +174,9 @@ def use(chosen: Backend) -> Iterator[None]:
         _selection.choose(before.name, before.isa, before.why)
 
 
-def set_threads(count: int) -> None:
-    """How many threads one call uses, at least 1, whatever `place` says."""
-    if count < 1:
+def set_threads(count: int | None) -> None:
+    """How many threads one call uses, at least 1, whatever `place` says; None: as it says."""
+    if count is not None and count < 1:
         raise ValueError(f"threads = {count}: at least 1 is needed")
     _selection.asked_threads = count
     _selection.apply_threads()

@@ -24,6 +24,7 @@ needs_native = pytest.mark.skipif(BACKENDS[0].name != "native", reason="no nativ
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     with kernels.use(BACKENDS[0]):
+        kernels.set_threads(None)
         yield
         kernels.place(local_plan())
 

@@ -108,11 +108,6 @@ struct Float16 {
   }
 };
 
-struct Nothing {
-  using Storage = u16;
-  static u16 store(float) { return 0; }
-};
-
 // [Note: Random bits] A counter-based generator: the bits depend on (seed, step, parameter), which
 // the key holds, and on the element's number, and on nothing else. A resumed run, another number of
 // threads and another sharding draw the same bits. The mixer is lowbias32 (Wellons 2018), keyed
@@ -193,14 +188,21 @@ struct Minifloat {
   static constexpr int kShift = 23 - kMantissa;
   static constexpr u32 kOne = 0x3f800000u;
 
-  // What a code decodes to.
-  static float decode(u32 code) { return float_of((code << kShift) + kOne) - 1.0f; }
+  // t of a code.
+  static float decode(u32 code) { return decode(code, 1.0f); }
+  // t * scale, rounded once.
+  static float decode(u32 code, float scale) {
+    return __builtin_fmaf(float_of((code << kShift) + kOne), scale, -scale);
+  }
   static float top() { return decode(kLargestCode); }
+
+  // 1 + x * inverse, rounded once: what the code is cut from.
+  static float widened(float x, float inverse) { return __builtin_fmaf(x, inverse, 1.0f); }
   // `random`: uniform over 12 bits, laid right below the cut, with half of its own last place added:
-  // no drift. What is missing to the next code is more than t may have been rounded beyond top().
-  static u32 encode(float t, u32 random) {
+  // no drift. What is missing to the next code is more than rounding may have taken beyond top().
+  static u32 encode(float widened, u32 random) {
     const u32 below = (random << (kShift - 12)) + (1u << (kShift - 13));
-    return (bits_of(1.0f + t) - kOne + below) >> kShift;
+    return (bits_of(widened) - kOne + below) >> kShift;
   }
 };
 

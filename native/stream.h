@@ -12,7 +12,7 @@ namespace offloadtrain {
 namespace {
 
 // Elements that are computed in the cache before they are streamed out.
-constexpr i64 kSlab = 512;
+constexpr i64 kSlab = 256;
 
 #if defined(__AVX512F__)
 struct Line {

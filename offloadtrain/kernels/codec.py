@@ -33,6 +33,23 @@ def _wrapped(unsigned: Tensor, width: int) -> Tensor:
     return torch.where(unsigned >= 1 << (width - 1), unsigned - (1 << width), unsigned)
 
 
+def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """a * b + c in fp32, rounded once; numbers are taken as fp32.
+
+    The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
+    fp32, the rounding of the exact value (Boldo & Melquiond 2008).
+    """
+    b, c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (b, c))
+    product, addend = torch.broadcast_tensors(a.double() * b, c)
+    total = product + addend
+    kept = total - product
+    error = (product - (total - kept)) + (addend - kept)
+    bits = total.view(torch.int64)
+    inexact_even = (error != 0) & torch.isfinite(error) & (bits & 1 == 0)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact_even, bits + towards, bits).view(torch.float64).float()
+
+
 def random_bits(key: int, elements: Tensor) -> Tensor:
     """Uniform 32-bit integers, a function of the 64-bit key and each element's number.
 
@@ -140,19 +157,19 @@ class Minifloat:
 
     @property
     def top(self) -> Tensor:
-        """What the largest code decodes to, fp32."""
-        return self.decode(torch.tensor([self.largest]))[0]
+        """t of the largest code, fp32."""
+        return self.decode(torch.tensor([self.largest]), torch.ones(1))[0]
 
-    def decode(self, codes: Tensor) -> Tensor:
-        return float_of((codes << self.shift) + 0x3F800000) - 1.0
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """t * scale, rounded once."""
+        return fma(float_of((codes << self.shift) + 0x3F800000), scale, -scale)
 
-    def encode(self, t: Tensor, random: Tensor) -> Tensor:
-        """Round stochastically; `random` is uniform over 12 bits."""
-        steps = bits_of(1.0 + t) - 0x3F800000
+    def encode(self, x: Tensor, inverse: Tensor, random: Tensor) -> Tensor:
+        """The code of t = x * inverse, rounded stochastically; `random`: uniform over 12 bits."""
+        steps = bits_of(fma(x, inverse, 1.0)) - 0x3F800000
         half = 1 << (self.shift - 13)
-        return ((steps + (random << (self.shift - 12)) + half) >> self.shift).clamp(
-            max=self.largest
-        )
+        rounded = (steps + (random << (self.shift - 12)) + half) >> self.shift
+        return rounded.clamp(max=self.largest)
 
     def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
         """(blocks,) fp32 largest magnitudes → (scale, its inverse); NaN and 0 if not finite."""
@@ -175,9 +192,9 @@ def decode_moments(state: Int8State) -> tuple[Tensor, Tensor]:
         for scale in (state.exp_avg_scale, state.exp_avg_sq_scale)
     )
     stored = state.exp_avg.long()
-    size = bits_of(EXP_AVG.decode(stored & 0x7F) * m_scale)
+    size = bits_of(EXP_AVG.decode(stored & 0x7F, m_scale))
     exp_avg = float_of(size | ((stored & 0x80) << 24))
-    return exp_avg, EXP_AVG_SQ.decode(state.exp_avg_sq.long() + 1) * v_scale
+    return exp_avg, EXP_AVG_SQ.decode(state.exp_avg_sq.long() + 1, v_scale)
 
 
 def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor, out: Int8State) -> None:
@@ -195,9 +212,9 @@ def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor, out: Int
     v_scale, v_inverse = EXP_AVG_SQ.scales(v.abs().amax(1))
     finite = ((m_inverse != 0) & (v_inverse != 0)).unsqueeze(1)
     m, v = torch.where(finite, m, 0.0), torch.where(finite, v, 0.0)
-    m_code = EXP_AVG.encode(m.abs() * m_inverse.unsqueeze(1), r & 0xFFF)
+    m_code = EXP_AVG.encode(m.abs(), m_inverse.unsqueeze(1), r & 0xFFF)
     sign = torch.where(bits_of(m) & _SIGN != 0, 0x80, 0)
-    v_code = EXP_AVG_SQ.encode(v * v_inverse.unsqueeze(1), r >> 12).clamp(min=1) - 1
+    v_code = EXP_AVG_SQ.encode(v, v_inverse.unsqueeze(1), r >> 12).clamp(min=1) - 1
     out.exp_avg.copy_((m_code | sign).view(-1)[:numel])
     out.exp_avg_sq.copy_(v_code.view(-1)[:numel])
     out.exp_avg_scale.copy_(m_scale)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offloadtrain.kernels.codec import (
     encode_moments,
+    fma,
     random_bits,
     round_bf16,
     split,
@@ -141,33 +142,13 @@ def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:
     master, exp_avg, exp_avg_sq = state
     g = grad.float() * c.grad_scale
     if c.l2 != 0.0:
-        g = _fma(master, _like(g, c.l2), g)
-    m = _fma(_like(g, c.exp_avg_weight), g - exp_avg, g if c.towards_grad else exp_avg)
-    v = _fma(g * c.exp_avg_sq_weight, g, exp_avg_sq * c.beta2)
+        g = fma(master, c.l2, g)
+    m = fma(g - exp_avg, c.exp_avg_weight, g if c.towards_grad else exp_avg)
+    v = fma(g * c.exp_avg_sq_weight, g, exp_avg_sq * c.beta2)
     # numpy's root is correctly rounded, torch's is not always.
     root = torch.from_numpy(np.sqrt(v.numpy()))
     step = (m * c.negative_step_size) / (root / c.bias_correction2_sqrt + c.eps)
     return Fp32State(master * c.decay + step, m, v)
-
-
-def _like(tensor: Tensor, value: float) -> Tensor:
-    return torch.full_like(tensor, value)
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of fp32 tensors, rounded once.
-
-    The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
-    fp32, the rounding of the exact value (Boldo & Melquiond 2008).
-    """
-    product, addend = a.double() * b.double(), c.double()
-    total = product + addend
-    kept = total - product
-    error = (product - (total - kept)) + (addend - kept)
-    bits = total.view(torch.int64)
-    inexact_even = (error != 0) & torch.isfinite(error) & (bits & 1 == 0)
-    towards = torch.where((error > 0) == (total > 0), 1, -1)
-    return torch.where(inexact_even, bits + towards, bits).view(torch.float64).float()
 
 
 def _sum_squares(values: Tensor) -> float:

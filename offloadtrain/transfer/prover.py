@@ -1,0 +1,211 @@
+"""Proof that a program of lanes has no race, whatever the speed of each lane.
+
+[Note: The proof]
+Every lane has a vector clock: how far of each lane is known to be done when its next operation
+starts. `record` takes a copy, `wait` merges it. Two accesses to common bytes, one of them a write,
+are ordered if the later one's clock has seen the earlier one; if not, some speed of the lanes runs
+them in the other order, and that is a race. A step has no branch that depends on timing: one
+program stands for all its interleavings. A deadlock cannot be written: an event exists once it is
+recorded, so that every wait points back in the order of launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from offloadtrain.transfer.base import Lane
+from offloadtrain.transfer.recorder import (
+    Bytes,
+    Closed,
+    Entry,
+    Launched,
+    Opened,
+    Recorded,
+    Undefined,
+    Waited,
+)
+
+_LANES = tuple(Lane)
+_PAGE = 1 << 16
+Clock = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong: "race", "uninitialised", "unrecorded" or "unclosed"."""
+
+    kind: str
+    message: str
+
+
+@dataclass(slots=True)
+class _Access:
+    bytes: Bytes
+    writes: bool
+    lane: int
+    time: int
+    """Position on its lane; of an open span, where it will end is not known yet."""
+    name: str
+    open: bool = False
+    undefined: bool = False
+
+
+class _Memory:
+    """Accesses that a later one may conflict with, by page."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, list[_Access]] = {}
+
+    def overlapping(self, bytes_: Bytes) -> list[_Access]:
+        found = {
+            id(access): access
+            for page in _pages(bytes_)
+            for access in self._pages.get(page, ())
+            if access.bytes.overlaps(bytes_)
+        }
+        return list(found.values())
+
+    def add(self, access: _Access) -> None:
+        for page in _pages(access.bytes):
+            self._pages.setdefault(page, []).append(access)
+
+    def remove(self, accesses: Iterable[_Access]) -> None:
+        for access in accesses:
+            for page in _pages(access.bytes):
+                self._pages[page].remove(access)
+
+
+def _pages(bytes_: Bytes) -> range:
+    return (
+        range(bytes_.lo // _PAGE, (bytes_.hi - 1) // _PAGE + 1)
+        if bytes_.hi > bytes_.lo
+        else range(0)
+    )
+
+
+class _Proof:
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.clocks: list[Clock] = []
+        """Of each operation and each span's beginning, in the order of launch."""
+        self._lanes = [(0,) * len(_LANES) for _ in _LANES]
+        self._thread: Clock = (0,) * len(_LANES)
+        self._events: dict[int, Clock] = {}
+        self._memory = _Memory()
+        self._spans: dict[int, list[_Access]] = {}
+
+    def take(self, entry: Entry) -> None:
+        match entry:
+            case Launched(lane, name, reads, writes):
+                clock = self._advance(lane)
+                self.clocks.append(clock)
+                self._touch(lane, name, reads, writes, clock)
+            case Recorded(lane, event):
+                self._events[event] = _merged(self._lanes[_index(lane)], self._thread)
+            case Waited(lane, event, why):
+                self._wait(lane, event, why)
+            case Opened(span, name, reads, writes):
+                clock = self._advance(Lane.COMPUTE)
+                self.clocks.append(clock)
+                self._spans[span] = self._touch(Lane.COMPUTE, name, reads, writes, clock, open=True)
+            case Closed(span):
+                self._close(span)
+            case Undefined(bytes_):
+                mark = _Access(bytes_, False, 0, 0, "undefined", undefined=True)
+                self._memory.add(mark)
+
+    def end(self) -> None:
+        for accesses in self._spans.values():
+            if accesses:
+                self.faults.append(Fault("unclosed", f"{accesses[0].name} was never closed"))
+
+    def _advance(self, lane: Lane) -> Clock:
+        index = _index(lane)
+        clock = list(_merged(self._lanes[index], self._thread))
+        clock[index] += 1
+        self._lanes[index] = tuple(clock)
+        return self._lanes[index]
+
+    def _wait(self, lane: Lane | None, event: int, why: str) -> None:
+        seen = self._events.get(event)
+        if seen is None:
+            self.faults.append(Fault("unrecorded", f"wait for an event never recorded: {why}"))
+        elif lane is None:
+            self._thread = _merged(self._thread, seen)
+        else:
+            self._lanes[_index(lane)] = _merged(self._lanes[_index(lane)], seen)
+
+    def _close(self, span: int) -> None:
+        clock = self._advance(Lane.COMPUTE)
+        for access in self._spans.pop(span):
+            access.open, access.time = False, clock[_index(Lane.COMPUTE)]
+
+    def _touch(
+        self,
+        lane: Lane,
+        name: str,
+        reads: Sequence[Bytes],
+        writes: Sequence[Bytes],
+        clock: Clock,
+        *,
+        open: bool = False,
+    ) -> list[_Access]:
+        index, made = _index(lane), []
+        for bytes_, is_write in [*((r, False) for r in reads), *((w, True) for w in writes)]:
+            access = _Access(bytes_, is_write, index, clock[index], name, open)
+            self._check(access, clock)
+            self._memory.add(access)
+            made.append(access)
+        return made
+
+    def _check(self, access: _Access, clock: Clock) -> None:
+        earlier = self._memory.overlapping(access.bytes)
+        if not access.writes and any(e.undefined for e in earlier):
+            self._fault("uninitialised", access, "reads what nobody has written")
+        for other in earlier:
+            conflict = (access.writes or other.writes) and not other.undefined
+            if conflict and other.lane != access.lane and not _before(other, clock):
+                self._fault("race", access, f"is not ordered after '{other.name}'")
+        if access.writes:
+            self._memory.remove(
+                e
+                for e in earlier
+                if access.bytes.covers(e.bytes) and (e.undefined or _before(e, clock))
+            )
+
+    def _fault(self, kind: str, access: _Access, what: str) -> None:
+        lane = _LANES[access.lane].value
+        message = f"'{access.name}' on {lane} {what}: both touch {access.bytes.name}"
+        self.faults.append(Fault(kind, message))
+
+
+def prove(program: Iterable[Entry]) -> list[Fault]:
+    """Every race, uninitialised read, wait for nothing and unclosed span of a program."""
+    proof = _proof(program)
+    return proof.faults
+
+
+def order(program: Iterable[Entry]) -> list[Clock]:
+    """What each operation and span knows to be done when it starts: the happens-before relation."""
+    return _proof(program).clocks
+
+
+def _proof(program: Iterable[Entry]) -> _Proof:
+    proof = _Proof()
+    for entry in program:
+        proof.take(entry)
+    proof.end()
+    return proof
+
+
+def _before(access: _Access, clock: Clock) -> bool:
+    return not access.open and clock[access.lane] >= access.time
+
+
+def _merged(a: Clock, b: Clock) -> Clock:
+    return tuple(map(max, a, b))
+
+
+def _index(lane: Lane) -> int:
+    return _LANES.index(lane)

@@ -1,0 +1,190 @@
+"""Lanes that run on another backend and keep the program of what was asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offloadtrain.transfer.base import (
+    Event,
+    Interval,
+    Lane,
+    Lanes,
+    LaneTotals,
+    Operation,
+    Range,
+    Span,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """An interval of memory, by address: buffers of several dtypes may share it."""
+
+    name: str
+    lo: int
+    hi: int
+
+    @classmethod
+    def of(cls, range_: Range) -> Bytes:
+        lo = range_.view.data_ptr()
+        return cls(range_.buffer.name, lo, lo + range_.nbytes)
+
+    def overlaps(self, other: Bytes) -> bool:
+        return self.lo < other.hi and other.lo < self.hi
+
+    def covers(self, other: Bytes) -> bool:
+        return self.lo <= other.lo and other.hi <= self.hi
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """An operation on a lane."""
+
+    lane: Lane
+    name: str
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Event number `event` stands for all that was launched on the lane before."""
+
+    lane: Lane
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """What the lane (None: the launching thread, and so all lanes) does from here on is after."""
+
+    lane: Lane | None
+    event: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Foreign code may touch these bytes on the compute lane from here on."""
+
+    span: int
+    name: str
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The end of a span."""
+
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Undefined:
+    """These bytes hold nothing until they are written."""
+
+    bytes: Bytes
+
+
+Entry = Launched | Recorded | Waited | Opened | Closed | Undefined
+
+
+class _Numbered(Event):
+    __slots__ = ("inner", "number")
+
+    def __init__(self, number: int, inner: Event) -> None:
+        self.number = number
+        self.inner = inner
+
+
+class RecordingLanes(Lanes):
+    """Delegates to `inner`; `program` grows by an entry per call."""
+
+    def __init__(self, inner: Lanes) -> None:
+        self.inner = inner
+        self.program: list[Entry] = []
+        self._events = 0
+        self._spans: dict[int, int] = {}  # id of an open span → its number
+        self._opened = 0
+        super().__init__()
+
+    @property
+    def totals(self) -> LaneTotals:
+        return self.inner.totals
+
+    @totals.setter
+    def totals(self, value: LaneTotals) -> None:
+        """The inner backend counts."""
+
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        self.program.append(Launched(lane, name, _bytes(reads), _bytes(writes)))
+        self.inner.launch(lane, name, fn, reads, writes)
+
+    def record(self, lane: Lane) -> Event:
+        self._events += 1
+        self.program.append(Recorded(lane, self._events))
+        return _Numbered(self._events, self.inner.record(lane))
+
+    def wait(self, lane: Lane, event: Event, why: str) -> None:
+        own = _own(event)
+        self.program.append(Waited(lane, own.number, why))
+        self.inner.wait(lane, own.inner, why)
+
+    def host_wait(self, event: Event, why: str) -> None:
+        own = _own(event)
+        self.program.append(Waited(None, own.number, why))
+        self.inner.host_wait(own.inner, why)
+
+    def synchronize(self) -> None:
+        for lane in Lane:
+            self.host_wait(self.record(lane), "synchronize")
+        self.inner.synchronize()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def start_timeline(self) -> None:
+        self.inner.start_timeline()
+
+    def take_timeline(self) -> list[Interval]:
+        return self.inner.take_timeline()
+
+    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
+        span = self.inner.open_span(name, reads, writes)
+        self._opened += 1
+        self._spans[id(span)] = self._opened
+        self.program.append(Opened(self._opened, name, _bytes(reads), _bytes(writes)))
+        return span
+
+    def close_span(self, span: Span) -> None:
+        number = self._spans.pop(id(span), None)
+        if number is not None:
+            self.program.append(Closed(number))
+        self.inner.close_span(span)
+
+    def alloc(self, range_: Range) -> Range:
+        self.program.append(Undefined(Bytes.of(range_)))
+        return self.inner.alloc(range_)
+
+    def free(self, range_: Range) -> None:
+        self.program.append(Undefined(Bytes.of(range_)))
+        self.inner.free(range_)
+
+
+def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:
+    return tuple(map(Bytes.of, ranges))
+
+
+def _own(event: Event) -> _Numbered:
+    if not isinstance(event, _Numbered):
+        raise TypeError(f"{event!r} was not recorded by these lanes")
+    return event

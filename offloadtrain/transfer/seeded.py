@@ -1,0 +1,167 @@
+"""Any legal order of the lanes, on one thread: chosen by a seed, or by an adversary.
+
+Compute runs when it is launched, because autograd does. Everything else waits in its lane's queue
+until somebody needs it (`late`), at once (`early`), or when a draw says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offloadtrain.transfer.base import (
+    Event,
+    Interval,
+    Lane,
+    Lanes,
+    Operation,
+    Range,
+    Span,
+    views,
+)
+
+
+class _Flag(Event):
+    """Set when its place in the queue of `lane` is reached."""
+
+    __slots__ = ("done", "lane")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.done = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    fn: Operation
+    operands: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Await:
+    event: _Flag
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    event: _Flag
+
+
+class SeededLanes(Lanes):
+    """Replayable: the same seed gives the same order."""
+
+    def __init__(self, seed: int, *, late: bool = False) -> None:
+        """`late`: nothing runs before something waits for it, and then only what it needs."""
+        super().__init__()
+        self._draw = random.Random(seed)
+        self._late = late
+        self._queues: dict[Lane, deque[_Run | _Await | _Set]] = {
+            lane: deque() for lane in Lane if lane is not Lane.COMPUTE
+        }
+
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        operands = views(reads, writes)
+        self._count(lane, writes)
+        if lane is Lane.COMPUTE:
+            fn(*operands)
+        else:
+            self._queues[lane].append(_Run(fn, operands))
+        self._run_some()
+
+    def record(self, lane: Lane) -> Event:
+        event = _Flag(lane)
+        if lane is Lane.COMPUTE:
+            event.done = True
+        else:
+            self._queues[lane].append(_Set(event))
+        return event
+
+    def wait(self, lane: Lane, event: Event, why: str) -> None:
+        flag = _own(event)
+        if lane is Lane.COMPUTE:
+            self._run_until(flag)
+        else:
+            self._queues[lane].append(_Await(flag))
+
+    def host_wait(self, event: Event, why: str) -> None:
+        self._run_until(_own(event))
+
+    def synchronize(self) -> None:
+        while any(self._queues.values()):
+            self._run_one()
+
+    def close(self) -> None:
+        self.synchronize()
+
+    def start_timeline(self) -> None:
+        """There is no time here."""
+
+    def take_timeline(self) -> list[Interval]:
+        self.synchronize()
+        return []
+
+    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
+        return Span(name, tuple(reads), tuple(writes))
+
+    def close_span(self, span: Span) -> None:
+        span.closed = True
+
+    def alloc(self, range_: Range) -> Range:
+        """Not poisoned: what is queued may still use the memory."""
+        return range_
+
+    def free(self, range_: Range) -> None:
+        """Not poisoned, as in `alloc`."""
+
+    def _run_some(self) -> None:
+        while not self._late and self._draw.random() < 0.5 and self._runnable():
+            self._run_one()
+
+    def _run_until(self, event: _Flag) -> None:
+        while not event.done:
+            if self._late:
+                self._advance(self._needed(event))
+            else:
+                self._run_one()
+
+    def _run_one(self) -> None:
+        self._advance(self._draw.choice(self._runnable()))
+
+    def _runnable(self) -> list[Lane]:
+        return [lane for lane, queue in self._queues.items() if queue and not _blocked(queue[0])]
+
+    def _needed(self, event: _Flag) -> Lane:
+        """The lane whose next operation `event` is waiting for in the end. Waits point back in the
+        order of launch: this ends."""
+        head = self._queues[event.lane][0]
+        if isinstance(head, _Await) and not head.event.done:
+            return self._needed(head.event)
+        return event.lane
+
+    def _advance(self, lane: Lane) -> None:
+        entry = self._queues[lane].popleft()
+        if isinstance(entry, _Run):
+            entry.fn(*entry.operands)
+        elif isinstance(entry, _Set):
+            entry.event.done = True
+
+
+def _blocked(entry: _Run | _Await | _Set) -> bool:
+    return isinstance(entry, _Await) and not entry.event.done
+
+
+def _own(event: Event) -> _Flag:
+    if not isinstance(event, _Flag):
+        raise TypeError(f"{event!r} was not recorded by these lanes")
+    return event

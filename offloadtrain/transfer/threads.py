@@ -1,0 +1,174 @@
+"""Each lane but compute a thread on the CPU, with delays on request: real concurrency, no GPU."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from offloadtrain.transfer.base import (
+    Event,
+    Interval,
+    Lane,
+    LaneError,
+    Lanes,
+    Operation,
+    Range,
+    Span,
+    now_ms,
+    views,
+)
+
+
+class _Flag(Event):
+    __slots__ = ("happened",)
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+
+class _Worker:
+    """One lane's queue. After a failure anywhere it only sets events, so that nobody hangs."""
+
+    def __init__(self, lanes: ThreadLanes, lane: Lane) -> None:
+        self._lanes = lanes
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], bool] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None], *, always: bool = False) -> None:
+        self._tasks.put((task, always))
+
+    def end(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            task, always = entry
+            if self._lanes.failure is not None and not always:
+                continue
+            try:
+                task()
+            except BaseException as error:  # raised by the next call of the training thread
+                self._lanes.failure = error
+
+
+class ThreadLanes(Lanes):
+    """Compute is the calling thread; the three other lanes run beside it."""
+
+    def __init__(self, *, seed: int = 0, longest_delay_ms: float = 0.0) -> None:
+        """`longest_delay_ms`: each operation is preceded by a random pause of at most this."""
+        super().__init__()
+        self.failure: BaseException | None = None
+        self._draw = random.Random(seed)
+        self._longest_s = longest_delay_ms / 1e3
+        self._workers = {lane: _Worker(self, lane) for lane in Lane if lane is not Lane.COMPUTE}
+        self._timeline: list[Interval] | None = None
+        self._origin_ms = 0.0
+        self._closed = False
+
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        self._raise_failure()
+        self._count(lane, writes)
+        operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
+
+        def task() -> None:
+            time.sleep(pause_s)
+            start_ms = now_ms()
+            fn(*operands)
+            self._account(lane, name, start_ms)
+
+        if lane is Lane.COMPUTE:
+            task()
+        else:
+            self._workers[lane].put(task)
+
+    def record(self, lane: Lane) -> Event:
+        event = _Flag()
+        if lane is Lane.COMPUTE:
+            event.happened.set()
+        else:
+            self._workers[lane].put(event.happened.set, always=True)
+        return event
+
+    def wait(self, lane: Lane, event: Event, why: str) -> None:
+        flag = _own(event)
+        if lane is Lane.COMPUTE:
+            self.host_wait(flag, why)
+        else:
+            self._workers[lane].put(lambda: _block_on(flag))
+
+    def host_wait(self, event: Event, why: str) -> None:
+        start_ms = now_ms()
+        _block_on(_own(event))
+        self.totals.exposed_ms += now_ms() - start_ms
+        self._raise_failure()
+
+    def synchronize(self) -> None:
+        for lane in self._workers:
+            self.host_wait(self.record(lane), "synchronize")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for worker in self._workers.values():
+                worker.end()
+
+    def start_timeline(self) -> None:
+        self._timeline, self._origin_ms = [], now_ms()
+
+    def take_timeline(self) -> list[Interval]:
+        self.synchronize()
+        taken, self._timeline = self._timeline or [], None
+        return sorted(taken, key=lambda interval: interval.start_ms)
+
+    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
+        return Span(name, tuple(reads), tuple(writes), mark=now_ms())
+
+    def close_span(self, span: Span) -> None:
+        if not span.closed and isinstance(span.mark, float):
+            self._note(Lane.COMPUTE, span.name, span.mark, now_ms())
+        span.closed = True
+
+    def alloc(self, range_: Range) -> Range:
+        """Not poisoned: what is queued may still use the memory."""
+        return range_
+
+    def free(self, range_: Range) -> None:
+        """Not poisoned, as in `alloc`."""
+
+    def _account(self, lane: Lane, name: str, start_ms: float) -> None:
+        end_ms = now_ms()
+        if lane is Lane.HOST:  # the only writer of this total
+            self.totals.host_busy_ms += end_ms - start_ms
+        self._note(lane, name, start_ms, end_ms)
+
+    def _note(self, lane: Lane, name: str, start_ms: float, end_ms: float) -> None:
+        timeline = self._timeline
+        if timeline is not None:
+            origin_ms = self._origin_ms
+            timeline.append(Interval(lane, name, start_ms - origin_ms, end_ms - start_ms))
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise LaneError(f"a lane failed: {self.failure}") from self.failure
+
+
+def _block_on(flag: _Flag) -> None:
+    flag.happened.wait()
+
+
+def _own(event: Event) -> _Flag:
+    if not isinstance(event, _Flag):
+        raise TypeError(f"{event!r} was not recorded by these lanes")
+    return event

@@ -1,0 +1,291 @@
+"""The step is a program, and the program has no race: recorded from real steps and proved, run in
+legal orders that nobody would choose, and each wait of it shown to be needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import offloadtrain as ot
+from offloadtrain.engine import api
+from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes
+from offloadtrain.transfer.prover import order, prove
+from offloadtrain.transfer.recorder import Entry, RecordingLanes, Waited
+from offloadtrain.transfer.seeded import SeededLanes
+from offloadtrain.transfer.threads import ThreadLanes
+from tests.numerics.models import MODELS, batches, loss_of
+
+CASES = [
+    ("fp32", "bf16"),
+    ("fp32", "fp32"),
+    ("split16", "bf16"),
+    ("int8", "bf16"),
+    ("int8", "fp16"),
+]
+
+
+def run(
+    lanes: Lanes,
+    name: str,
+    state: str = "fp32",
+    precision: str = "bf16",
+    *,
+    accum: int = 1,
+    steps: int = 3,
+) -> dict[str, torch.Tensor]:
+    """Train on these lanes; returns state and weights."""
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "lanes_for", lambda device: lanes)
+        optimizer = ot.offload(
+            model,
+            ot.AdamW(lr=1e-2),
+            device="cpu",
+            precision=precision,
+            state=state,
+            clip_norm=0.5,
+            grad_accum_steps=accum,
+        )
+    stream = batches(steps * accum)
+    for step in range(steps):
+        for tokens in stream[step * accum : (step + 1) * accum]:
+            optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+    optimizer.synchronize()
+    found = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for param, tensors in optimizer.named_state():
+        found |= {f"{param}/{key}": value.clone() for key, value in tensors.items()}
+    optimizer.close()
+    return found
+
+
+def program(name: str, *args: str, **kwargs: int) -> list[Entry]:
+    lanes = RecordingLanes(SequentialLanes())
+    run(lanes, name, *args, **kwargs)
+    return lanes.program
+
+
+@pytest.mark.parametrize(("state", "precision"), CASES)
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_race(name: str, accum: int, state: str, precision: str) -> None:
+    assert prove(program(name, state, precision, accum=accum)) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    case=st.sampled_from(CASES),
+    accum=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+    late=st.booleans(),
+)
+def test_any_legal_order_has_the_same_bits(
+    name: str, case: tuple[str, str], accum: int, seed: int, late: bool
+) -> None:
+    expected = run(SequentialLanes(), name, *case, accum=accum)
+    found = run(SeededLanes(seed, late=late), name, *case, accum=accum)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    case=st.sampled_from(CASES),
+    accum=st.integers(1, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_lanes_on_threads_with_delays_have_the_same_bits(
+    name: str, case: tuple[str, str], accum: int, seed: int
+) -> None:
+    expected = run(SequentialLanes(), name, *case, accum=accum)
+    found = run(ThreadLanes(seed=seed, longest_delay_ms=1.0), name, *case, accum=accum)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_failure_on_a_lane_is_raised_and_close_does_not_hang() -> None:
+    lanes, buffer = ThreadLanes(), Buffer("b", torch.zeros(4))
+
+    def fails(*_: torch.Tensor) -> None:
+        raise ZeroDivisionError("planted")
+
+    lanes.launch(Lane.HOST, "fails", fails, [], [buffer.whole])
+    with pytest.raises(LaneError, match="planted"):
+        lanes.synchronize()
+    lanes.wait(Lane.H2D, lanes.record(Lane.HOST), "after the failure")
+    lanes.close()
+    lanes.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "accum"), [("fp32", 1), ("fp32", 2), ("split16", 1), ("int8", 2)]
+)
+@pytest.mark.parametrize("name", ["chain", "unusual", "tied"])
+def test_every_wait_is_needed_or_follows_from_others(name: str, state: str, accum: int) -> None:
+    whole = program(name, state, accum=accum)
+    before, needed = order(whole), 0
+    for index, entry in enumerate(whole):
+        if not isinstance(entry, Waited):
+            continue
+        without = whole[:index] + whole[index + 1 :]
+        changes = order(without) != before
+        if prove(without):
+            assert changes
+            needed += 1
+    assert needed > 20
+
+
+def edges(program: list[Entry], part: str) -> list[int]:
+    return [i for i, e in enumerate(program) if isinstance(e, Waited) and part in e.why]
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        ("fp32", "gradients of"),
+        ("fp32", "adam of"),
+        ("fp32", "upload of"),
+        ("fp32", "slot is free"),
+        ("split16", "upload of"),
+    ],
+)
+def test_a_kind_of_wait_left_out_is_a_race(state: str, part: str) -> None:
+    whole = program("unusual", state, steps=4)
+    left_out = set(edges(whole, part))
+    assert left_out
+    faults = prove([entry for i, entry in enumerate(whole) if i not in left_out])
+    assert any(fault.kind == "race" for fault in faults)
+
+
+# ---- the prover on programs of a few lines: faults that other trainers shipped
+
+
+def buffers(*names: str) -> list[Buffer]:
+    return [Buffer(name, torch.zeros(64)) for name in names]
+
+
+def recorded(body: Callable[[Lanes], None]) -> set[str]:
+    lanes = RecordingLanes(SequentialLanes())
+    body(lanes)
+    return {fault.kind for fault in prove(lanes.program)}
+
+
+def touch(*_: torch.Tensor) -> None: ...
+
+
+def copies(lanes: Lanes, lane: Lane, source: Buffer, target: Buffer) -> None:
+    lanes.launch(lane, f"{source.name} to {target.name}", touch, [source.whole], [target.whole])
+
+
+def test_two_lanes_that_share_a_bucket_need_an_event() -> None:
+    """Reduction into one of two buckets while the other one's copy has not drained."""
+    device, host = buffers("device", "host")
+
+    def body(lanes: Lanes, ordered: bool) -> None:
+        for _ in range(2):
+            lanes.launch(Lane.COMPUTE, "reduce", touch, [], [device.whole])
+            lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "reduced")
+            copies(lanes, Lane.D2H, device, host)
+            if ordered:
+                lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "drained")
+
+    assert recorded(lambda lanes: body(lanes, True)) == set()
+    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
+
+
+def test_waiting_for_one_of_two_producers_is_not_enough() -> None:
+    device, other, host = buffers("device", "other", "host")
+
+    def body(lanes: Lanes, both: bool) -> None:
+        lanes.launch(Lane.COMPUTE, "gradient", touch, [], [device.whole])
+        copies(lanes, Lane.H2D, host, other)
+        lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "one producer")
+        if both:
+            lanes.wait(Lane.D2H, lanes.record(Lane.H2D), "the other producer")
+        lanes.launch(Lane.D2H, "both down", touch, [device.whole, other.whole], [])
+
+    assert recorded(lambda lanes: body(lanes, True)) == set()
+    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
+
+
+def test_the_optimizer_reads_before_the_copy_has_come() -> None:
+    device, host, master = buffers("device", "host", "master")
+
+    def body(lanes: Lanes, waits: bool) -> None:
+        copies(lanes, Lane.D2H, device, host)
+        if waits:
+            lanes.wait(Lane.HOST, lanes.record(Lane.D2H), "gradients")
+        copies(lanes, Lane.HOST, host, master)
+
+    assert recorded(lambda lanes: body(lanes, True)) == set()
+    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
+
+
+def test_an_event_recorded_too_early_orders_nothing() -> None:
+    device, host = buffers("device", "host")
+
+    def body(lanes: Lanes) -> None:
+        early = lanes.record(Lane.COMPUTE)
+        lanes.launch(Lane.COMPUTE, "gradient", touch, [], [device.whole])
+        lanes.wait(Lane.D2H, early, "too early")
+        copies(lanes, Lane.D2H, device, host)
+
+    assert recorded(body) == {"race"}
+
+
+def test_the_launching_thread_that_waits_orders_every_lane() -> None:
+    device, host = buffers("device", "host")
+
+    def body(lanes: Lanes) -> None:
+        copies(lanes, Lane.D2H, device, host)
+        lanes.host_wait(lanes.record(Lane.D2H), "the norm")
+        copies(lanes, Lane.H2D, host, device)
+
+    assert recorded(body) == set()
+
+
+def test_weights_replaced_inside_of_a_span() -> None:
+    weights, host = buffers("weights", "host")
+
+    def body(lanes: Lanes, closes: bool) -> None:
+        span = lanes.open_span("backward", [weights.whole])
+        if closes:
+            lanes.close_span(span)
+            lanes.wait(Lane.H2D, lanes.record(Lane.COMPUTE), "backward is over")
+        copies(lanes, Lane.H2D, host, weights)
+        lanes.close_span(span)
+
+    assert recorded(lambda lanes: body(lanes, True)) == set()
+    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
+
+
+def test_reading_what_nobody_wrote_and_a_span_left_open() -> None:
+    device, host = buffers("device", "host")
+
+    def body(lanes: Lanes) -> None:
+        lanes.alloc(device.whole)
+        copies(lanes, Lane.D2H, device, host)
+        lanes.open_span("forever", [host.whole])
+
+    assert recorded(body) >= {"uninitialised", "unclosed"}
+
+
+def test_memory_reused_under_another_dtype_is_the_same_memory() -> None:
+    memory = torch.zeros(64)
+    wide, narrow = Buffer("wide", memory), Buffer("narrow", memory.view(torch.bfloat16))
+    host = Buffer("host", torch.zeros(64))
+
+    def body(lanes: Lanes) -> None:
+        copies(lanes, Lane.D2H, wide, host)
+        lanes.launch(Lane.COMPUTE, "gather", touch, [], [narrow.first(8)])
+
+    assert recorded(body) == {"race"}

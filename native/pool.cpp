@@ -29,12 +29,19 @@ Pool::Pool(int threads, std::vector<int> cpus)
       cpus_(std::move(cpus)),
       caller_works_(cpus_.empty()),
       owner_(getpid()) {
-  for (int part = caller_works_ ? 1 : 0; part < threads_; ++part) {
-    workers_.emplace_back([this, part] { work(part); });
+  try {
+    for (int part = caller_works_ ? 1 : 0; part < threads_; ++part) {
+      workers_.emplace_back([this, part] { work(part); });
+    }
+  } catch (...) {  // a limit on threads; destroying those that run would end the process
+    stop();
+    throw;
   }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

@@ -20,7 +20,7 @@ class Pool {
 
   // With `cpus`, every part runs on a worker bound to these CPUs, as a group, and the caller sleeps;
   // without, nothing is bound and the caller takes the first part. Where binding is refused, threads
-  // run where they may.
+  // run where they may. Throws std::system_error, and leaves no thread, if one cannot be made.
   explicit Pool(int threads, std::vector<int> cpus = {});
   ~Pool();
   Pool(const Pool&) = delete;
@@ -37,6 +37,7 @@ class Pool {
   bool alive() const;
 
  private:
+  void stop();
   void work(int part);
   void part(int part);
 

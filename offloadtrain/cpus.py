@@ -8,7 +8,8 @@ Pure functions over a sysfs tree. What they decide:
   process on the node would stall one of them, and with it the bucket;
 * ranks whose GPUs share a node divide its cores;
 * a CPU quota (containers) bounds the number and forbids binding: it is a share of time on any core,
-  and all containers that bound themselves to the first cores would meet there.
+  and all containers that bound themselves to the first cores would meet there. The ranks of a host
+  are one container's, and divide it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def plan(
         rank_gpus: PCI address ("0000:3b:00.0") of each local rank's GPU, None for none.
         local_rank: which of them is this process.
         allowed: logical CPUs of this process's affinity; None: ask.
-        quota: CPUs' worth of time; None: no limit.
+        quota: CPUs' worth of time for all local ranks together; None: no limit.
     """
     mine = os.sched_getaffinity(0) if allowed is None else set(allowed)
     nodes = [_node(gpu, mine, sysfs) for gpu in rank_gpus]
@@ -61,7 +62,7 @@ def plan(
     cores = _cores(near, sysfs)
     sharers = [rank for rank, other in enumerate(nodes) if other == node]
     share = _share(cores, sharers.index(local_rank), len(sharers))
-    threads, limits = _count(len(share), quota)
+    threads, limits = _count(len(share), quota, len(rank_gpus))
     where = "physical cores" if node is None else f"physical cores of NUMA node {node}"
     why = f"{len(share)} of {len(cores)} {where}{limits}"
     bound = node is not None and quota is None
@@ -75,12 +76,12 @@ def local_plan(rank_gpus: Sequence[str | None] = (None,), local_rank: int = 0) -
     return plan(rank_gpus=rank_gpus, local_rank=local_rank, quota=cgroup.cpu_quota())
 
 
-def _count(cores: int, quota: float | None) -> tuple[int, str]:
-    """Threads for so many cores, and what limits them."""
+def _count(cores: int, quota: float | None, ranks: int) -> tuple[int, str]:
+    """Threads for so many cores, and what limits them; `ranks` divide the quota."""
     limits = ""
-    if quota is not None and int(quota) < cores:
-        cores = max(int(quota), 1)
-        limits = f", cgroup quota {quota:g}"
+    if quota is not None and int(quota / ranks) < cores:
+        cores = max(int(quota / ranks), 1)
+        limits = f", cgroup quota {quota:g}" + (f" for {ranks} ranks" if ranks > 1 else "")
     if cores <= 2:
         return cores, limits
     return cores - 1, limits + ", one left to the launching thread"

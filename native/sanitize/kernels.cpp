@@ -65,9 +65,9 @@ struct Case {
 void fp32(const Case& c, DType working_dtype) {
   Exact<float> a(c.count, c.shift), b(c.count, c.shift), v(c.count, c.shift);
   Exact<float> a2(c.count, c.shift), b2(c.count, c.shift), v2(c.count, c.shift);
-  Exact<unsigned char> grad(c.count * size_of(c.grad), 0);
+  Exact<unsigned char> grad(c.count * size_of(c.grad), c.shift * size_of(c.grad));
   const std::size_t width = working_dtype == DType::none ? 0 : size_of(working_dtype);
-  Exact<unsigned char> working(c.count * width, 0);
+  Exact<unsigned char> working(c.count * width, c.shift * width);
   for (float* p : {a.get(), b.get(), v.get()}) fill(p, c.count * 4);
   fill(grad.get(), c.count * size_of(c.grad));
   const Fp32State in = {a.get(), b.get(), v.get()}, other = {a2.get(), b2.get(), v2.get()};
@@ -79,7 +79,7 @@ void split16(const Case& c) {
   Exact<std::uint16_t> w(c.count, c.shift), m(c.count, c.shift), v(c.count, c.shift);
   Exact<std::uint16_t> w2(c.count, c.shift), m2(c.count, c.shift), v2(c.count, c.shift);
   Exact<std::int16_t> low(c.count, c.shift), low2(c.count, c.shift);
-  Exact<unsigned char> grad(c.count * size_of(c.grad), 0);
+  Exact<unsigned char> grad(c.count * size_of(c.grad), c.shift * size_of(c.grad));
   for (std::uint16_t* p : {w.get(), m.get(), v.get()}) fill(p, c.count * 2);
   fill(low.get(), c.count * 2);
   fill(grad.get(), c.count * size_of(c.grad));
@@ -95,7 +95,7 @@ void int8(const Case& c, DType weight_dtype) {
   Exact<std::int8_t> r(c.count, c.shift), r2(c.count, c.shift);
   Exact<std::uint8_t> m(c.count, c.shift), v(c.count, c.shift), m2(c.count, c.shift), v2(c.count, c.shift);
   Exact<float> ms(blocks, c.shift), vs(blocks, c.shift), ms2(blocks, c.shift), vs2(blocks, c.shift);
-  Exact<unsigned char> grad(c.count * size_of(c.grad), 0);
+  Exact<unsigned char> grad(c.count * size_of(c.grad), c.shift * size_of(c.grad));
   fill(w.get(), c.count * 2);
   fill(r.get(), c.count);
   fill(m.get(), c.count);
@@ -111,7 +111,8 @@ void int8(const Case& c, DType weight_dtype) {
 
 void gradients(std::int64_t count, int shift, DType dtype) {
   Exact<float> sum(count, shift), source(count, shift);
-  Exact<unsigned char> grad(count * size_of(dtype), 0), target(count * size_of(dtype), 0);
+  const std::size_t width = size_of(dtype);
+  Exact<unsigned char> grad(count * width, shift * width), target(count * width, shift * width);
   fill(grad.get(), count * size_of(dtype));
   fill(source.get(), count * 4);
   kTested.accumulate(sum.get(), grad.get(), dtype, true, 0, count);

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels under AddressSanitizer and UBSan, for every instruction set of this CPU, and the
-# pool under ThreadSanitizer, and runs them. Usage: run.sh kernels|pool [compiler flags...]
+# pool under ThreadSanitizer, and runs them; `refused` is the pool where threads cannot be made.
+# Usage: run.sh kernels|pool|refused [compiler flags...]
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 out="$(mktemp -d)"
@@ -29,6 +30,11 @@ flags_of() {
 if [ "$part" = pool ]; then
   "$compiler" "${common[@]}" -fsanitize=thread -pthread "$here/pool.cpp" "$here/../pool.cpp" -o "$out/pool"
   TSAN_OPTIONS=halt_on_error=1 "$out/pool"
+  exit
+fi
+if [ "$part" = refused ]; then
+  "$compiler" "${common[@]}" -pthread "$here/refused.cpp" "$here/../pool.cpp" -ldl -o "$out/refused"
+  "$out/refused"
   exit
 fi
 checks=(-fsanitize=address,undefined -fno-sanitize-recover=all)

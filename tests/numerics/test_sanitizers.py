@@ -1,5 +1,5 @@
 """The kernels under AddressSanitizer and UBSan, the pool under ThreadSanitizer; and proof that the
-runs see a fault."""
+runs see a fault. The pool where threads are refused."""
 
 from __future__ import annotations
 
@@ -62,3 +62,10 @@ def test_a_race_in_a_loop_body_is_seen() -> None:
     done = run("pool", "-DPLANT_RACE")
     assert done.returncode != 0
     assert "data race" in done.stderr
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+def test_a_pool_that_cannot_have_its_threads_throws() -> None:
+    done = run("refused")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "refused: clean" in done.stdout

@@ -87,6 +87,17 @@ def test_a_quota_bounds_the_threads_and_binds_none(tmp_path: Path) -> None:
     assert plan(allowed=range(8), quota=0.5, sysfs=sysfs).threads == 1
 
 
+@pytest.mark.parametrize(("quota", "threads"), [(16.0, 3), (8.0, 2), (2.5, 1)])
+def test_ranks_divide_a_quota(tmp_path: Path, quota: float, threads: int) -> None:
+    sysfs = machine(tmp_path, 2, 16, 1)
+    plans = [
+        plan(rank_gpus=list(GPUS), local_rank=rank, allowed=range(32), quota=quota, sysfs=sysfs)
+        for rank in range(4)
+    ]
+    assert [(p.threads, p.cpus) for p in plans] == [(threads, ())] * 4
+    assert all(f"cgroup quota {quota:g} for 4 ranks" in p.why for p in plans)
+
+
 def test_affinity_to_sibling_threads_of_one_core(tmp_path: Path) -> None:
     assert plan(allowed=[3, 11], sysfs=machine(tmp_path, 1, 8, 2)).threads == 1
 

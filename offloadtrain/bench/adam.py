@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -173,13 +174,25 @@ def run(
     peers = peer_cases(buffers)
     rows: list[Row] = []
     for count in threads:
-        torch.set_num_threads(count)
         backends = [replace(backend, threads=count) for backend in backends_measured()]
-        cases = limit_case(buffers, backends) | our_cases(buffers, backends) | peers
+        ours = our_cases(buffers, backends)
+        asked = {label: case for label, case in ours.items() if label.state in {"-", *states}}
+        cases = limit_case(buffers, backends) | asked | peers
         by_key = {label.key: case for label, case in cases.items()}
-        seconds = measure(by_key, rounds, partial(on_round, count))
+        with _torch_threads(count):
+            seconds = measure(by_key, rounds, partial(on_round, count))
         rows += rows_of(list(cases), seconds, numel, count)
     return rows
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def dispatch_us() -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -60,9 +61,9 @@ def deepspeed_cases(
     param.grad = wide
     try:
         adam = _quietly(lambda: _deepspeed_adam(param, scalars))
-    except ImportError:
-        return {}
     except Exception as error:  # its compiler run raises what it likes
+        if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
+            return {}
         print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
         return {}
     path = _path(adam.step, state, grad, working, wide, scalars)
@@ -105,6 +106,13 @@ def _deepspeed_adam(param: torch.nn.Parameter, scalars: AdamScalars) -> Any:
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
-    """Its import and build print to stdout, which is ours for data."""
-    with contextlib.redirect_stdout(sys.stderr):
-        return make()
+    """Its import and its compiler's processes print to stdout, which is ours for data."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            return make()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

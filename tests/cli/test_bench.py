@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
 from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
@@ -46,6 +51,31 @@ def test_the_table_and_the_goals(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "split16" in told and "dispatch of one bucket" in told
     assert "int8" not in told.split("goal")[0]
+    assert not [line for line in told.splitlines() if line.startswith(ONE_PASS) and "fp32" in line]
+
+
+def test_torch_keeps_its_threads() -> None:
+    before = torch.get_num_threads()
+    assert main(["bench", "adam", "--n", "64", "--rounds", "1", "--threads", str(before + 1)]) == 0
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [("ModuleNotFoundError('no hjson', name='hjson')", "no hjson"), ("OSError('nvcc')", "nvcc")],
+)
+def test_a_peer_that_talks_and_fails_is_told_on_stderr(
+    fails: str, said: str, tmp_path: Path
+) -> None:
+    """stdout stays data, also under what a peer's compiler writes straight to the descriptor."""
+    peer = f"import os\nos.write(1, b'[1/2] ninja')\nprint('hello')\nraise {fails}\n"
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed/__init__.py").write_text(peer)
+    command = [sys.executable, "-m", "offloadtrain", *SMALL, "--json"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert len(json.loads(ended.stdout)["rows"]) > 3
+    assert all(text in ended.stderr for text in ("ninja", "hello", said))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from offloadtrain.optim import FORMATS, AdamW, UpdateRule, check_format
 from offloadtrain.transfer import lanes_for
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UPDATES = ("exact", "speculative", "delayed")
 _Number = TypeVar("_Number", int, float)
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -34,8 +35,11 @@ def offload(
     state: str = "fp32",
     seed: int = 0,
     update: str = "exact",
+    warmup_steps: int = 0,
     clip_norm: float | None = None,
+    skip_nonfinite: bool = True,
     grad_accum_steps: int = 1,
+    host_memory_limit: int | None = None,
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -59,9 +63,16 @@ def offload(
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
             or "int8" (5). Gradients take 2 more, or 4 where microbatches are summed.
         seed: of stochastic rounding in "split16" and "int8".
-        update: update mode: "exact".
+        update: update mode. "exact": the update of a resident run. "speculative": the same bits;
+            Adam runs inside backward on the guess that nothing is clipped or skipped, into a second
+            copy of the state. "delayed": one step of staleness, Adam beside the whole next step.
+        warmup_steps: of "delayed": exact steps before the first delayed one.
         clip_norm: largest global gradient norm; None: no clipping.
+        skip_nonfinite: skip a step whose gradient norm is not finite. Where this is off and nothing
+            is clipped, Adam of mode "exact" runs inside backward.
         grad_accum_steps: microbatches per step, summed in fp32 on the host.
+        host_memory_limit: bytes that the engine may hold on the host; decides how many blocks
+            "speculative" can speculate on. None: nine tenths of what is available.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -71,15 +82,19 @@ def offload(
     """
     rule = AdamW() if rule is None else rule
     _check_choice("state", state, tuple(FORMATS))
-    _check_choice("update", update, ("exact",))
+    _check_choice("update", update, UPDATES)
     settings = Settings(
         device=_resolve_device(device),
         dtype=PRECISIONS[_check_choice("precision", precision, tuple(PRECISIONS))],
         clip_norm=_positive("clip_norm", clip_norm),
+        skip_nonfinite=skip_nonfinite,
         grad_accum_steps=_positive("grad_accum_steps", grad_accum_steps) or 1,
         pin_memory=pin_memory,
         state=state,
         seed=seed,
+        update=update,
+        warmup_steps=warmup_steps,
+        host_memory_limit=_positive("host_memory_limit", host_memory_limit),
     )
     _check_support(settings)
     _place_kernels(settings.device)
@@ -125,6 +140,13 @@ def _place_kernels(device: torch.device) -> None:
 
 
 def _check_support(settings: Settings) -> None:
+    if settings.warmup_steps < 0:
+        raise ValueError(f"warmup_steps = {settings.warmup_steps} is negative")
+    if settings.dtype is torch.float16 and not settings.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its scale "
+            "by skipping the steps that overflow. Use precision = 'bf16', or leave it on"
+        )
     check_format(settings.state, settings.dtype)
     if settings.device.type == "cuda" and settings.dtype is torch.bfloat16:
         with torch.cuda.device(settings.device):

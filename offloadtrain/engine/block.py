@@ -48,6 +48,11 @@ class Block:
         self._backward: Span | None = None
 
     @property
+    def quiet(self) -> bool:
+        """No graph holds a saved view of the weights."""
+        return self._live_handles == 0
+
+    @property
     def weights(self) -> list[Range]:
         return [bucket.working.whole for bucket in self.buckets]
 

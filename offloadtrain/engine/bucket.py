@@ -59,12 +59,16 @@ class Bucket:
         format: how its state is kept.
         layout: its slots, as the kernels know them.
         state: host: the format's fields, master weights first.
-        grad: host, working dtype: the gradient, then, where the state does not hold them, the
-            rounded new weights on their way up. None where microbatches are summed.
+        other: host: a second copy of `state`, which speculative updates are written into.
+        pending: host, working dtype: the rounded new weights until their upload, where they have to
+            wait for it longer than the gradient's memory is free.
+        grad: host, working dtype: the gradient, then, where nothing else holds them, the rounded
+            new weights on their way up. None where microbatches are summed.
         grad_sum: host, fp32: the sum over microbatches. None where there is only one.
         grad_free_after: the event after which `grad` may be overwritten: its reader is done, or the
             weights on their way up have left.
-        weight_free_after: the event after which the state's own working weights have been uploaded.
+        weight_free_after: the event after which the weights in `pending` or in the state itself
+            have been uploaded.
         touched: a gradient of the step in progress is in `grad` or `grad_sum`.
         normed: its sums of squares for this step are launched.
     """
@@ -78,6 +82,8 @@ class Bucket:
     layout: Layout = field(init=False)
     working: Buffer = field(init=False)
     state: tuple[Buffer, ...] = field(init=False)
+    other: tuple[Buffer, ...] = ()
+    pending: Buffer | None = None
     grad: Buffer | None = None
     grad_sum: Buffer | None = None
     grad_free_after: Event | None = None
@@ -96,6 +102,10 @@ class Bucket:
     def host_weight(self) -> Buffer | None:
         """The state's own working weights, uploaded from where they lie."""
         return self.state[0] if self.format.holds_weight else None
+
+    def flip(self) -> None:
+        """The other copy of the state becomes the state."""
+        self.state, self.other = self.other, self.state
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
         """One parameter's state: 1-D pieces of the buffers, in the order of the fields."""

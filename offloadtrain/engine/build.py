@@ -15,11 +15,13 @@ from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
+from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
 from offloadtrain.engine.ring import Ring
 from offloadtrain.engine.update import Updates
-from offloadtrain.memory import Arena, Ledger, Request
+from offloadtrain.memory import Arena, HostMemoryError, Ledger, Request, available_bytes
 from offloadtrain.optim import LossScaler, UpdateRule, format_for
 from offloadtrain.transfer import Buffer, Lanes
+from offloadtrain.units import format_bytes
 
 _RING_SLOTS = 2
 """One is filled while the other is copied."""
@@ -27,15 +29,38 @@ _RING_SLOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `offload()` was asked for, resolved."""
+    """What `offload()` was asked for, resolved.
+
+    Attributes:
+        host_memory_limit: bytes that the engine may hold on the host; None: what is available.
+    """
 
     device: torch.device
     dtype: torch.dtype
     clip_norm: float | None
+    skip_nonfinite: bool
     grad_accum_steps: int
     pin_memory: bool
     state: str
     seed: int
+    update: str
+    warmup_steps: int
+    host_memory_limit: int | None
+
+    @property
+    def accumulates(self) -> bool:
+        return self.grad_accum_steps > 1
+
+    @property
+    def updates_early(self) -> bool:
+        """In mode "exact": nothing global has to be known before a bucket is updated."""
+        free = self.clip_norm is None and not self.skip_nonfinite
+        return self.update == "exact" and free
+
+    @property
+    def weights_wait(self) -> bool:
+        """New weights wait for their upload longer than their gradient's memory is free."""
+        return self.update != "exact" or (self.updates_early and self.accumulates)
 
 
 def build(
@@ -56,13 +81,12 @@ def build(
     parts = cut(model)
     blocks, entries = _blocks(parts, model, groups, settings, lanes)
     buckets = [bucket for block in blocks for bucket in block.buckets]
-    accumulates = settings.grad_accum_steps > 1
-    squares = _map_host(arena, buckets, rule, accumulates, sum(1 for _ in model.parameters()))
+    squares = _map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
     for bucket in buckets:
         flat = ledger.device_tensor("working weights", bucket.numel, bucket.dtype, settings.device)
         bucket.working = Buffer(f"working {bucket.name}", flat)
     host_ring = Ring("host staging", lanes, lambda: _host_slots(arena, buckets))
-    if accumulates:
+    if settings.accumulates:
         host_ring.prepare()
     device_ring = Ring(
         "gradient staging", lanes, lambda: _device_slots(ledger, buckets, settings.device)
@@ -78,14 +102,17 @@ def build(
     )
     _adopt_weights(model, buckets, rule, settings)
     scaler = LossScaler() if settings.dtype is torch.float16 else None
+    updates = Updates(lanes, rule, groups, host_ring, seed=settings.seed)
     engine = Engine(
         model,
         blocks,
         entries,
         lanes=lanes,
         gradients=gradients,
-        updates=Updates(lanes, rule, groups, host_ring, seed=settings.seed),
+        updates=updates,
+        mode=_mode(lanes, updates, settings),
         clip_norm=settings.clip_norm,
+        skip_nonfinite=settings.skip_nonfinite,
         scaler=scaler,
         grad_accum_steps=settings.grad_accum_steps,
     )
@@ -146,39 +173,117 @@ def _buckets(
     )
 
 
+def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:
+    if settings.update == "delayed":
+        return Delayed(lanes, updates, settings.warmup_steps)
+    if settings.update == "speculative":
+        return Speculative(lanes, updates)
+    return (Early if settings.updates_early else Exact)(lanes, updates)
+
+
 def _map_host(
-    arena: Arena, buckets: Sequence[Bucket], rule: UpdateRule, accumulates: bool, num_params: int
+    arena: Arena,
+    blocks: Sequence[Block],
+    rule: UpdateRule,
+    settings: Settings,
+    num_params: int,
 ) -> Buffer:
     """Map everything the host keeps, bucket by bucket; returns the sums of squares."""
-    requests = [r for bucket in buckets for r in _requests(bucket, rule, accumulates)]
-    requests.append(Request("norms", num_params, torch.float64))
-    tensors: Iterator[Tensor] = iter(arena.map(requests))
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    norms = Request("norms", num_params, torch.float64)
+    base = [norms, *(r for b in buckets for r in _requests(b, rule, settings, doubled=False))]
+    doubled = _doubled(blocks, rule, settings, sum(request.span_bytes for request in base))
+    requests = [r for b in buckets for r in _requests(b, rule, settings, doubled=b in doubled)]
+    tensors: Iterator[Tensor] = iter(arena.map([norms, *requests]))
+    squares = Buffer("norms", next(tensors))
     for bucket in buckets:
-        fields = bucket.format.fields(rule.moments)
-        bucket.state = tuple(Buffer(f"{f.name} {bucket.name}", next(tensors)) for f in fields)
-        gradient = Buffer(f"gradient {bucket.name}", next(tensors))
-        bucket.grad_sum, bucket.grad = (gradient, None) if accumulates else (None, gradient)
-    return Buffer("norms", next(tensors))
+        _give_host(bucket, tensors, rule, settings, doubled=bucket in doubled)
+    return squares
+
+
+def _give_host(
+    bucket: Bucket,
+    tensors: Iterator[Tensor],
+    rule: UpdateRule,
+    settings: Settings,
+    *,
+    doubled: bool,
+) -> None:
+    """Take a bucket's memory in the order of `_requests`."""
+    fields = bucket.format.fields(rule.moments)
+    bucket.state = tuple(Buffer(f"{f.name} {bucket.name}", next(tensors)) for f in fields)
+    gradient = Buffer(f"gradient {bucket.name}", next(tensors))
+    bucket.grad_sum, bucket.grad = (gradient, None) if settings.accumulates else (None, gradient)
+    if _pends(bucket, settings, doubled):
+        bucket.pending = Buffer(f"pending weights {bucket.name}", next(tensors))
+    if doubled:
+        other = (Buffer(f"other {f.name} {bucket.name}", next(tensors)) for f in fields)
+        bucket.other = tuple(other)
+
+
+def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
+    """Whether new weights need memory of their own until their upload."""
+    early = doubled or settings.update != "speculative"
+    return settings.weights_wait and early and not bucket.format.holds_weight
 
 
 _OWNERS = {"master": "master weights", "weight": "host weights"}
 
 
-def _requests(bucket: Bucket, rule: UpdateRule, accumulates: bool) -> list[Request]:
-    state = [
-        Request(
+def _requests(
+    bucket: Bucket, rule: UpdateRule, settings: Settings, *, doubled: bool
+) -> list[Request]:
+    kept = [
+        (
             _OWNERS.get(field.name, field.name),
             field.numel(bucket.numel),
             field.dtype or bucket.dtype,
         )
         for field in bucket.format.fields(rule.moments)
     ]
-    gradient = (
-        Request("gradient sums", bucket.numel, torch.float32)
-        if accumulates
-        else Request("gradients", bucket.numel, bucket.dtype)
-    )
-    return [*state, gradient]
+    requests = [Request(*one) for one in kept]
+    if settings.accumulates:
+        requests.append(Request("gradient sums", bucket.numel, torch.float32))
+    else:
+        requests.append(Request("gradients", bucket.numel, bucket.dtype))
+    if _pends(bucket, settings, doubled):
+        requests.append(Request("pending weights", bucket.numel, bucket.dtype))
+    if doubled:
+        requests += [Request("other copy of the state", *one[1:]) for one in kept]
+    return requests
+
+
+_HEADROOM = 0.9
+"""Of the available host memory that speculation may fill: the rest of the machine lives too."""
+
+
+def _doubled(
+    blocks: Sequence[Block], rule: UpdateRule, settings: Settings, base_bytes: int
+) -> set[Bucket]:
+    """Buckets with a second copy of their state: the last blocks first, whose gradients come
+    first, as far as the memory limit goes."""
+    limit = settings.host_memory_limit
+    if limit is not None and base_bytes > limit:
+        raise HostMemoryError(
+            f"the engine needs {format_bytes(base_bytes)} of host memory and host_memory_limit is "
+            f"{format_bytes(limit)}: raise it, or take a narrower state ('split16', 'int8')"
+        )
+    if settings.update != "speculative":
+        return set()
+    room = (available_bytes() * _HEADROOM if limit is None else limit) - base_bytes
+    doubled: set[Bucket] = set()
+    for block in reversed(blocks):
+        both, one = (
+            sum(
+                r.span_bytes for b in block.buckets for r in _requests(b, rule, settings, doubled=d)
+            )
+            for d in (True, False)
+        )
+        room -= both - one
+        if room < 0:
+            break
+        doubled.update(block.buckets)
+    return doubled
 
 
 def _largest_bytes(buckets: Sequence[Bucket]) -> int:

@@ -1,12 +1,15 @@
 """The engine: a step from the first forward hook to the last upload, over any module tree.
 
-[Note: A step in update mode `exact`]
+[Note: A step]
     forward     each block's hook waits for the upload of its weights
     backward    a block whose gradients are all there sends them down in one flat copy; the host
                 adds microbatches in fp32 and measures the norm while backward goes on
     step()      waits for the norm (the only wait of the training thread), decides on skip and
-                clipping, launches Adam and the upload of each block in forward order, returns
+                clipping, launches what its update mode has not launched yet of Adam, and the upload
+                of each block in forward order, returns
     forward     of the next step begins behind the first block's upload
+
+When Adam runs is the update mode's: [Note: Update modes] in `modes.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from offloadtrain.engine.audit import Audit
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.gradients import Gradients
+from offloadtrain.engine.gradients import Arrival, Gradients
 from offloadtrain.engine.hooks import watch
+from offloadtrain.engine.modes import Decision, Exact, Guess
 from offloadtrain.engine.saved import SavedWeights
 from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
@@ -63,6 +67,8 @@ class StepReport:
         clip_coef: what the gradient was multiplied by.
         loss_scale: in force during the step; 1.0 where there is none.
         micro_steps: backward passes that it used.
+        early_buckets: buckets that were updated inside backward.
+        guessed_right: of these updates in mode "speculative"; None where there was none.
         exposed_ms: how long compute waited for transfers and the host since the step before.
         host_busy_ms: work on the host lane since the step before.
         d2h_bytes, h2d_bytes: moved since the step before.
@@ -75,6 +81,8 @@ class StepReport:
     clip_coef: float
     loss_scale: float
     micro_steps: int
+    early_buckets: int
+    guessed_right: bool | None
     exposed_ms: float
     host_busy_ms: float
     d2h_bytes: int
@@ -103,7 +111,9 @@ class Engine:
         lanes: Lanes,
         gradients: Gradients,
         updates: Updates,
+        mode: Exact,
         clip_norm: float | None,
+        skip_nonfinite: bool,
         scaler: LossScaler | None,
         grad_accum_steps: int,
     ) -> None:
@@ -115,7 +125,9 @@ class Engine:
         self._model = model
         self._gradients = gradients
         self._updates = updates
+        self._mode = mode
         self._clip_norm = clip_norm
+        self._skip_nonfinite = skip_nonfinite
         self._grad_accum_steps = grad_accum_steps
         self._order: dict[Block, None] = {}  # in the order of first use; the rest follows
         self._blocks = blocks
@@ -188,7 +200,13 @@ class Engine:
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones"
             )
-        self._gradients.deliver(block, slot)
+        arrival = self._gradients.deliver(block, slot)
+        if arrival is Arrival.AGAIN:
+            self._mode.spoiled(block)
+        elif arrival is Arrival.COMPLETE and self.last_step is not None:
+            self._mode.completed(block, step=self.step_count + 1, scale=self.loss_scale)
+        else:
+            self._mode.settle()
 
     def backward(self, loss: torch.Tensor) -> None:
         """One micro-step: mean over microbatches, loss scale, backward."""
@@ -202,7 +220,7 @@ class Engine:
         try:
             loss.backward()
         except BaseException:
-            self._gradients.drop()
+            self.drop_gradients()
             raise
         finally:
             self._in_explicit_backward = False
@@ -220,15 +238,16 @@ class Engine:
             )
         scale = self.loss_scale
         norm = math.sqrt(self._gradients.sum_of_squares()) / scale
-        skipped = not math.isfinite(norm)
+        skipped = self._skip_nonfinite and not math.isfinite(norm)
         coef = 1.0 if skipped else self._clip_coef(norm)
-        if not skipped:
-            self.step_count += 1
-            self._updates.apply(self.forward_order, step=self.step_count, grad_scale=coef / scale)
+        decision = Decision(self.step_count + 1, skipped, coef, scale)
+        guess = self._mode.apply(self.forward_order, decision)
+        self.step_count += not skipped
         self._gradients.drop()
         if self.scaler is not None:
             self.scaler.update(overflow=skipped)
-        self.last_step = self._report(norm, skipped, coef, scale, micro_steps)
+        self.last_step = self._report(norm, decision, guess, micro_steps)
+        self._mode.verify()
         return self.last_step
 
     def emit(self) -> None:
@@ -238,16 +257,21 @@ class Engine:
             raise EngineError(
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
+        self._mode.flush()
         self._updates.emit(self._blocks)
         self.synchronize()
 
     def drop_gradients(self) -> None:
         """Forget what backward has delivered since the last step."""
         self._gradients.drop()
+        self._mode.drop()
 
     def synchronize(self) -> None:
-        """Wait until all lanes are empty: parameters hold the newest weights, state is at rest."""
+        """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
+        newest weights."""
         if not self._closed:
+            if self.phase is Phase.FORWARD:
+                self._mode.flush()
             self.lanes.synchronize()
             for block in self._blocks:
                 block.wait_uploaded(Lane.COMPUTE)
@@ -299,10 +323,11 @@ class Engine:
     def _clip_coef(self, norm: float) -> float:
         if self._clip_norm is None:
             return 1.0
-        return min(1.0, self._clip_norm / (norm + 1e-6))
+        coef = self._clip_norm / (norm + 1e-6)
+        return 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
 
     def _report(
-        self, norm: float, skipped: bool, coef: float, scale: float, micro_steps: int
+        self, norm: float, decision: Decision, guess: Guess, micro_steps: int
     ) -> StepReport:
         timeline: tuple[Interval, ...] = ()
         if self._sampling:
@@ -311,11 +336,13 @@ class Engine:
         spent, self._totals = self.lanes.totals.minus(self._totals), self.lanes.totals.copy()
         return StepReport(
             step=self.step_count,
-            skipped=skipped,
+            skipped=decision.skipped,
             grad_norm=norm,
-            clip_coef=coef,
-            loss_scale=scale,
+            clip_coef=decision.coef,
+            loss_scale=decision.scale,
             micro_steps=micro_steps,
+            early_buckets=guess.buckets,
+            guessed_right=guess.right,
             exposed_ms=spent.exposed_ms,
             host_busy_ms=spent.host_busy_ms,
             d2h_bytes=spent.d2h_bytes,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -28,6 +29,17 @@ from offloadtrain.transfer import Buffer, Lane, Lanes, copy
 
 class GradientError(OffloadTrainError):
     """A gradient arrived that cannot be used, or at a moment when it cannot."""
+
+
+class Arrival(Enum):
+    """What one delivered gradient means for the block's gradient of the step."""
+
+    PART = auto()
+    """More is to come."""
+    COMPLETE = auto()
+    """It is whole, launched to the host, and measured there."""
+    AGAIN = auto()
+    """It was taken for complete in this backward, and was not."""
 
 
 @dataclass(slots=True)
@@ -65,7 +77,7 @@ class Gradients:
         self.open = False
         """A micro-step has begun and not ended."""
 
-    def deliver(self, block: Block, slot: Slot) -> None:
+    def deliver(self, block: Block, slot: Slot) -> Arrival:
         """Autograd has put a gradient into `slot.param.grad`.
 
         Raises:
@@ -75,11 +87,19 @@ class Gradients:
             self._begin()
         _check_gradient(slot)
         delivery = self._deliveries[block]
+        delivery.arrived += 1
         if delivery.left:
             delivery.leaves_late = True
-        delivery.arrived += 1
-        if delivery.arrived == block.expected and not delivery.leaves_late:
-            self._take(block)
+            return Arrival.AGAIN
+        if delivery.arrived < block.expected or delivery.leaves_late:
+            return Arrival.PART
+        self._take(block)
+        return Arrival.COMPLETE if self._in_last else Arrival.PART
+
+    @property
+    def _in_last(self) -> bool:
+        """Whether the micro-step in progress is the last of the step."""
+        return self.micro_steps + 1 == self._grad_accum_steps
 
     def end_micro_step(self) -> None:
         """What was not delivered by now is zero. Ignored if no micro-step is open."""
@@ -142,8 +162,7 @@ class Gradients:
 
     def _send(self, bucket: Bucket, delivered: Sequence[Slot]) -> None:
         lease = self._gather(bucket, delivered)
-        last = self.micro_steps + 1 == self._grad_accum_steps
-        whole = last and len(delivered) == len(bucket.slots)
+        whole = self._in_last and len(delivered) == len(bucket.slots)
         if bucket.grad is None:
             self._accumulate(bucket, lease, measured=whole)
         elif bucket.touched:

@@ -30,8 +30,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
     optimizer. `state[p]` holds `step` and the tensors of the state format (`fp32`: `master` and the
-    moments): views of host memory shaped as the parameter (scales: one value per block), valid
-    until `close()`, at rest after `synchronize()`.
+    moments): views of host memory shaped as the parameter (scales: one value per block), at rest
+    after `synchronize()`, valid until `close()` (update mode "speculative": until the next step).
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._model = model
         self._engine.emit()
         self._seal = ModelSeal(model)
+        self._flips = settings.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32)
         self._fill_state()
         self._handles = self._hook_parameters() + attach_faces(model, self)
@@ -133,8 +134,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.drop_gradients()
 
     def synchronize(self) -> None:
-        """Wait until every lane is idle: parameters hold the newest weights, state is at rest."""
+        """Wait until every lane is idle and state is at rest.
+
+        Between steps parameters hold the newest weights afterwards: in update mode "delayed" the
+        update that waits is uploaded, and the next step sees it without delay.
+        """
         self._engine.synchronize()
+        if self._flips:
+            self._fill_state()
 
     def sample_timeline(self) -> None:
         """Make the next step's `last_step.timeline` hold what each lane did when."""

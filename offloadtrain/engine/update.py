@@ -1,4 +1,4 @@
-"""The way up: Adam per block on the host, the new working weights back to the device."""
+"""The way up: Adam per bucket on the host, the new working weights back to the device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from offloadtrain.transfer import Event, Lane, Lanes, Range, copy
 
 
 class Updates:
-    """Updates blocks in forward order, so that the next forward can begin behind the first
-    upload."""
+    """The two operations of an update, for the update modes to launch when they see fit."""
 
     def __init__(
         self,
@@ -35,78 +34,25 @@ class Updates:
         self._groups = groups
         self._host_ring = host_ring
 
-    def apply(self, blocks: Sequence[Block], *, step: int, grad_scale: float) -> None:
-        """Launch Adam and the upload of every block; returns before they are done.
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Of every group, as they are now."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+
+    def adam(self, bucket: Bucket, *, step: int, grad_scale: float, beside: bool = False) -> Lease:
+        """Launch the update of a bucket; returns where the new working weights wait.
 
         Args:
-            blocks: in forward order.
             step: optimizer step, 1-based.
             grad_scale: unscaling times clipping, multiplied into each gradient in fp32.
+            beside: write the new state into the other copy and leave the gradient as it is.
         """
-        read = self._lanes.record(Lane.COMPUTE)
-        for block in blocks:
-            for bucket in block.buckets:
-                staged = self._stage(bucket)
-                self._update(bucket, staged.range, step, grad_scale)
-                self._upload(bucket, staged, read)
-                bucket.touched = bucket.normed = False
-            block.launched_upload(self._lanes.record(Lane.H2D))
-
-    def emit(self, blocks: Sequence[Block]) -> None:
-        """Upload the masters as they are: after they were set or loaded."""
-        read = self._lanes.record(Lane.COMPUTE)
-        for block in blocks:
-            for bucket in block.buckets:
-                staged = self._stage(bucket)
-                if bucket.host_weight is None:
-                    self._cast(bucket, staged.range)
-                self._upload(bucket, staged, read)
-            block.launched_upload(self._lanes.record(Lane.H2D))
-
-    def _stage(self, bucket: Bucket) -> Lease:
-        """Where the new weights wait for their upload: in the state itself, over the gradient, or
-        in a ring slot."""
-        if bucket.host_weight is not None:
-            if bucket.weight_free_after is not None:
-                self._lanes.wait(
-                    Lane.HOST, bucket.weight_free_after, f"upload of {bucket.name} has left"
-                )
-                bucket.weight_free_after = None
-            return _StateWeight(bucket, bucket.host_weight.whole)
-        if bucket.grad is not None:
-            return _OverGradient(bucket, bucket.grad.whole)
-        return self._host_ring.take(bucket.numel, bucket.dtype, Lane.HOST)
-
-    def _cast(self, bucket: Bucket, staged: Range) -> None:
-        master = bucket.state[0].whole
-        self._lanes.launch(Lane.HOST, f"cast {bucket.name}", kernels.cast, [master], [staged])
-
-    def _update(self, bucket: Bucket, staged: Range, step: int, grad_scale: float) -> None:
-        group = dict(self._groups[bucket.group])  # as it is now: it may change after step()
-        rule, format, layout, seed = self._rule, bucket.format, bucket.layout, self.seed
-
-        def adam(grad: Tensor, *written: Tensor) -> None:
-            working = None if format.holds_weight else written[0]
-            state = written if format.holds_weight else written[1:]
-            rule.update(
-                format,
-                state,
-                grad,
-                working,
-                layout,
-                group=group,
-                step=step,
-                grad_scale=grad_scale,
-                seed=seed,
-            )
-
-        state = [buffer.whole for buffer in bucket.state]
-        writes = state if format.holds_weight else [staged, *state]
-        self._lanes.launch(Lane.HOST, f"adam {bucket.name}", adam, [bucket.gradient], writes)
-        if format.holds_weight:
+        staged = self._stage(bucket, beside)
+        self._launch_adam(bucket, staged.range, step, grad_scale, beside)
+        if not isinstance(staged, _OverGradient):
             bucket.grad_free_after = self._lanes.record(Lane.HOST)
+        return staged
 
-    def _upload(self, bucket: Bucket, staged: Lease, read: Event) -> None:
+    def upload(self, bucket: Bucket, staged: Lease, read: Event) -> None:
         """To the device, once compute has read the old weights for the last time (`read`)."""
         self._lanes.wait(Lane.H2D, self._lanes.record(Lane.HOST), f"adam of {bucket.name}")
         self._lanes.wait(Lane.H2D, read, "backward has read the old weights")
@@ -114,6 +60,69 @@ class Updates:
             Lane.H2D, f"h2d {bucket.name}", copy, [staged.range], [bucket.working.whole]
         )
         staged.release(self._lanes.record(Lane.H2D))
+
+    def emit(self, blocks: Sequence[Block]) -> None:
+        """Upload the masters as they are: after they were set or loaded."""
+        read = self._lanes.record(Lane.COMPUTE)
+        for block in blocks:
+            for bucket in block.buckets:
+                staged = self._stage(bucket, beside=False)
+                if bucket.host_weight is None:
+                    self._cast(bucket, staged.range)
+                self.upload(bucket, staged, read)
+            block.launched_upload(self._lanes.record(Lane.H2D))
+
+    def _stage(self, bucket: Bucket, beside: bool) -> Lease:
+        """Where the new weights wait for their upload: in the state itself, in memory of their
+        own, over the gradient, or in a ring slot."""
+        if bucket.host_weight is not None:
+            weight = bucket.other[0] if beside else bucket.host_weight
+            return self._waiting(bucket, weight.whole)
+        if bucket.pending is not None:
+            return self._waiting(bucket, bucket.pending.whole)
+        if bucket.grad is not None:
+            return _OverGradient(bucket, bucket.grad.whole)
+        return self._host_ring.take(bucket.numel, bucket.dtype, Lane.HOST)
+
+    def _waiting(self, bucket: Bucket, weights: Range) -> Lease:
+        if bucket.weight_free_after is not None:
+            self._lanes.wait(
+                Lane.HOST, bucket.weight_free_after, f"upload of {bucket.name} has left"
+            )
+            bucket.weight_free_after = None
+        return _OwnWeights(bucket, weights)
+
+    def _cast(self, bucket: Bucket, staged: Range) -> None:
+        master = bucket.state[0].whole
+        self._lanes.launch(Lane.HOST, f"cast {bucket.name}", kernels.cast, [master], [staged])
+
+    def _launch_adam(
+        self, bucket: Bucket, staged: Range, step: int, grad_scale: float, beside: bool
+    ) -> None:
+        group = dict(self._groups[bucket.group])  # as it is now: it may change after step()
+        rule, format, layout, seed = self._rule, bucket.format, bucket.layout, self.seed
+        state = [buffer.whole for buffer in bucket.state]
+        fields, emits = len(state), not format.holds_weight
+
+        def adam(grad: Tensor, *rest: Tensor) -> None:
+            after = rest[-fields:]
+            rule.update(
+                format,
+                rest[:fields] if beside else after,
+                grad,
+                rest[-fields - 1] if emits else None,
+                layout,
+                group=group,
+                step=step,
+                grad_scale=grad_scale,
+                seed=seed,
+                out=after if beside else None,
+            )
+
+        written = [staged] if emits else []
+        after = [buffer.whole for buffer in bucket.other] if beside else state
+        reads = [bucket.gradient, *state] if beside else [bucket.gradient]
+        self._lanes.launch(Lane.HOST, f"adam {bucket.name}", adam, reads, [*written, *after])
 
 
 class _OverGradient(Lease):
@@ -130,8 +139,8 @@ class _OverGradient(Lease):
         self._bucket.grad_free_after = event
 
 
-class _StateWeight(Lease):
-    """The working weights that the state itself holds."""
+class _OwnWeights(Lease):
+    """Weights that wait where nothing but the next update overwrites them."""
 
     __slots__ = ("_bucket",)
 

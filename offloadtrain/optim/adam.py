@@ -62,6 +62,7 @@ class Adam:
         step: int,
         grad_scale: float,
         seed: int,
+        out: tuple[Tensor, ...] | None = None,
     ) -> None:
         """One step of one bucket; see `UpdateRule.update`."""
         beta1, beta2 = group["betas"]
@@ -76,7 +77,10 @@ class Adam:
             grad_scale=grad_scale,
             seed=seed,
         )
-        kernels.adam(_packed(format, state), grad, scalars, working=working, layout=layout)
+        target = None if out is None else _packed(format, out)
+        kernels.adam(
+            _packed(format, state), grad, scalars, working=working, layout=layout, out=target
+        )
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
         """See `UpdateRule.set_master`."""

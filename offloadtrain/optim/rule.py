@@ -41,6 +41,7 @@ class UpdateRule(Protocol):
         step: int,
         grad_scale: float,
         seed: int,
+        out: tuple[Tensor, ...] | None = None,
     ) -> None:
         """One step of one bucket, all host tensors of (numel,).
 
@@ -53,6 +54,7 @@ class UpdateRule(Protocol):
             step: optimizer step, 1-based.
             grad_scale: multiplied into each gradient first (unscaling times clipping).
             seed: of stochastic rounding.
+            out: other memory of the same fields that receives the new state in place of `state`.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,14 @@ def make(name: str, seed: int = 0) -> nn.Module:
 
 
 def pair(
-    model: nn.Module, precision: str = "bf16", *, accum: int = 1, clip: float | None = None
+    model: nn.Module,
+    precision: str = "bf16",
+    *,
+    accum: int = 1,
+    clip: float | None = None,
+    **options: Any,
 ) -> tuple[ResidentRun, ot.OffloadOptimizer, nn.Module]:
-    """The same weights twice: resident, and offloaded."""
+    """The same weights twice: resident, and offloaded with further options of `offload`."""
     twin = copy.deepcopy(model)
     optimizer = ot.offload(
         model,
@@ -34,6 +40,7 @@ def pair(
         precision=precision,
         clip_norm=clip,
         grad_accum_steps=accum,
+        **options,
     )
     resident = ResidentRun(twin, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale)
     return resident, optimizer, model
@@ -78,8 +85,9 @@ def compare(
     clip: float | None = None,
     steps: int = 4,
     explicit: bool = True,
+    **options: Any,
 ) -> None:
-    resident, optimizer, model = pair(make(name), precision, accum=accum, clip=clip)
+    resident, optimizer, model = pair(make(name), precision, accum=accum, clip=clip, **options)
     stream = batches(steps * accum)
     for step in range(steps):
         micro = stream[step * accum : (step + 1) * accum]

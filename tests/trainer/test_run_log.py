@@ -28,6 +28,8 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
         clip_coef=1.0,
         loss_scale=1.0,
         micro_steps=1,
+        early_buckets=0,
+        guessed_right=None,
         exposed_ms=1.0,
         host_busy_ms=1.0,
         d2h_bytes=1,

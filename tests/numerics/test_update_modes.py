@@ -1,0 +1,430 @@
+"""Update modes: `exact` and `speculative` have the bits of a resident run whatever was guessed,
+`delayed` those of a ten-line loop with the same delay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine import modes
+from offloadtrain.memory import HostMemoryError
+from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
+from tests.numerics.reference import ResidentRun
+from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
+
+EARLY = {"skip_nonfinite": False}
+SPECULATIVE = {"update": "speculative"}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def report(optimizer: ot.OffloadOptimizer) -> ot.StepReport:
+    assert optimizer.last_step is not None
+    return optimizer.last_step
+
+
+# ---- exact, with Adam inside backward ---------------------------------------------------------
+
+
+@each_model
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_adam_inside_backward_changes_no_bit(name: str, precision: str, accum: int) -> None:
+    compare(name, precision, accum=accum, steps=4, **EARLY)
+
+
+def test_it_runs_inside_backward() -> None:
+    _, optimizer, model = pair(make("chain"), **EARLY)
+    buckets = sum(len(block.buckets) for block in optimizer._blocks)
+    early = []
+    for tokens in batches(3):
+        train(optimizer, model, [tokens])
+        early.append(report(optimizer).early_buckets)
+    assert early == [0, buckets, buckets]  # the first step learns
+
+
+def test_hyperparameters_that_change_before_step_are_told() -> None:
+    _, optimizer, model = pair(make("chain"), **EARLY)
+    first, second = batches(2)
+    train(optimizer, model, [first])
+    optimizer.backward(loss_of(model, second))
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(modes.UpdateError, match="between backward and step"):
+        optimizer.step()
+    assert report(optimizer).step == 2
+    train(optimizer, model, [first])
+    assert report(optimizer).step == 3
+
+
+def test_a_second_gradient_after_its_update_is_told() -> None:
+    _, optimizer, model = pair(make("chain"), **EARLY)
+    tokens = batches(1)[0]
+    train(optimizer, model, [tokens])
+    loss = loss_of(model, tokens)
+    loss.backward(retain_graph=True)
+    with pytest.raises(modes.UpdateError, match="exactly grad_accum_steps backward passes"):
+        loss.backward()
+    with pytest.raises(modes.UpdateError, match="between two steps"):
+        optimizer.step()
+
+
+def test_a_dropped_step_after_an_update_is_told() -> None:
+    _, optimizer, model = pair(make("chain"), **EARLY)
+    tokens = batches(1)[0]
+    train(optimizer, model, [tokens])
+    optimizer.backward(loss_of(model, tokens))
+    optimizer.zero_grad()
+    with pytest.raises(modes.UpdateError, match="Load a checkpoint"):
+        train(optimizer, model, [tokens])
+
+
+# ---- speculative ------------------------------------------------------------------------------
+
+
+@each_model
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_speculation_changes_no_bit(name: str, precision: str, clip: float | None) -> None:
+    steps = 10 if precision == "fp16" else 4
+    compare(name, precision, clip=clip, steps=steps, **SPECULATIVE)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_speculation_with_accumulation(precision: str) -> None:
+    compare("tied", precision, accum=3, clip=0.5, steps=8, **SPECULATIVE)
+    compare("tied", precision, accum=2, clip=1e9, steps=8, **SPECULATIVE)
+
+
+def wrong_at(pattern: str, steps: int) -> list[bool]:
+    return {
+        "never": [False] * steps,
+        "always": [True] * steps,
+        "alternating": [step % 2 == 0 for step in range(steps)],
+        "first": [step == 1 for step in range(steps)],  # the first that guesses
+        "last": [step == steps - 1 for step in range(steps)],
+    }[pattern]
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("pattern", ["never", "always", "alternating", "first", "last"])
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+def test_wrong_guesses_change_no_bit(
+    state: str, pattern: str, accum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong where the loss is made large; every step guesses, whatever the odds."""
+    monkeypatch.setattr(modes.Odds, "good", lambda odds: True)
+    steps = 6
+    wrong = wrong_at(pattern, steps)
+    found = {}
+    for update in ("exact", "speculative"):
+        _, optimizer, model = pair(
+            make("unusual"), accum=accum, clip=1e4, state=state, update=update
+        )
+        stream = batches(steps * accum)
+        guesses = []
+        for step in range(steps):
+            for tokens in stream[step * accum : (step + 1) * accum]:
+                optimizer.backward(loss_of(model, tokens) * (1e6 if wrong[step] else 1.0))
+            optimizer.step()
+            guesses.append(report(optimizer).guessed_right)
+        found[update] = everything(optimizer, model)
+        if update == "speculative":
+            assert guesses == [None, *(not bad for bad in wrong[1:])]
+        optimizer.close()
+    assert_equal(found["speculative"], found["exact"])
+
+
+def everything(optimizer: ot.OffloadOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    optimizer.synchronize()
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param, tensors in optimizer.named_state():
+        found |= {f"{param}/{key}": value.clone() for key, value in tensors.items()}
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_overflow_undoes_the_guess() -> None:
+    resident, optimizer, model = pair(make("chain"), "fp16", **SPECULATIVE)
+    scaler = optimizer._engine.scaler
+    assert scaler is not None
+    resident.scale = scaler.scale = 2.0**21
+    stream = batches(16)
+    for tokens in stream:
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert 0 < resident.skipped < len(stream)
+    assert_same(resident, optimizer, model)
+
+
+def test_lr_set_before_step_counts() -> None:
+    resident, optimizer, model = pair(make("chain"), **SPECULATIVE)
+    for number, tokens in enumerate(batches(4)):
+        expected = resident_losses_with_lr(resident, tokens, 1e-2 / (number + 1))
+        loss = loss_of(model, tokens)
+        assert loss.item() == expected
+        optimizer.backward(loss)
+        optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+        optimizer.step()
+        assert report(optimizer).guessed_right is (None if number == 0 else False)
+    assert_same(resident, optimizer, model)
+
+
+def resident_losses_with_lr(resident: ResidentRun, tokens: Tensor, lr: float) -> float:
+    for group in resident.adam.param_groups:
+        group["lr"] = lr
+    return resident.step([tokens], loss_of)[0]
+
+
+def test_a_guess_is_forgotten_with_its_gradients() -> None:
+    resident, optimizer, model = pair(make("chain"), **SPECULATIVE)
+    first, lost, second = batches(3)
+    assert train(optimizer, model, [first]) == resident.step([first], loss_of)
+    optimizer.backward(loss_of(model, lost))
+    optimizer.zero_grad()
+    assert train(optimizer, model, [second]) == resident.step([second], loss_of)
+    assert report(optimizer).guessed_right
+    assert_same(resident, optimizer, model)
+
+
+def test_a_second_gradient_undoes_the_guess_of_its_block() -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(MixedReentrant(), **SPECULATIVE)
+    for tokens in batches(4):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+
+
+def test_it_stops_guessing_where_guesses_are_wrong_and_begins_again() -> None:
+    _, optimizer, model = pair(make("chain"), clip=1e4, **SPECULATIVE)
+    window = modes.Odds.WINDOW
+    guesses = []
+    for number, tokens in enumerate(batches(4 * window)):
+        wrong = number < 2 * window
+        optimizer.backward(loss_of(model, tokens) * (1e6 if wrong else 1.0))
+        optimizer.step()
+        guesses.append(report(optimizer).guessed_right)
+    assert guesses[:3] == [None, None, None]  # the first one told that the norm is clipped
+    assert guesses[window : 2 * window] == [None] * window
+    assert guesses[-window:] == [True] * window
+
+
+def test_the_memory_limit_decides_how_many_blocks_are_speculated_on() -> None:
+    _, optimizer, model = pair(make("chain"))
+    base = sum(row.bytes for row in optimizer.ledger.rows() if row.tier == "host")
+    optimizer.close()
+    counts = []
+    for room in (0.0, 0.5, 2.0):
+        _, optimizer, model = pair(
+            make("chain"), host_memory_limit=int(base * (1 + room)) + (1 << 20), **SPECULATIVE
+        )
+        for tokens in batches(2):
+            train(optimizer, model, [tokens])
+        counts.append(report(optimizer).early_buckets)
+        optimizer.close()
+    assert counts == sorted(counts) and counts[-1] > 0
+    with pytest.raises(HostMemoryError, match="host_memory_limit"):
+        pair(make("chain"), host_memory_limit=base // 2, **SPECULATIVE)
+
+
+# ---- delayed ----------------------------------------------------------------------------------
+
+
+class DelayedRun(ResidentRun):
+    """W(t+1) = W(t) - update(gradient at W(t-1)): what Adam makes of step t is used from step t+2
+    on, behind `warmup` steps without delay; `flush` uses it at once."""
+
+    warmup = 0
+    waiting = False
+
+    def apply(self, sums: dict[str, Tensor]) -> None:
+        self.flush()
+        super().apply(sums)
+
+    def update(self, sums: dict[str, Tensor], factor: float) -> None:
+        before = {name: param.detach().clone() for name, param in self.trained.items()}
+        super().update(sums, factor)
+        self.waiting = len(self.norms) - self.skipped > self.warmup
+        if self.waiting:
+            for name, param in self.trained.items():
+                param.data.copy_(before[name])
+
+    def flush(self) -> None:
+        if self.waiting:
+            for name, param in self.trained.items():
+                param.data.copy_(self.master(name))
+        self.waiting = False
+
+
+def delayed_pair(
+    model: nn.Module, precision: str = "bf16", *, warmup: int = 1, **options: Any
+) -> tuple[DelayedRun, ot.OffloadOptimizer, nn.Module]:
+    plain, optimizer, model = pair(
+        model, precision, update="delayed", warmup_steps=warmup, **options
+    )
+    run = DelayedRun(plain.model, plain.dtype, clip_norm=plain.clip_norm, scale=plain.scale)
+    for name, master in run.masters.items():  # the weights were rounded by the first run
+        master.data.copy_(plain.masters[name].data)
+    run.warmup = warmup
+    return run, optimizer, model
+
+
+def follow(
+    run: DelayedRun,
+    optimizer: ot.OffloadOptimizer,
+    model: nn.Module,
+    stream: Sequence[Tensor],
+    accum: int = 1,
+) -> None:
+    for step in range(len(stream) // accum):
+        micro = list(stream[step * accum : (step + 1) * accum])
+        assert train(optimizer, model, micro) == run.step(micro, loss_of), step
+        assert optimizer.grad_norm == run.norms[-1]
+
+
+@each_model
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_delayed_has_the_bits_of_its_definition(name: str, precision: str, warmup: int) -> None:
+    run, optimizer, model = delayed_pair(make(name), precision, warmup=warmup, clip=0.5)
+    follow(run, optimizer, model, batches(12 if precision == "fp16" else 6))
+    run.flush()
+    assert_same(run, optimizer, model)
+
+
+@pytest.mark.parametrize("accum", [2, 3])
+def test_delayed_with_accumulation(accum: int) -> None:
+    run, optimizer, model = delayed_pair(make("tied"), accum=accum)
+    follow(run, optimizer, model, batches(5 * accum), accum)
+    run.flush()
+    assert_same(run, optimizer, model)
+
+
+def test_delayed_weights_go_up_inside_backward() -> None:
+    _, optimizer, model = delayed_pair(make("chain"), warmup=0)
+    follow_two = batches(2)
+    train(optimizer, model, [follow_two[0]])
+    before = optimizer._engine.lanes.totals.h2d_bytes
+    optimizer.backward(loss_of(model, follow_two[1]))
+    inside = optimizer._engine.lanes.totals.h2d_bytes - before
+    optimizer.step()
+    whole = optimizer._engine.lanes.totals.h2d_bytes - before
+    assert whole * 0.5 < inside <= whole
+
+
+def test_synchronize_ends_the_delay() -> None:
+    run, optimizer, model = delayed_pair(make("chain"), warmup=0)
+    stream = batches(7)
+    follow(run, optimizer, model, stream[:3])
+    optimizer.synchronize()
+    run.flush()
+    follow(run, optimizer, model, stream[3:5])
+    model.state_dict()
+    run.flush()
+    follow(run, optimizer, model, stream[5:])
+    run.flush()
+    assert_same(run, optimizer, model)
+
+
+def test_a_delayed_run_resumes_with_the_same_bits() -> None:
+    stream = batches(6)
+    _, straight, model = delayed_pair(make("tied"), "fp16")
+    for tokens in stream[:3]:
+        train(straight, model, [tokens])
+    saved = {k: v for k, v in straight.state_dict().items()}
+    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+    for tokens in stream[3:]:
+        train(straight, model, [tokens])
+    _, second, second_model = delayed_pair(make("tied", seed=1), "fp16")
+    second.load_state_dict(saved)
+    for tokens in stream[3:]:
+        train(second, second_model, [tokens])
+    assert_equal(everything(second, second_model), everything(straight, model))
+
+
+def test_a_backward_that_fails_ends_the_delay() -> None:
+    run, optimizer, model = delayed_pair(make("chain"), warmup=0)
+    stream = batches(6)
+    follow(run, optimizer, model, stream[:3])
+    loss = loss_of(model, stream[3])
+    middle = next(p for n, p in model.named_parameters() if n.startswith("layers.1"))
+
+    def fail(_: Tensor) -> Tensor:
+        raise RuntimeError("planted")
+
+    hook = middle.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.backward(loss)
+    hook.remove()
+    del loss
+    run.flush()
+    follow(run, optimizer, model, stream[4:])
+    run.flush()
+    assert_same(run, optimizer, model)
+
+
+# ---- all of them ------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    precision=st.sampled_from(sorted(DTYPES)),
+    accum=st.integers(1, 4),
+    clip=st.sampled_from([None, 0.05, 30.0]),
+    options=st.sampled_from([EARLY, SPECULATIVE]),
+    explicit=st.booleans(),
+)
+def test_same_bits_drawn(
+    name: str,
+    precision: str,
+    accum: int,
+    clip: float | None,
+    options: dict[str, Any],
+    explicit: bool,
+) -> None:
+    if precision == "fp16":
+        options = SPECULATIVE
+    compare(
+        name,
+        precision,
+        accum=accum,
+        clip=clip,
+        steps=10 if precision == "fp16" else 3,
+        explicit=explicit or precision == "fp16",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("update", ["exact", "speculative", "delayed"])
+@pytest.mark.parametrize("accum", [1, 3])
+def test_the_bytes_that_move(update: str, accum: int) -> None:
+    """2 bytes per parameter and microbatch down, 2 per step up; nothing twice."""
+    _, optimizer, model = pair(
+        make("chain"), update=update, accum=accum, clip=1e9 if update == "speculative" else 0.1
+    )
+    padded = sum(b.numel for block in optimizer._blocks for b in block.buckets)
+    stream = batches(5 * accum)
+    for step in range(5):
+        train(optimizer, model, stream[step * accum : (step + 1) * accum])
+        if step >= 2:
+            assert report(optimizer).d2h_bytes == 2 * padded * accum
+            assert report(optimizer).h2d_bytes == 2 * padded
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="dynamic loss scaling"):
+        pair(make("chain"), "fp16", skip_nonfinite=False)
+    with pytest.raises(ValueError, match="warmup_steps"):
+        pair(make("chain"), warmup_steps=-1)
+    with pytest.raises(ValueError, match="'exact', 'speculative', 'delayed'"):
+        pair(make("chain"), update="eager")

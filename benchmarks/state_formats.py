@@ -1,6 +1,6 @@
 """Loss parity of the state formats: the demo model, several seeds, one curve per format.
 
-    python -m benchmarks.state_formats run [--steps 600] [--seeds 1,2,3] [--out docs]
+    python -m benchmarks.state_formats run [--steps 600] [--seeds 1,2,3,4,5,6] [--out docs]
     python -m benchmarks.state_formats plot [--out docs]
 
 `run` trains every format and seed and writes state_formats.json; `plot` (needs the extra "plots")
@@ -67,18 +67,23 @@ def finals(result: dict[str, Any], state: str) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Final validation losses, and the difference from fp32 within a seed, in percent."""
+    """Final validation losses, and the differences from fp32 within a seed, in percent."""
     base = finals(result, "fp32")
-    spread = 100 * statistics.stdev(base.values()) / statistics.mean(base.values())
-    lines = ["state     final validation loss by seed (nats)   from fp32, same seed (%)   mean (%)"]
+    lines = [f"state    {'  '.join(f'seed {seed}' for seed in base)}   from fp32 with the same seed"]
     for state in STATES:
-        found = finals(result, state)
-        change = [100 * (found[seed] / base[seed] - 1) for seed in base]
-        losses = " ".join(f"{loss:.4f}" for loss in found.values())
-        changes = " ".join(f"{value:+.3f}" for value in change)
-        lines.append(f"{state:9} {losses:42} {changes:26} {statistics.mean(change):+.3f}")
-    lines.append(f"fp32 between seeds: standard deviation {spread:.3f} %")
+        losses = "  ".join(f"{loss:.4f}" for loss in finals(result, state).values())
+        lines.append(f"{state:8} {losses}   {difference(result, state)}")
+    spread = 100 * statistics.stdev(base.values()) / statistics.mean(base.values())
+    lines.append(f"one fp32 seed from another: standard deviation {spread:.2f} %")
     return "\n".join(lines)
+
+
+def difference(result: dict[str, Any], state: str) -> str:
+    """Mean over seeds and its standard error, in percent of fp32's final loss."""
+    base, found = finals(result, "fp32"), finals(result, state)
+    change = [100 * (found[seed] / base[seed] - 1) for seed in base]
+    error = statistics.stdev(change) / len(change) ** 0.5 if len(change) > 1 else float("nan")
+    return f"{statistics.mean(change):+.2f} +- {error:.2f} %"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -107,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.state_formats")
     parser.add_argument("action", choices=("run", "plot"))
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--seeds", default="1,2,3,4,5,6")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("docs"))
     asked = parser.parse_args()

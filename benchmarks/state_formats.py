@@ -69,7 +69,9 @@ def finals(result: dict[str, Any], state: str) -> dict[str, float]:
 def table(result: dict[str, Any]) -> str:
     """Final validation losses, and the differences from fp32 within a seed, in percent."""
     base = finals(result, "fp32")
-    lines = [f"state    {'  '.join(f'seed {seed}' for seed in base)}   from fp32 with the same seed"]
+    lines = [
+        f"state    {'  '.join(f'seed {seed}' for seed in base)}   from fp32 with the same seed"
+    ]
     for state in STATES:
         losses = "  ".join(f"{loss:.4f}" for loss in finals(result, state).values())
         lines.append(f"{state:8} {losses}   {difference(result, state)}")

@@ -40,6 +40,10 @@ def offload(
     skip_nonfinite: bool = True,
     grad_accum_steps: int = 1,
     host_memory_limit: int | None = None,
+    working: str = "device",
+    device_slots: int = 2,
+    resident_blocks: int | None = None,
+    device_memory_limit: int | None = None,
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -73,6 +77,14 @@ def offload(
         grad_accum_steps: microbatches per step, summed in fp32 on the host.
         host_memory_limit: bytes that the engine may hold on the host; decides how many blocks
             "speculative" can speculate on. None: nine tenths of what is available.
+        working: where the working weights live: "device", or "host": repeated blocks (the layers of
+            a list) are streamed, loaded ahead of their use in forward and in backward. Embedding,
+            final norm and head stay on the device.
+        device_slots: how many streamed blocks are on the device at once.
+        resident_blocks: how many of the repeated blocks stay on the device. None: as many as
+            `device_memory_limit` leaves room for; without one, none.
+        device_memory_limit: bytes that the engine may hold on the device: weights, slots and
+            gradient staging. Activations and gradients on their way are torch's.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -95,6 +107,10 @@ def offload(
         update=update,
         warmup_steps=warmup_steps,
         host_memory_limit=_positive("host_memory_limit", host_memory_limit),
+        working=_check_choice("working", working, ("device", "host")),
+        device_slots=_positive("device_slots", device_slots) or 1,
+        resident_blocks=resident_blocks,
+        device_memory_limit=_positive("device_memory_limit", device_memory_limit),
     )
     _check_support(settings)
     _place_kernels(settings.device)

@@ -41,6 +41,8 @@ class Audit(TorchDispatchMode):
         self._running: list[nn.Module] = [root]
         self._entered: set[Block] = set()
         self._handles: list[RemovableHandle] = []
+        self.paused = False
+        """What runs is the engine's own."""
 
     def __enter__(self) -> Audit:
         self._handles = [
@@ -66,9 +68,10 @@ class Audit(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._look_up(leaf)
+        if not self.paused:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._look_up(leaf)
         return func(*args, **(kwargs or {}))
 
     def _look_up(self, tensor: Tensor) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.errors import OffloadTrainError
@@ -18,27 +20,49 @@ class StaleGraphError(OffloadTrainError):
 class Residence(Enum):
     """What is in memory for a block's working weights."""
 
+    HOST = auto()
+    """Only the host holds them; the parameters are NaN."""
     DEVICE = auto()
     """The device holds the newest weights; compute may read them."""
     UPLOADING = auto()
     """An upload is in flight; compute waits for its event before it reads."""
 
 
+class Source(Protocol):
+    """What gives a streamed block its place on the device."""
+
+    def use(self, block: Block) -> None: ...
+    def unpacked(self, block: Block) -> None: ...
+    def evict(self, block: Block) -> None: ...
+
+
 class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 
     Attributes:
+        repeated: one of several of its kind, and used one after the other: it can be streamed.
+        streamer: where its weights live on the host; None: they stay on the device.
+        forwards: forwards of it that are running.
         generation: how many times the weights were replaced. A saved handle with another generation
             belongs to an older graph.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, buckets: tuple[Bucket, ...], lanes: Lanes
+        self,
+        name: str,
+        module: nn.Module,
+        buckets: tuple[Bucket, ...],
+        lanes: Lanes,
+        *,
+        repeated: bool = False,
     ) -> None:
         self.name = name or "root"
         self.module = module
         self.buckets = buckets
+        self.repeated = repeated
+        self.streamer: Source | None = None
+        self.forwards = 0
         self.expected = sum(len(bucket.slots) for bucket in buckets)
         self.generation = 0
         self.residence = Residence.DEVICE
@@ -46,6 +70,7 @@ class Block:
         self._uploaded: Event | None = None
         self._live_handles = 0
         self._backward: Span | None = None
+        self._placeholders: dict[Bucket, Tensor] = {}
 
     @property
     def quiet(self) -> bool:
@@ -61,6 +86,50 @@ class Block:
         self.generation += 1
         self._uploaded = event
         self.residence = Residence.UPLOADING
+
+    def replaced(self) -> None:
+        """→ HOST: the host's copy of a streamed block's weights changes."""
+        self.generation += 1
+        if self.streamer is not None:
+            self.streamer.evict(self)
+
+    def use(self) -> None:
+        """→ DEVICE: compute is about to read the weights."""
+        if self.streamer is not None:
+            self.streamer.use(self)
+        else:
+            self.wait_uploaded(Lane.COMPUTE)
+
+    def entered_device(self, event: Event) -> None:
+        """HOST → UPLOADING: a slot holds the weights after `event`."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.param.data = slot.view(bucket.working.flat)
+        self._uploaded = event
+        self.residence = Residence.UPLOADING
+
+    def left_device(self) -> None:
+        """→ HOST: the slot goes to another block."""
+        self.end_backward()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.param.data = self.placeholder(bucket).expand(slot.shape)
+        self._uploaded = None
+        self.residence = Residence.HOST
+
+    def lay_open(self) -> None:
+        """Of a streamed block without a slot: parameters are the host's copy until the next use."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.param.data = slot.view(bucket.visible.flat)
+
+    def placeholder(self, bucket: Bucket) -> Tensor:
+        """The NaN that stands for the weights of a bucket while they are not on the device."""
+        if bucket not in self._placeholders:
+            flat = bucket.working.flat
+            nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
+            self._placeholders[bucket] = nan
+        return self._placeholders[bucket]
 
     def wait_uploaded(self, lane: Lane) -> None:
         """UPLOADING → DEVICE, seen from `lane`; what it runs next may read the new weights."""
@@ -89,6 +158,8 @@ class Block:
                 f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
                 "are gone. Run forward again after step()."
             )
+        if self.streamer is not None:
+            self.streamer.unpacked(self)
         if self._backward is None:
             self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
 

@@ -56,19 +56,25 @@ class Bucket:
         group: index into `param_groups`.
         numel: of each flat buffer, padding included. Padding holds zeros.
         working: device, working dtype: the weights that compute uses; parameters are views of it.
+            Of a streamed block: in the slot that it has, or had last.
         format: how its state is kept.
         layout: its slots, as the kernels know them.
         state: host: the format's fields, master weights first.
         other: host: a second copy of `state`, which speculative updates are written into.
         pending: host, working dtype: the rounded new weights until their upload, where they have to
             wait for it longer than the gradient's memory is free.
+        shown: host, working dtype: of a streamed block, the weights of the step in progress, where
+            an update of it may run inside its backward.
         grad: host, working dtype: the gradient, then, where nothing else holds them, the rounded
             new weights on their way up. None where microbatches are summed.
         grad_sum: host, fp32: the sum over microbatches. None where there is only one.
         grad_free_after: the event after which `grad` may be overwritten: its reader is done, or the
             weights on their way up have left.
+        visible_free_after: the event after which the last load has read `visible`.
+        weight_ready: the event after which `visible` holds the newest weights.
         weight_free_after: the event after which the weights in `pending` or in the state itself
             have been uploaded.
+        streamed: its block's weights live on the host.
         touched: a gradient of the step in progress is in `grad` or `grad_sum`.
         normed: its sums of squares for this step are launched.
     """
@@ -84,10 +90,14 @@ class Bucket:
     state: tuple[Buffer, ...] = field(init=False)
     other: tuple[Buffer, ...] = ()
     pending: Buffer | None = None
+    shown: Buffer | None = None
     grad: Buffer | None = None
     grad_sum: Buffer | None = None
     grad_free_after: Event | None = None
     weight_free_after: Event | None = None
+    visible_free_after: Event | None = None
+    weight_ready: Event | None = None
+    streamed: bool = False
     touched: bool = False
     normed: bool = False
 
@@ -102,6 +112,13 @@ class Bucket:
     def host_weight(self) -> Buffer | None:
         """The state's own working weights, uploaded from where they lie."""
         return self.state[0] if self.format.holds_weight else None
+
+    @property
+    def visible(self) -> Buffer:
+        """Of a streamed block: the host copy of the weights, which loads read."""
+        buffer = self.shown or self.host_weight or self.pending
+        assert buffer is not None
+        return buffer
 
     def flip(self) -> None:
         """The other copy of the state becomes the state."""

@@ -17,11 +17,18 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
 from offloadtrain.engine.ring import Ring
+from offloadtrain.engine.streamer import Streamer, block_bytes
 from offloadtrain.engine.update import Updates
+from offloadtrain.errors import OffloadTrainError
 from offloadtrain.memory import Arena, HostMemoryError, Ledger, Request, available_bytes
 from offloadtrain.optim import LossScaler, UpdateRule, format_for
 from offloadtrain.transfer import Buffer, Lanes
 from offloadtrain.units import format_bytes
+
+
+class DeviceMemoryError(OffloadTrainError):
+    """The device memory limit is below what the engine needs."""
+
 
 _RING_SLOTS = 2
 """One is filled while the other is copied."""
@@ -33,6 +40,11 @@ class Settings:
 
     Attributes:
         host_memory_limit: bytes that the engine may hold on the host; None: what is available.
+        working: "device", or "host": repeated blocks are streamed.
+        device_slots: how many streamed blocks are on the device at once.
+        resident_blocks: how many repeated blocks stay there all the same; None: as many as
+            device_memory_limit leaves room for.
+        device_memory_limit: bytes that the engine may hold on the device.
     """
 
     device: torch.device
@@ -46,6 +58,10 @@ class Settings:
     update: str
     warmup_steps: int
     host_memory_limit: int | None
+    working: str
+    device_slots: int
+    resident_blocks: int | None
+    device_memory_limit: int | None
 
     @property
     def accumulates(self) -> bool:
@@ -81,10 +97,15 @@ def build(
     parts = cut(model)
     blocks, entries = _blocks(parts, model, groups, settings, lanes)
     buckets = [bucket for block in blocks for bucket in block.buckets]
+    streamed = streamed_blocks(blocks, settings)
+    for block in streamed:
+        for bucket in block.buckets:
+            bucket.streamed = True
     squares = _map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
-    for bucket in buckets:
-        flat = ledger.device_tensor("working weights", bucket.numel, bucket.dtype, settings.device)
-        bucket.working = Buffer(f"working {bucket.name}", flat)
+    for block in blocks:
+        if block not in streamed:
+            _map_device(block, ledger, settings)
+    streamer = _streamer(streamed, lanes, ledger, settings) if streamed else None
     host_ring = Ring("host staging", lanes, lambda: _host_slots(arena, buckets))
     if settings.accumulates:
         host_ring.prepare()
@@ -111,6 +132,7 @@ def build(
         gradients=gradients,
         updates=updates,
         mode=_mode(lanes, updates, settings),
+        streamer=streamer,
         clip_norm=settings.clip_norm,
         skip_nonfinite=settings.skip_nonfinite,
         scaler=scaler,
@@ -136,7 +158,7 @@ def _blocks(
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         buckets = _buckets(part.name, owned, order, group_of, full, settings)
         if buckets:
-            blocks.append(Block(part.name, part.module, buckets, lanes))
+            blocks.append(Block(part.name, part.module, buckets, lanes, repeated=part.repeated))
             owner.update((p, blocks[-1]) for _, p in owned)
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
@@ -171,6 +193,66 @@ def _buckets(
         )
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
+
+
+def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
+    """Repeated blocks that do not stay on the device; those that do are spread evenly.
+
+    Raises:
+        DeviceMemoryError: if device_memory_limit holds not even the rest and the slots.
+    """
+    repeated = [block for block in blocks if block.repeated]
+    limit = settings.device_memory_limit
+    if settings.working == "device":
+        if limit is not None:
+            _resident_within(blocks, [], settings, limit)
+        return []
+    stay = settings.resident_blocks
+    if stay is None:
+        stay = 0 if limit is None else _resident_within(blocks, repeated, settings, limit)
+    stay = min(stay, len(repeated))
+    kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)] for i in range(stay)}
+    return [block for block in repeated if block not in kept]
+
+
+def _resident_within(
+    blocks: Sequence[Block], repeated: Sequence[Block], settings: Settings, limit: int
+) -> int:
+    """How many of the repeated blocks can stay on the device."""
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    sizes = [block_bytes(block) for block in repeated]
+    rest = sum(map(block_bytes, blocks)) - sum(sizes) + _RING_SLOTS * _largest_bytes(buckets)
+    least = rest + settings.device_slots * max(sizes, default=0)
+    if least > limit and rest + sum(sizes) > limit:
+        keys = "working = 'host'" if settings.working == "device" else "device_slots = 1"
+        raise DeviceMemoryError(
+            f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
+            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
+            f"stay on the device, the rest for {settings.device_slots} slots. Raise it, or set "
+            f"{keys}"
+        )
+    if rest + sum(sizes) <= limit:
+        return len(repeated)
+    return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)
+
+
+def _map_device(block: Block, ledger: Ledger, settings: Settings) -> None:
+    for bucket in block.buckets:
+        flat = ledger.device_tensor("working weights", bucket.numel, bucket.dtype, settings.device)
+        bucket.working = Buffer(f"working {bucket.name}", flat)
+
+
+def _streamer(
+    blocks: Sequence[Block], lanes: Lanes, ledger: Ledger, settings: Settings
+) -> Streamer:
+    """Slots of the largest block's size; until its first load a block's weights are nowhere."""
+    nbytes = max(map(block_bytes, blocks))
+    count = min(settings.device_slots, len(blocks))
+    memories = [
+        ledger.device_tensor("streaming slots", nbytes, torch.uint8, settings.device)
+        for _ in range(count)
+    ]
+    return Streamer(lanes, blocks, memories)
 
 
 def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:
@@ -216,6 +298,8 @@ def _give_host(
     bucket.grad_sum, bucket.grad = (gradient, None) if settings.accumulates else (None, gradient)
     if _pends(bucket, settings, doubled):
         bucket.pending = Buffer(f"pending weights {bucket.name}", next(tensors))
+    if _is_shown(bucket, settings):
+        bucket.shown = Buffer(f"shown weights {bucket.name}", next(tensors))
     if doubled:
         other = (Buffer(f"other {f.name} {bucket.name}", next(tensors)) for f in fields)
         bucket.other = tuple(other)
@@ -223,8 +307,15 @@ def _give_host(
 
 def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
     """Whether new weights need memory of their own until their upload."""
+    if bucket.streamed:
+        return not bucket.format.holds_weight
     early = doubled or settings.update != "speculative"
     return settings.weights_wait and early and not bucket.format.holds_weight
+
+
+def _is_shown(bucket: Bucket, settings: Settings) -> bool:
+    """Whether loads cannot read where an update writes: it may run inside backward."""
+    return bucket.streamed and (settings.update != "exact" or settings.updates_early)
 
 
 _OWNERS = {"master": "master weights", "weight": "host weights"}
@@ -248,6 +339,8 @@ def _requests(
         requests.append(Request("gradients", bucket.numel, bucket.dtype))
     if _pends(bucket, settings, doubled):
         requests.append(Request("pending weights", bucket.numel, bucket.dtype))
+    if _is_shown(bucket, settings):
+        requests.append(Request("shown weights", bucket.numel, bucket.dtype))
     if doubled:
         requests += [Request("other copy of the state", *one[1:]) for one in kept]
     return requests
@@ -312,8 +405,10 @@ def _adopt_weights(
             for slot in bucket.slots:
                 _check_range(slot.name, slot.param.data, bucket.dtype)
                 set_master(bucket, slot, rule, slot.param.data)
-                slot.param.data = slot.view(bucket.working.flat)
-            bucket.working.flat.zero_()
+                flat = bucket.visible.flat if bucket.streamed else bucket.working.flat
+                slot.param.data = slot.view(flat)
+            if not bucket.streamed:
+                bucket.working.flat.zero_()
         moved = {slot.param for bucket in buckets for slot in bucket.slots}
         full = keeps_fp32(model)
         for param in model.parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -101,6 +101,9 @@ def keeps_fp32(model: nn.Module) -> set[nn.Parameter]:
     return kept
 
 
+_Seal = tuple[int, int, bool]
+
+
 class ModelSeal:
     """Notices that parameters were written, moved, frozen or added behind the engine's back.
 
@@ -108,11 +111,13 @@ class ModelSeal:
     its address; whoever else writes moves one of them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, moving: Collection[nn.Parameter] = ()) -> None:
+        """`moving`: parameters whose address the engine changes."""
         self._model = model
+        self._moving = set(moving)
         self._names = [name for name, _ in model.named_parameters()]
         self._params = list(model.parameters())
-        self._seals = [_seal(param) for param in self._params]
+        self._seals = [self._seal(param) for param in self._params]
 
     def written(self) -> list[nn.Parameter]:
         """Parameters whose values were written by others since the last renewal."""
@@ -121,7 +126,11 @@ class ModelSeal:
 
     def renew(self) -> None:
         """Accept the values as they are."""
-        self._seals = [_seal(param) for param in self._params]
+        self._seals = [self._seal(param) for param in self._params]
+
+    def _seal(self, param: nn.Parameter) -> _Seal:
+        address = 0 if param in self._moving else param.data_ptr()
+        return (param._version, address, param.requires_grad)
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that is not as it was."""
@@ -135,24 +144,17 @@ class ModelSeal:
         for name, param, now, seal in zip(
             self._names, self._params, current, self._seals, strict=True
         ):
-            if now is not param or _seal(param) != seal:
+            if now is not param or self._seal(param) != seal:
                 raise ModelError(_describe(name, now is param, param, seal))
 
 
-_Seal = tuple[int, int, bool]
-
-
-def _seal(param: nn.Parameter) -> _Seal:
-    return (param._version, param.data_ptr(), param.requires_grad)
-
-
 def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
-    version, address, trainable = seal
+    version, _, trainable = seal
     if not same:
         what = "was replaced by another object"
     elif param.requires_grad != trainable:
         what = "was frozen" if trainable else "was unfrozen"
-    elif param.data_ptr() != address:
+    elif param._version == version:
         what = "was moved or replaced (.to(), .data = …)"
     else:
         what = f"was written in place ({param._version - version} time(s))"

@@ -21,11 +21,13 @@ class Part:
         name: qualified name in the model; "" is the root.
         module: its forward is the span of the block.
         parameters: (qualified name, parameter) of everything it refers to, tied ones included.
+        repeated: it is one child of a list of such.
     """
 
     name: str
     module: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    repeated: bool = False
 
 
 def cut(model: nn.Module) -> list[Part]:
@@ -44,7 +46,7 @@ def _walk(name: str, module: nn.Module) -> Iterator[Part]:
     if _is_repeated(module):
         for child_name, child in children:
             if _owns(child):
-                yield Part(child_name, child, tuple(_named(child_name, child, recurse=True)))
+                yield Part(child_name, child, tuple(_named(child_name, child, recurse=True)), True)
         return
     for child_name, child in children:
         yield from _walk(child_name, child)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from offloadtrain.engine.gradients import Arrival, Gradients
 from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.modes import Decision, Exact, Guess
 from offloadtrain.engine.saved import SavedWeights
+from offloadtrain.engine.streamer import Streamer
 from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.optim import LossScaler
@@ -96,7 +98,15 @@ class _Passage:
 
     name: str
     waits: list[Block]
-    running: list[tuple[Span, bool]] = field(default_factory=list)
+    running: list[_Running] = field(default_factory=list)
+
+
+class _Running(NamedTuple):
+    """One forward in progress."""
+
+    span: Span
+    pushed: bool
+    blocks: tuple[Block, ...]
 
 
 class Engine:
@@ -112,6 +122,7 @@ class Engine:
         gradients: Gradients,
         updates: Updates,
         mode: Exact,
+        streamer: Streamer | None,
         clip_norm: float | None,
         skip_nonfinite: bool,
         scaler: LossScaler | None,
@@ -126,6 +137,7 @@ class Engine:
         self._gradients = gradients
         self._updates = updates
         self._mode = mode
+        self._streamer = streamer
         self._clip_norm = clip_norm
         self._skip_nonfinite = skip_nonfinite
         self._grad_accum_steps = grad_accum_steps
@@ -173,21 +185,25 @@ class Engine:
         if module is self._model:
             self._enter_root()
         passage = self._passages[module]
-        for block in passage.waits:
+        blocks = tuple(passage.waits)
+        for block in blocks:
             self._use(block)
-        reads = [weights for block in passage.waits for weights in block.weights]
+            block.forwards += 1
+        reads = [weights for block in blocks for weights in block.weights]
         span = self.lanes.open_span(f"forward {passage.name}", reads)
-        passage.running.append((span, self._saved.push()))
+        passage.running.append(_Running(span, self._saved.push(), blocks))
 
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
         passage = self._passages[module]
         if not passage.running:
             return
-        span, pushed = passage.running.pop()
-        if pushed:
+        running = passage.running.pop()
+        if running.pushed:
             self._saved.pop()
-        self.lanes.close_span(span)
+        for block in running.blocks:
+            block.forwards -= 1
+        self.lanes.close_span(running.span)
         if module is self._model and self._audit is not None and not passage.running:
             self._audit.__exit__(None, None, None)
             self._audit = None
@@ -244,6 +260,8 @@ class Engine:
         guess = self._mode.apply(self.forward_order, decision)
         self.step_count += not skipped
         self._gradients.drop()
+        if self._streamer is not None:
+            self._streamer.restart()
         if self.scaler is not None:
             self.scaler.update(overflow=skipped)
         self.last_step = self._report(norm, decision, guess, micro_steps)
@@ -275,6 +293,8 @@ class Engine:
             self.lanes.synchronize()
             for block in self._blocks:
                 block.wait_uploaded(Lane.COMPUTE)
+            if self._streamer is not None:
+                self._streamer.lay_open()
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step(), which then waits for them."""
@@ -289,6 +309,8 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self.lanes.close()
+        if self._streamer is not None:
+            self._streamer.leave()
 
     def _attach(self, entries: dict[nn.Module, list[Block]]) -> None:
         names = {module: name or "root" for name, module in self._model.named_modules()}
@@ -296,21 +318,30 @@ class Engine:
             self._passages[module] = _Passage(names[module], list(waits))
             self._handles += watch(module, self)
         for block in self._blocks:
-            self._saved.register(block)
+            if block.streamer is None:
+                self._saved.register(block)
+        if self._streamer is not None:
+            self._saved.register_streamed(self._streamer)
 
     def _enter_root(self) -> None:
         if self._gradients.open and not _in_backward():
             self._gradients.end_micro_step()
+        if self._streamer is not None and not _in_backward():
+            self._streamer.restart()
         if not self._audited and not _in_backward():
             self._audited = True
             self._audit = Audit(self._model, self._saved.owner, self._missed)
             self._audit.__enter__()
 
     def _use(self, block: Block) -> None:
-        block.wait_uploaded(Lane.COMPUTE)
         self._order.setdefault(block)
-        if self._audit is not None:
-            self._audit.entered(block)
+        if self._audit is None:
+            block.use()
+            return
+        self._audit.paused = True
+        block.use()
+        self._audit.paused = False
+        self._audit.entered(block)
 
     def _missed(self, module: nn.Module, block: Block) -> None:
         self._order.setdefault(block)

@@ -109,7 +109,7 @@ class Exact:
                     bucket, step=decision.step, grad_scale=decision.grad_scale
                 )
                 self._updates.upload(bucket, staged, read)
-            block.launched_upload(self._lanes.record(Lane.H2D))
+            self._updates.uploaded(block)
 
 
 class Early(Exact):
@@ -280,4 +280,4 @@ class Delayed(Exact):
     def _upload(self, block: Block, read: Event) -> None:
         for bucket, staged in self._waiting.pop(block):
             self._updates.upload(bucket, staged, read)
-        block.launched_upload(self._lanes.record(Lane.H2D))
+        self._updates.uploaded(block)

@@ -59,7 +59,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
         self._model = model
         self._engine.emit()
-        self._seal = ModelSeal(model)
+        streamed = [bucket for block in self._blocks for bucket in block.buckets if bucket.streamed]
+        moving = [slot.param for bucket in streamed for slot in bucket.slots]
+        self._seal = ModelSeal(model, moving)
         self._flips = settings.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32)
         self._fill_state()

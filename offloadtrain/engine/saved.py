@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.streamer import Streamer, StreamError
 
 _autograd = (
     torch._C._autograd
@@ -28,21 +30,23 @@ _autograd = (
 class Handle:
     """Stands for a saved view of a block's weights in a graph."""
 
-    __slots__ = ("_flat", "_offset", "_stride", "block", "generation", "shape")
+    __slots__ = ("_bucket", "_offset", "_stride", "block", "generation", "shape")
 
-    def __init__(self, block: Block, tensor: Tensor, flat: Tensor) -> None:
+    def __init__(self, block: Block, bucket: Bucket, tensor: Tensor) -> None:
         self.block = block
         self.generation = block.generation
         self.shape = tensor.shape
+        self._bucket = bucket
         self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
-        self._flat = flat
+        self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
         block.packed()
 
     def view(self) -> Tensor:
         """The weights, if they are still those of the graph; raises StaleGraphError otherwise."""
         self.block.unpacked(self.generation)
-        return torch.as_strided(self._flat, self.shape, self._stride, self._offset)
+        flat = self._bucket.working.flat
+        offset = flat.storage_offset() + self._offset
+        return torch.as_strided(flat, self.shape, self._stride, offset)
 
     def __del__(self) -> None:
         self.block.released()
@@ -52,15 +56,28 @@ class SavedWeights:
     """Finds the block that a tensor's bytes belong to, and packs such tensors as handles."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[Block, Tensor]] = {}
+        self._owners: dict[int, tuple[Block, Bucket]] = {}
+        self._absent: dict[int, Block] = {}
+        self._streamer: Streamer | None = None
 
     def register(self, block: Block) -> None:
+        """Of a block that stays on the device."""
         for bucket in block.buckets:
-            flat = bucket.working.flat
-            self._owners[flat.untyped_storage().data_ptr()] = (block, flat)
+            self._owners[_address(bucket.working.flat)] = (block, bucket)
+
+    def register_streamed(self, streamer: Streamer) -> None:
+        """Blocks whose place on the device is the streamer's to tell."""
+        self._streamer = streamer
+        for block in streamer.blocks:
+            for bucket in block.buckets:
+                self._absent[_address(block.placeholder(bucket))] = block
 
     def owner(self, tensor: Tensor) -> Block | None:
-        """The block whose working weights this tensor is a view of."""
+        """The block whose working weights this tensor is a view of.
+
+        Raises:
+            StreamError: if they are not on the device.
+        """
         found = self._find(tensor)
         return found[0] if found else None
 
@@ -84,15 +101,29 @@ class SavedWeights:
         found = self._find(tensor)
         if found is None or tensor.dtype != found[1].dtype:
             return None
-        return Handle(found[0], tensor, found[1])
+        return Handle(*found, tensor)
 
-    def _find(self, tensor: Tensor) -> tuple[Block, Tensor] | None:
+    def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return None
         try:
-            return self._owners.get(tensor.untyped_storage().data_ptr())
+            address = _address(tensor)
         except RuntimeError:  # tensor subclasses without storage cannot lie in a flat buffer
             return None
+        if address in self._absent:
+            raise StreamError(
+                f"weights of block '{self._absent[address].name}' are read outside its forward, "
+                "while they are on the host: only modules that are called can be streamed. Leave "
+                "this one on the device: working = 'device', or more resident_blocks"
+            )
+        found = self._owners.get(address)
+        if found is None and self._streamer is not None:
+            found = self._streamer.owner(tensor)
+        return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

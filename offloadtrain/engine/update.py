@@ -53,7 +53,13 @@ class Updates:
         return staged
 
     def upload(self, bucket: Bucket, staged: Lease, read: Event) -> None:
-        """To the device, once compute has read the old weights for the last time (`read`)."""
+        """To the device, once compute has read the old weights for the last time (`read`).
+
+        Of a streamed block: to where its next load reads them.
+        """
+        if bucket.streamed:
+            self._publish(bucket, staged)
+            return
         self._lanes.wait(Lane.H2D, self._lanes.record(Lane.HOST), f"adam of {bucket.name}")
         self._lanes.wait(Lane.H2D, read, "backward has read the old weights")
         self._lanes.launch(
@@ -70,7 +76,28 @@ class Updates:
                 if bucket.host_weight is None:
                     self._cast(bucket, staged.range)
                 self.upload(bucket, staged, read)
+            self.uploaded(block)
+
+    def uploaded(self, block: Block) -> None:
+        """All buckets of the block have been given to `upload`."""
+        if block.streamer is not None:
+            block.replaced()
+        else:
             block.launched_upload(self._lanes.record(Lane.H2D))
+
+    def _publish(self, bucket: Bucket, staged: Lease) -> None:
+        if bucket.shown is not None:
+            self._wait_read(bucket)
+            name, shown = f"show {bucket.name}", bucket.shown.whole
+            self._lanes.launch(Lane.HOST, name, copy, [staged.range], [shown])
+            staged.release(self._lanes.record(Lane.HOST))
+        bucket.weight_ready = self._lanes.record(Lane.HOST)
+
+    def _wait_read(self, bucket: Bucket) -> None:
+        if bucket.visible_free_after is not None:
+            why = f"last load of {bucket.name}"
+            self._lanes.wait(Lane.HOST, bucket.visible_free_after, why)
+            bucket.visible_free_after = None
 
     def _stage(self, bucket: Bucket, beside: bool) -> Lease:
         """Where the new weights wait for their upload: in the state itself, in memory of their
@@ -90,6 +117,8 @@ class Updates:
                 Lane.HOST, bucket.weight_free_after, f"upload of {bucket.name} has left"
             )
             bucket.weight_free_after = None
+        if bucket.shown is None:
+            self._wait_read(bucket)
         return _OwnWeights(bucket, weights)
 
     def _cast(self, bucket: Bucket, staged: Range) -> None:

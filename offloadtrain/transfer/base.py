@@ -1,4 +1,4 @@
-"""Lanes: the four places where a step happens at once, and the one interface to all of them.
+"""Lanes: the places where a step happens at once, and the one interface to all of them.
 
 [Note: Lanes]
 A *lane* executes its operations in the order of launch. Lanes run beside each other; the only order
@@ -37,7 +37,10 @@ class Lane(StrEnum):
     HOST = "host"
     """CPU work on host memory: sums, norms, Adam."""
     H2D = "h2d"
-    """Copies from the host to the device: working weights."""
+    """Copies from the host to the device: weights that an update has changed."""
+    LOAD = "load"
+    """Copies from the host to the device: streamed weights, in the order of their use. Beside h2d,
+    whose next copy may wait for an update that the forward does not need yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +205,7 @@ class Lanes(ABC):
         nbytes = sum(range_.nbytes for range_ in writes)
         if lane is Lane.D2H:
             self.totals.d2h_bytes += nbytes
-        elif lane is Lane.H2D:
+        elif lane in (Lane.H2D, Lane.LOAD):
             self.totals.h2d_bytes += nbytes
 
 

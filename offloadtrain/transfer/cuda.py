@@ -1,24 +1,23 @@
-"""Lanes over CUDA streams and one host thread.
+"""Lanes over CUDA streams and threads.
 
 [Note: Who launches what]
 * compute and d2h operations are launched by the thread that runs the user's code (in backward: the
   autograd thread of the device, while the training thread waits inside backward), straight onto
   their streams.
-* host and h2d operations go through one queue to the *host thread*, in order: it executes Adam of a
-  block, then launches that block's upload, then starts on the next block while the upload runs. A
-  stream cannot wait for CPU work that has not happened, and waiting on a CUDA event that was never
-  recorded is a silent no-op; in one queue the order is there by construction.
-* A lane of the training thread that waits for an event of the queue first waits until the host
-  thread has *issued* it, then makes its stream wait for the rest. That first part is counted as
-  exposed time.
+* host, h2d and load operations go to a thread of their lane each. The host thread computes; the two
+  others launch copies onto their streams. A stream cannot wait for CPU work that has not happened,
+  and waiting on a CUDA event that was never recorded is a silent no-op: so whoever waits for an
+  event first blocks its thread until the event is *issued* (for the host lane: has happened), then
+  makes its stream wait for the rest.
+* Where that thread is the training thread, the time until the event is issued counts as exposed.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,6 +33,7 @@ from offloadtrain.transfer.base import (
     now_ms,
     views,
 )
+from offloadtrain.transfer.worker import Failure, Worker
 
 
 class _CudaEvent(Event):
@@ -56,46 +56,22 @@ class _StreamInterval:
     end: torch.cuda.Event
 
 
-class _HostThread:
-    """The queue of the host and h2d lanes. After a failure it only drains, so that nobody hangs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.failure: BaseException | None = None
-        self._device = device
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], bool] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="offloadtrain-host", daemon=True)
-        self._thread.start()
-
-    def put(self, task: Callable[[], None], *, always: bool = False) -> None:
-        """`always`: also run after a failure (the tasks that set events)."""
-        self._tasks.put((task, always))
-
-    def end(self) -> None:
-        self._tasks.put(None)
-        if threading.current_thread() is not self._thread:  # the collector may run us anywhere
-            self._thread.join()
-
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        while (entry := self._tasks.get()) is not None:
-            task, always = entry
-            if self.failure is not None and not always:
-                continue
-            try:
-                task()
-            except BaseException as error:  # raised by the next call of the training thread
-                self.failure = error
-
-
 class CudaLanes(Lanes):
-    """Four lanes of one device. Streams live as long as the lanes."""
+    """The lanes of one device. Streams live as long as the lanes."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        # d2h runs beside backward; h2d runs beside Adam of the next block and the next forward.
-        self._streams = {Lane.D2H: torch.cuda.Stream(device), Lane.H2D: torch.cuda.Stream(device)}
-        self._host = _HostThread(device)
+        # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
+        # beside compute of the block before.
+        self._streams = {
+            lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD)
+        }
+        self._failure = Failure()
+        begin = partial(torch.cuda.set_device, device)
+        self._workers = {
+            lane: Worker(lane, self._failure, begin) for lane in (Lane.HOST, Lane.H2D, Lane.LOAD)
+        }
         self._closed = False
         self._timeline: list[Interval | _StreamInterval] | None = None
         self._origin: tuple[float, torch.cuda.Event] | None = None
@@ -111,34 +87,36 @@ class CudaLanes(Lanes):
         self._raise_failure()
         self._count(lane, writes)
         operands = views(reads, writes)
-        if lane is Lane.HOST:
-            self._host.put(lambda: self._run_on_host(name, fn, operands))
-        elif lane is Lane.H2D:
-            self._host.put(lambda: self._run_on_stream(lane, name, fn, operands))
+        run = self._run_on_host if lane is Lane.HOST else partial(self._run_on_stream, lane)
+        worker = self._workers.get(lane)
+        if worker is None:
+            run(name, fn, operands)
         else:
-            self._run_on_stream(lane, name, fn, operands)
+            worker.put(lambda: run(name, fn, operands))
 
     def record(self, lane: Lane) -> Event:
         self._raise_failure()
         if lane is Lane.HOST:
             event = _CudaEvent(None)
-            self._host.put(event.issued.set, always=True)
+            self._workers[lane].put(event.issued.set, always=True)
             return event
         # blocking: the host thread sleeps in synchronize() and leaves its core to Adam.
         event = _CudaEvent(torch.cuda.Event(blocking=True))
-        if lane is Lane.H2D:
-            self._host.put(lambda: self._issue(event, lane), always=True)
-        else:
+        worker = self._workers.get(lane)
+        if worker is None:
             self._issue(event, lane)
+        else:
+            worker.put(lambda: self._issue(event, lane), always=True)
         return event
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
         self._raise_failure()
         event = _own(event)
+        worker = self._workers.get(lane)
         if lane is Lane.HOST:
-            self._host.put(lambda: self._block_on(event))
-        elif lane is Lane.H2D:
-            self._host.put(lambda: self._stream_wait(lane, event))
+            self._workers[lane].put(lambda: self._block_on(event))
+        elif worker is not None:
+            worker.put(lambda: self._stream_wait(lane, event))
         else:
             self._block_until_issued(event)
             self._stream_wait(lane, event)
@@ -150,14 +128,15 @@ class CudaLanes(Lanes):
         self._raise_failure()
 
     def synchronize(self) -> None:
-        for lane in (Lane.D2H, Lane.HOST, Lane.H2D):
+        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD):
             self.host_wait(self.record(lane), "synchronize")
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._host.end()
+            for worker in self._workers.values():
+                worker.end()
             for stream in self._streams.values():
                 stream.synchronize()
 
@@ -205,7 +184,7 @@ class CudaLanes(Lanes):
 
     def _issue(self, event: _CudaEvent, lane: Lane) -> None:
         try:
-            if event.cuda is not None and self._host.failure is None:
+            if event.cuda is not None and self._failure.error is None:
                 event.cuda.record(self._stream(lane))
         finally:
             event.issued.set()
@@ -247,9 +226,9 @@ class CudaLanes(Lanes):
         return Interval(entry.lane, entry.name, start_ms, entry.start.elapsed_time(entry.end))
 
     def _raise_failure(self) -> None:
-        failure = self._host.failure
-        if failure is not None:
-            raise LaneError(f"the host lane failed: {failure}") from failure
+        error = self._failure.error
+        if error is not None:
+            raise LaneError(f"a lane failed: {error}") from error
 
 
 def _own(event: Event) -> _CudaEvent:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from offloadtrain.transfer.base import (
     Event,
@@ -20,6 +19,7 @@ from offloadtrain.transfer.base import (
     now_ms,
     views,
 )
+from offloadtrain.transfer.worker import Failure, Worker
 
 
 class _Flag(Event):
@@ -29,43 +29,18 @@ class _Flag(Event):
         self.happened = threading.Event()
 
 
-class _Worker:
-    """One lane's queue. After a failure anywhere it only sets events, so that nobody hangs."""
-
-    def __init__(self, lanes: ThreadLanes, lane: Lane) -> None:
-        self._lanes = lanes
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], bool] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
-        self._thread.start()
-
-    def put(self, task: Callable[[], None], *, always: bool = False) -> None:
-        self._tasks.put((task, always))
-
-    def end(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (entry := self._tasks.get()) is not None:
-            task, always = entry
-            if self._lanes.failure is not None and not always:
-                continue
-            try:
-                task()
-            except BaseException as error:  # raised by the next call of the training thread
-                self._lanes.failure = error
-
-
 class ThreadLanes(Lanes):
-    """Compute is the calling thread; the three other lanes run beside it."""
+    """Compute is the calling thread; the other lanes run beside it."""
 
     def __init__(self, *, seed: int = 0, longest_delay_ms: float = 0.0) -> None:
         """`longest_delay_ms`: each operation is preceded by a random pause of at most this."""
         super().__init__()
-        self.failure: BaseException | None = None
+        self._failure = Failure()
         self._draw = random.Random(seed)
         self._longest_s = longest_delay_ms / 1e3
-        self._workers = {lane: _Worker(self, lane) for lane in Lane if lane is not Lane.COMPUTE}
+        self._workers = {
+            lane: Worker(lane, self._failure) for lane in Lane if lane is not Lane.COMPUTE
+        }
         self._timeline: list[Interval] | None = None
         self._origin_ms = 0.0
         self._closed = False
@@ -160,8 +135,9 @@ class ThreadLanes(Lanes):
             timeline.append(Interval(lane, name, start_ms - origin_ms, end_ms - start_ms))
 
     def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise LaneError(f"a lane failed: {self.failure}") from self.failure
+        error = self._failure.error
+        if error is not None:
+            raise LaneError(f"a lane failed: {error}") from error
 
 
 def _block_on(flag: _Flag) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,8 +43,11 @@ class Lion:
         step: int,
         grad_scale: float,
         seed: int,
+        out: tuple[Tensor, ...] | None = None,
     ) -> None:
         master, exp_avg = state
+        if out is not None:
+            master, exp_avg = (new.copy_(old) for new, old in zip(out, state, strict=True))
         lion_step(master, exp_avg, grad.float() * grad_scale, group)
         assert working is not None
         working.copy_(master)
@@ -68,12 +72,13 @@ def lion_step(master: Tensor, exp_avg: Tensor, grad: Tensor, group: Mapping[str,
     exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
-def test_a_rule_of_ones_own() -> None:
+@pytest.mark.parametrize("update", ["exact", "speculative"])
+def test_a_rule_of_ones_own(update: str) -> None:
     torch.manual_seed(0)
     model, rule = Chain(), Lion()
     masters = {n: p.detach().clone() for n, p in model.named_parameters()}
     moments = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
-    optimizer = ot.offload(model, rule, device="cpu")
+    optimizer = ot.offload(model, rule, device="cpu", update=update)
     twin = Chain().bfloat16()
     for tokens in batches(4):
         with torch.no_grad():

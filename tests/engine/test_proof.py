@@ -35,6 +35,13 @@ MODES: dict[str, dict[str, Any]] = {
     "speculative, wrong": {"update": "speculative"},
     "delayed": {"update": "delayed", "warmup_steps": 1},
 }
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "on the device": {},
+    "streamed": {"working": "host"},
+    "streamed, 3 slots": {"working": "host", "device_slots": 3},
+    "partly streamed": {"working": "host", "resident_blocks": 1},
+}
+STREAMED = sorted(set(MODELS) - {"partly used"})  # reads weights of a block before it calls it
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -96,19 +103,37 @@ def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -
     assert prove(program(name, state, precision, accum=accum, steps=4, **options)) == []
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.parametrize(("state", "precision"), CASES[::2])
+@pytest.mark.parametrize("placement", sorted(set(PLACEMENTS) - {"on the device"}))
+@each_mode
+@pytest.mark.parametrize("name", STREAMED)
+def test_no_race_with_streamed_weights(
+    name: str, mode: str, placement: str, state: str, precision: str
+) -> None:
+    options = options_of(mode, precision) | PLACEMENTS[placement]
+    assert prove(program(name, state, precision, accum=2, steps=4, **options)) == []
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
     mode=st.sampled_from(sorted(MODES)),
+    placement=st.sampled_from(sorted(PLACEMENTS)),
     accum=st.integers(1, 3),
     seed=st.integers(0, 2**32),
     late=st.booleans(),
 )
 def test_any_legal_order_has_the_same_bits(
-    name: str, case: tuple[str, str], mode: str, accum: int, seed: int, late: bool
+    name: str,
+    case: tuple[str, str],
+    mode: str,
+    placement: str,
+    accum: int,
+    seed: int,
+    late: bool,
 ) -> None:
-    options = options_of(mode, case[1])
+    options = options_of(mode, case[1]) | (PLACEMENTS[placement] if name in STREAMED else {})
     expected = run(SequentialLanes(), name, *case, accum=accum, steps=4, **options)
     found = run(SeededLanes(seed, late=late), name, *case, accum=accum, steps=4, **options)
     assert found.keys() == expected.keys()
@@ -121,13 +146,15 @@ def test_any_legal_order_has_the_same_bits(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
     mode=st.sampled_from(sorted(MODES)),
+    placement=st.sampled_from(sorted(PLACEMENTS)),
     accum=st.integers(1, 2),
     seed=st.integers(0, 2**32),
 )
 def test_lanes_on_threads_with_delays_have_the_same_bits(
-    name: str, case: tuple[str, str], mode: str, accum: int, seed: int
+    name: str, case: tuple[str, str], mode: str, placement: str, accum: int, seed: int
 ) -> None:
-    options, lanes = options_of(mode, case[1]), ThreadLanes(seed=seed, longest_delay_ms=1.0)
+    options = options_of(mode, case[1]) | (PLACEMENTS[placement] if name in STREAMED else {})
+    lanes = ThreadLanes(seed=seed, longest_delay_ms=1.0)
     expected = run(SequentialLanes(), name, *case, accum=accum, **options)
     found = run(lanes, name, *case, accum=accum, **options)
     for key, value in expected.items():
@@ -149,12 +176,13 @@ def test_a_failure_on_a_lane_is_raised_and_close_does_not_hang() -> None:
 
 
 @pytest.mark.parametrize(("state", "accum"), [("fp32", 1), ("split16", 2)])
+@pytest.mark.parametrize("placement", ["on the device", "streamed"])
 @each_mode
 @pytest.mark.parametrize("name", ["unusual", "tied"])
 def test_every_wait_is_needed_or_follows_from_others(
-    name: str, mode: str, state: str, accum: int
+    name: str, mode: str, placement: str, state: str, accum: int
 ) -> None:
-    whole = program(name, state, accum=accum, **MODES[mode])
+    whole = program(name, state, accum=accum, **MODES[mode], **PLACEMENTS[placement])
     before, needed = order(whole), 0
     for index, entry in enumerate(whole):
         if not isinstance(entry, Waited):
@@ -172,17 +200,21 @@ def edges(program: list[Entry], part: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("state", "part"),
+    ("name", "state", "working", "part"),
     [
-        ("fp32", "gradients of"),
-        ("fp32", "adam of"),
-        ("fp32", "upload of"),
-        ("fp32", "slot is free"),
-        ("split16", "upload of"),
+        ("unusual", "fp32", "device", "gradients of"),
+        ("unusual", "fp32", "device", "adam of"),
+        ("unusual", "fp32", "device", "upload of"),
+        ("unusual", "fp32", "device", "slot is free"),
+        ("unusual", "split16", "device", "upload of"),
+        ("chain", "fp32", "host", "compute has done with the slot"),
+        ("chain", "fp32", "host", "weights of"),
+        ("chain", "fp32", "host", "upload of layers"),
+        ("skipping", "fp32", "host", "last load of"),
     ],
 )
-def test_a_kind_of_wait_left_out_is_a_race(state: str, part: str) -> None:
-    whole = program("unusual", state, steps=4)
+def test_a_kind_of_wait_left_out_is_a_race(name: str, state: str, working: str, part: str) -> None:
+    whole = program(name, state, steps=4, working=working)
     left_out = set(edges(whole, part))
     assert left_out
     faults = prove([entry for i, entry in enumerate(whole) if i not in left_out])

@@ -128,6 +128,20 @@ class PartlyUsed(Chain):
         return self.head(self.norm(x))
 
 
+class Skipping(Chain):
+    """All layers on even turns, none on odd ones."""
+
+    turn = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.turn % 2 == 0:
+            for layer in self.layers:
+                x = layer(x)
+        self.turn += 1
+        return self.head(self.norm(x))
+
+
 MODELS = {
     "chain": Chain,
     "tied": lambda: Chain(tied=True),
@@ -137,6 +151,7 @@ MODELS = {
     "partly used": PartlyUsed,
     "frozen": Frozen,
     "shared": SharedLayer,
+    "skipping": Skipping,
 }
 
 

@@ -1,0 +1,213 @@
+"""Parameter streaming: blocks whose weights live on the host take turns in a few device slots.
+
+[Note: Streaming]
+A streamed block's weights are on the host, and on the device only while a slot holds them. A use is
+the block's forward, or the unpacking of one of its saved weights in backward; either makes sure
+that the block has a slot and makes compute wait for its upload. The blocks that will be used next
+are loaded ahead, in the order that the step before has shown; another order is served as it comes,
+right and slower. Weights on the device are clean, so eviction moves nothing: the slot is free when
+compute has done what it was given before. Two things pin a block: a forward of it that is running,
+and a node of the graph that has unpacked one of its weights and is still running. While a block has
+no slot its parameters are NaN: whoever reads them past the engine sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.order import Cursor, prefetches, victim
+from offloadtrain.transfer import Buffer, Event, Lane, Lanes, copy
+
+_log = logging.getLogger(__name__)
+
+
+class StreamError(OffloadTrainError):
+    """More blocks are needed at once than there are slots."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Device memory of the largest streamed block, and who has it."""
+
+    memory: Tensor
+    block: Block | None = None
+    free_after: Event | None = None
+
+
+class Streamer:
+    """Gives streamed blocks their slots."""
+
+    def __init__(self, lanes: Lanes, blocks: Sequence[Block], memories: Sequence[Tensor]) -> None:
+        """`memories`: one uint8 tensor per slot, as `block_bytes` of the largest block."""
+        self._lanes = lanes
+        self.blocks = list(blocks)
+        self._number = {block: number for number, block in enumerate(blocks)}
+        self._slots = [Slot(memory) for memory in memories]
+        self._cursor = Cursor()
+        self._told = False
+        self._open = False
+        """Parameters show the host's copy."""
+        self._running: dict[int, tuple[Any, set[Block]]] = {}
+        """Graph task → the node of it that is running, and whose weights that has unpacked."""
+        for block in blocks:
+            block.streamer = self
+            self._lay_out(block, self._slots[0])
+
+    @property
+    def resident(self) -> list[Block]:
+        """Blocks that have a slot."""
+        return [slot.block for slot in self._slots if slot.block is not None]
+
+    def owner(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
+        """Whose weights a tensor is a view of, if it lies in a slot."""
+        address = tensor.untyped_storage().data_ptr()
+        for slot in self._slots:
+            if slot.block is not None and slot.memory.data_ptr() == address:
+                return slot.block, _bucket_of(slot.block, tensor)
+        return None
+
+    def use(self, block: Block) -> None:
+        """Compute is about to read the block: load it if need be, and what comes after it."""
+        self._forget_ended()
+        if block not in self.resident:
+            self._load(block, self._slot_for(block))
+        block.wait_uploaded(Lane.COMPUTE)
+        self._cursor.used(self._number[block])
+        self._load_ahead(block)
+
+    def unpacked(self, block: Block) -> None:
+        """A node of the graph is about to read the block's saved weights."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        running, held = self._running.get(task, (None, set()))
+        if node is None or node is not running:
+            held = set()
+        held.add(block)
+        self._running[task] = (node, held)
+        self.use(block)
+
+    def restart(self) -> None:
+        """A micro-step is over, its weights may have changed: begin to load for the next one."""
+        self._running.clear()
+        if self._open:
+            self._open = False
+            for block in self.blocks:
+                block.left_device()
+        self._tell_misses()
+        self._cursor.restart()
+        self._load_ahead(None)
+
+    def evict(self, block: Block) -> None:
+        """Take the block's slot away, if it has one."""
+        for slot in self._slots:
+            if slot.block is block:
+                block.left_device()
+                slot.block, slot.free_after = None, self._lanes.record(Lane.COMPUTE)
+
+    def lay_open(self) -> None:
+        """The lanes are idle: parameters show the host's copy, until their next use."""
+        for block in self.blocks:
+            self.evict(block)
+            block.lay_open()
+        self._open = True
+
+    def leave(self) -> None:
+        """Parameters keep their weights, in memory of their own on the host."""
+        self.lay_open()
+        for block in self.blocks:
+            for bucket in block.buckets:
+                for slot in bucket.slots:
+                    slot.param.data = slot.param.data.clone()
+
+    def _tell_misses(self) -> None:
+        if self._cursor.missed and self._cursor.known and not self._told:
+            self._told = True
+            _log.warning(
+                "blocks were used in another order than in the step before: %d loads could not "
+                "begin ahead of their use. The result is the same, the step is slower.",
+                self._cursor.missed,
+            )
+
+    def _load_ahead(self, using: Block | None) -> None:
+        pinned = [self._number[b] for b in self.resident if b is using or self._pinned(b)]
+        resident = [self._number[block] for block in self.resident]
+        moves = prefetches(resident, pinned, self._cursor.future, len(self._slots))
+        for number, leaving in moves:
+            if leaving is not None:
+                self.evict(self.blocks[leaving])
+            self._load(self.blocks[number], self._free_slot())
+
+    def _slot_for(self, block: Block) -> Slot:
+        free = [slot for slot in self._slots if slot.block is None]
+        if free:
+            return free[0]
+        evictable = [self._number[b] for b in self.resident if not self._pinned(b)]
+        leaving = victim(evictable, self._cursor.future)
+        if leaving is None:
+            names = ", ".join(f"'{b.name}'" for b in self.resident)
+            raise StreamError(
+                f"block '{block.name}' is needed while {names} are in use, and there are "
+                f"{len(self._slots)} device slots for streamed blocks: set device_slots = "
+                f"{len(self._slots) + 1}"
+            )
+        self.evict(self.blocks[leaving])
+        return self._free_slot()
+
+    def _free_slot(self) -> Slot:
+        return next(slot for slot in self._slots if slot.block is None)
+
+    def _pinned(self, block: Block) -> bool:
+        return block.forwards > 0 or any(block in held for _, held in self._running.values())
+
+    def _forget_ended(self) -> None:
+        """Backwards inside of the one that is running now (they have larger numbers) are over."""
+        now = torch._C._current_graph_task_id()
+        for task in [task for task in self._running if task > now]:
+            del self._running[task]
+
+    def _load(self, block: Block, slot: Slot) -> None:
+        if slot.free_after is not None:
+            self._lanes.wait(Lane.LOAD, slot.free_after, "compute has done with the slot")
+            slot.free_after = None
+        slot.block = block
+        self._lay_out(block, slot)
+        for bucket in block.buckets:
+            if bucket.weight_ready is not None:
+                self._lanes.wait(Lane.LOAD, bucket.weight_ready, f"weights of {bucket.name}")
+                bucket.weight_ready = None
+            source, target = bucket.visible.whole, self._lanes.alloc(bucket.working.whole)
+            self._lanes.launch(Lane.LOAD, f"load {bucket.name}", copy, [source], [target])
+            bucket.visible_free_after = self._lanes.record(Lane.LOAD)
+        block.entered_device(self._lanes.record(Lane.LOAD))
+
+    @staticmethod
+    def _lay_out(block: Block, slot: Slot) -> None:
+        offset = 0
+        for bucket in block.buckets:
+            nbytes = bucket.numel * bucket.dtype.itemsize
+            flat = slot.memory[offset : offset + nbytes].view(bucket.dtype)
+            bucket.working = Buffer(f"working {bucket.name}", flat)
+            offset += nbytes
+
+
+def block_bytes(block: Block) -> int:
+    """Device memory of a block's working weights; every bucket starts on 256 bytes."""
+    return sum(bucket.numel * bucket.dtype.itemsize for bucket in block.buckets)
+
+
+def _bucket_of(block: Block, tensor: Tensor) -> Bucket:
+    at = tensor.storage_offset() * tensor.element_size()
+    for bucket in block.buckets:
+        flat = bucket.working.flat
+        start = flat.storage_offset() * flat.element_size()
+        if start <= at < start + flat.numel() * flat.element_size():
+            return bucket
+    raise StreamError(f"a tensor lies in the slot of '{block.name}' and in none of its buckets")

@@ -1,0 +1,51 @@
+"""A thread with a queue, one per lane that is not the calling thread's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class Failure:
+    """The first error on any of the workers that share this; raised by the launching thread."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+
+class Worker:
+    """Runs tasks in order. After a failure anywhere only those that set events, so that nobody
+    hangs."""
+
+    def __init__(
+        self, name: str, failure: Failure, begin: Callable[[], None] | None = None
+    ) -> None:
+        """`begin`: run first on the thread."""
+        self._failure = failure
+        self._begin = begin
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], bool] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"offloadtrain-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None], *, always: bool = False) -> None:
+        """`always`: also run after a failure (the tasks that set events)."""
+        self._tasks.put((task, always))
+
+    def end(self) -> None:
+        """Run what is queued, then stop."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self._thread:  # the collector may run us anywhere
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._begin is not None:
+            self._begin()
+        while (entry := self._tasks.get()) is not None:
+            task, always = entry
+            if self._failure.error is not None and not always:
+                continue
+            try:
+                task()
+            except BaseException as error:  # raised by the next call of the launching thread
+                self._failure.error = error

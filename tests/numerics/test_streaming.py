@@ -1,0 +1,389 @@
+"""Weights that live on the host and take turns on the device: the bits of a resident run, never
+more blocks on the device than slots, and the bytes that this costs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offloadtrain as ot
+from offloadtrain.engine.block import Block, Residence
+from offloadtrain.engine.build import DeviceMemoryError
+from offloadtrain.engine.streamer import Streamer, StreamError, block_bytes
+from tests.numerics.models import MODELS, Chain, Layer, batches, loss_of
+from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
+from tests.numerics.test_update_modes import assert_equal, delayed_pair, everything, follow
+
+STREAMED = sorted(set(MODELS) - {"partly used"})  # reads weights of a block before it calls it
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "early": {"skip_nonfinite": False, "clip": None},
+    "speculative": {"update": "speculative"},
+}
+each_model = pytest.mark.parametrize("name", STREAMED)
+each_precision = pytest.mark.parametrize("precision", DTYPES)
+
+
+@each_precision
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@each_model
+def test_streaming_changes_no_bit(name: str, slots: int, precision: str) -> None:
+    steps = 10 if precision == "fp16" else 4
+    compare(name, precision, clip=0.5, steps=steps, working="host", device_slots=slots)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(STREAMED),
+    precision=st.sampled_from(sorted(DTYPES)),
+    mode=st.sampled_from(sorted(MODES)),
+    accum=st.integers(1, 3),
+    slots=st.integers(1, 3),
+    resident=st.integers(0, 2),
+    explicit=st.booleans(),
+)
+def test_same_bits_drawn(
+    name: str, precision: str, mode: str, accum: int, slots: int, resident: int, explicit: bool
+) -> None:
+    half = precision == "fp16"
+    compare(
+        name,
+        precision,
+        accum=accum,
+        steps=10 if half else 3,
+        explicit=explicit or half,
+        working="host",
+        device_slots=slots,
+        resident_blocks=resident,
+        **({"clip": 0.5} | MODES["exact" if half and mode == "early" else mode]),
+    )
+
+
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+@pytest.mark.parametrize("mode", ["exact", "early", "speculative", "delayed"])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_every_format_and_mode_streams(state: str, mode: str, accum: int) -> None:
+    options = MODES.get(mode, {"update": "delayed", "warmup_steps": 1})
+    found = []
+    for working in ("device", "host"):
+        _, optimizer, model = pair(
+            make("unusual"), accum=accum, state=state, working=working, **({"clip": 9.0} | options)
+        )
+        stream = batches(5 * accum)
+        for step in range(5):
+            train(optimizer, model, stream[step * accum : (step + 1) * accum])
+        found.append(everything(optimizer, model))
+        optimizer.close()
+    assert_equal(*found)
+
+
+@each_precision
+def test_delayed_and_streamed(precision: str) -> None:
+    run, optimizer, model = delayed_pair(Chain(5), precision, working="host", clip=0.5)
+    follow(run, optimizer, model, batches(10))
+    run.flush()
+    assert_same(run, optimizer, model)
+
+
+def deep(depth: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(depth)
+
+
+def blocks_of(optimizer: ot.OffloadOptimizer) -> list[Block]:
+    return [block for block in optimizer._blocks if block.streamer is not None]
+
+
+def streamer_of(optimizer: ot.OffloadOptimizer) -> Streamer:
+    found = optimizer._engine._streamer
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_never_more_blocks_than_slots(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer, model = pair(deep(), working="host", device_slots=slots)
+    seen = []
+    original = Block.entered_device
+
+    def entered(self: Block, event: Any) -> None:
+        original(self, event)
+        held = [b for b in blocks_of(optimizer) if b.residence is not Residence.HOST]
+        seen.append(len(held))
+
+    monkeypatch.setattr(Block, "entered_device", entered)
+    for tokens in batches(3):
+        train(optimizer, model, [tokens])
+    assert max(seen) == slots
+
+
+@pytest.mark.parametrize(("slots", "loads"), [(1, 15), (2, 14), (4, 12), (8, 8)])
+def test_the_bytes_of_streaming(slots: int, loads: int) -> None:
+    """Each of 8 blocks once in forward, and once in backward unless it is still there."""
+    _, optimizer, model = pair(deep(8), working="host", device_slots=slots)
+    blocks = blocks_of(optimizer)
+    size = block_bytes(blocks[0])
+    rest = sum(block_bytes(b) for b in optimizer._blocks if b.streamer is None)
+    moved = []
+    for tokens in batches(4):
+        before = optimizer._engine.lanes.totals.h2d_bytes
+        train(optimizer, model, [tokens])
+        moved.append(optimizer._engine.lanes.totals.h2d_bytes - before)
+    # From step to step: what is loaded ahead for the next step is counted to this one.
+    assert moved[2] == moved[3] == rest + loads * size
+
+
+def test_blocks_are_loaded_ahead() -> None:
+    _, optimizer, model = pair(deep(), working="host", device_slots=2)
+    train(optimizer, model, batches(1))
+    train(optimizer, model, batches(1))
+    streamer, blocks = streamer_of(optimizer), blocks_of(optimizer)
+    assert streamer.resident == blocks[:2]  # for the next forward
+    seen: list[bool] = []
+    blocks[3].module.register_forward_hook(lambda *_: seen.append(blocks[4] in streamer.resident))
+    train(optimizer, model, batches(1))
+    assert seen == [True]
+
+
+def test_device_memory_does_not_grow_with_depth() -> None:
+    held = []
+    for depth in (4, 64):
+        _, optimizer, model = pair(deep(depth), working="host")
+        train(optimizer, model, batches(1))
+        held.append(sum(r.peak_bytes for r in optimizer.ledger.rows() if r.tier == "device"))
+        optimizer.close()
+    assert held[0] == held[1]
+
+
+def test_the_limit_decides_which_blocks_stay() -> None:
+    sizes = []
+    for extra in (0, 2, 100):
+        _, optimizer, model = pair(deep(8), working="host")
+        size = block_bytes(blocks_of(optimizer)[0])
+        least = sum(r.bytes for r in optimizer.ledger.rows() if r.tier == "device")
+        optimizer.close()
+        limit = least + extra * size
+        resident, optimizer, model = pair(
+            deep(8), working="host", device_memory_limit=limit, clip=0.5
+        )
+        held = sum(r.bytes for r in optimizer.ledger.rows() if r.tier == "device")
+        assert held <= limit
+        sizes.append(len(blocks_of(optimizer)))
+        for tokens in batches(3):
+            assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        assert_same(resident, optimizer, model)
+        optimizer.close()
+    assert sizes == [8, 6, 0]
+    with pytest.raises(DeviceMemoryError, match=r"device_memory_limit is .* needs"):
+        pair(deep(8), working="host", device_memory_limit=least - 1)
+    with pytest.raises(DeviceMemoryError, match="working = 'host'"):
+        pair(deep(8), device_memory_limit=least)
+
+
+def test_a_tenth_of_the_model_state_is_enough() -> None:
+    model = deep(64)
+    state = 16 * sum(p.numel() for p in model.parameters())
+    resident, optimizer, model = pair(model, working="host", device_memory_limit=state // 10)
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    peak = sum(r.peak_bytes for r in optimizer.ledger.rows() if r.tier == "device")
+    assert peak <= state // 10
+    assert_same(resident, optimizer, model)
+
+
+def test_between_steps_parameters_can_be_read_saved_and_loaded() -> None:
+    resident, optimizer, model = pair(deep(4), working="host", clip=0.5)
+    stream = batches(6)
+    for tokens in stream[:2]:
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    for name, param in resident.model.named_parameters():
+        assert torch.equal(saved[name], param), name
+    for tokens in stream[2:4]:
+        train(optimizer, model, [tokens])
+    model.load_state_dict(saved)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    with torch.no_grad():
+        first = loss_of(model, stream[4])
+    twin = Chain(4).bfloat16()
+    twin.load_state_dict(saved)
+    assert first.item() == loss_of(twin, stream[4]).item()
+    train(optimizer, model, [stream[5]])
+
+
+def test_evaluation_between_steps_changes_nothing() -> None:
+    resident, optimizer, model = pair(deep(6), working="host")
+    for tokens in batches(4):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        with torch.no_grad():
+            assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
+    assert_same(resident, optimizer, model)
+
+
+def test_a_kept_graph_is_run_again() -> None:
+    """retain_graph: handles stay, and the second backward loads what the first one evicted."""
+    model = deep(5)
+    twin = deep(5).bfloat16()
+    optimizer = ot.offload(model, device="cpu", working="host", grad_accum_steps=2)
+    tokens = batches(1)[0]
+    with torch.no_grad():
+        for (_, a), (_, b) in zip(twin.named_parameters(), deep(5).named_parameters(), strict=True):
+            a.copy_(b)
+    loss, expected = loss_of(model, tokens), loss_of(twin, tokens)
+    seen: list[Tensor] = []
+    for _ in range(2):
+        seen.append(torch.autograd.grad(loss, model.layers[0].up.weight, retain_graph=True)[0])
+    wanted = torch.autograd.grad(expected, twin.layers[0].up.weight)[0]
+    assert all(torch.equal(grad, wanted) for grad in seen)
+    optimizer.close()
+
+
+class Around(Layer):
+    """Calls another layer of the list inside its own forward."""
+
+    def __init__(self, inner: Layer) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+class Nested(nn.Module):
+    """Two blocks are in use at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 24)
+        plain = [Layer(), Layer()]
+        self.layers = nn.ModuleList([*plain, *map(Around, plain)])
+        self.head = nn.Linear(24, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_blocks_used_inside_of_each_other_need_a_slot_each() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(StreamError, match="set device_slots = 2"):
+        _, optimizer, model = pair(Nested(), working="host", device_slots=1)
+        train(optimizer, model, batches(1))
+    resident, optimizer, model = pair(Nested(), working="host", device_slots=2)
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+
+
+def test_weights_read_without_calling_their_block_are_told() -> None:
+    _, optimizer, model = pair(make("partly used"), working="host")
+    with pytest.raises(StreamError, match=r"'layers\.1' are read outside its forward"):
+        train(optimizer, model, batches(1))
+
+
+class Several(Chain):
+    """A user's recompute over several blocks at once."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(6)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for start in (0, 3):
+
+            def run(x: Tensor, start: int = start) -> Tensor:
+                for layer in self.layers[start : start + 3]:
+                    x = layer(x)
+                return x
+
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("reentrant", "slots"), [(True, 1), (True, 2), (False, 2), (False, 3)])
+def test_a_users_recompute_over_several_blocks(reentrant: bool, slots: int) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(
+        Several(reentrant), working="host", device_slots=slots, clip=0.5
+    )
+    for tokens in batches(4):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+
+
+def test_a_node_that_recomputes_other_blocks_keeps_its_own() -> None:
+    """It has unpacked a weight when another saved tensor of it makes three blocks run again."""
+    _, optimizer, model = pair(Several(False), working="host", device_slots=1)
+    with pytest.raises(StreamError, match="set device_slots = 2"):
+        train(optimizer, model, batches(1))
+
+
+def test_another_order_is_right_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Shuffled(Chain):
+        turn = 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            layers = list(self.layers)
+            for layer in layers if self.turn % 3 else reversed(layers):
+                x = layer(x)
+            self.turn += 1
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    with caplog.at_level(logging.WARNING, logger="offloadtrain"):
+        resident, optimizer, model = pair(Shuffled(5), working="host")
+        for tokens in batches(7):
+            assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+    assert sum("another order" in record.message for record in caplog.records) == 1
+
+
+def test_an_exception_in_backward_is_survived() -> None:
+    resident, optimizer, model = pair(deep(5), working="host", clip=0.5)
+    stream = batches(5)
+    for tokens in stream[:2]:
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+
+    def fail(_: Tensor) -> Tensor:
+        raise RuntimeError("planted")
+
+    hook = model.layers[2].up.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.backward(loss_of(model, stream[2]))
+    hook.remove()
+    for tokens in stream[3:]:
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+
+
+def test_close_leaves_a_model_that_works() -> None:
+    resident, optimizer, model = pair(deep(4), working="host")
+    tokens = batches(1)[0]
+    assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    optimizer.close()
+    assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
+
+
+def test_a_poisoned_slot_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offloadtrain.transfer import SequentialLanes
+
+    original = SequentialLanes.__init__
+
+    def poisoned(self: SequentialLanes) -> None:
+        original(self)
+        self.poison = True
+
+    monkeypatch.setattr(SequentialLanes, "__init__", poisoned)
+    compare("recompute", "bf16", accum=2, clip=0.5, working="host", device_slots=1)

@@ -44,6 +44,7 @@ def offload(
     device_slots: int = 2,
     resident_blocks: int | None = None,
     device_memory_limit: int | None = None,
+    activation: str = "keep",
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -85,6 +86,9 @@ def offload(
             `device_memory_limit` leaves room for; without one, none.
         device_memory_limit: bytes that the engine may hold on the device: weights, slots and
             gradient staging. Activations and gradients on their way are torch's.
+        activation: what the layers of a list keep for backward: "keep" everything; "recompute":
+            their inputs, and run their forward again (dropout draws the same); "offload": as
+            "recompute", with the inputs in host memory.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -111,6 +115,7 @@ def offload(
         device_slots=_positive("device_slots", device_slots) or 1,
         resident_blocks=resident_blocks,
         device_memory_limit=_positive("device_memory_limit", device_memory_limit),
+        activation=_check_choice("activation", activation, ("keep", "recompute", "offload")),
     )
     _check_support(settings)
     _place_kernels(settings.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
+from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.ring import Ring
 from offloadtrain.engine.streamer import Streamer, block_bytes
 from offloadtrain.engine.update import Updates
@@ -45,6 +47,8 @@ class Settings:
         resident_blocks: how many repeated blocks stay there all the same; None: as many as
             device_memory_limit leaves room for.
         device_memory_limit: bytes that the engine may hold on the device.
+        activation: "keep"; "recompute": repeated modules keep their inputs only; "offload": and
+            these on the host.
     """
 
     device: torch.device
@@ -62,6 +66,7 @@ class Settings:
     device_slots: int
     resident_blocks: int | None
     device_memory_limit: int | None
+    activation: str
 
     @property
     def accumulates(self) -> bool:
@@ -133,6 +138,10 @@ def build(
         updates=updates,
         mode=_mode(lanes, updates, settings),
         streamer=streamer,
+        recomputed=[p.module for p in parts if p.repeated and settings.activation != "keep"],
+        parking=Parking(lanes, settings.device, partial(_map_input, arena))
+        if settings.activation == "offload"
+        else None,
         clip_norm=settings.clip_norm,
         skip_nonfinite=settings.skip_nonfinite,
         scaler=scaler,
@@ -253,6 +262,10 @@ def _streamer(
         for _ in range(count)
     ]
     return Streamer(lanes, blocks, memories)
+
+
+def _map_input(arena: Arena, nbytes: int) -> Tensor:
+    return arena.map([Request("block inputs", nbytes, torch.uint8)])[0]
 
 
 def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:

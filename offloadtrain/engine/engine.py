@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -31,6 +32,8 @@ from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.gradients import Arrival, Gradients
 from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.modes import Decision, Exact, Guess
+from offloadtrain.engine.parking import Parking
+from offloadtrain.engine.recompute import Recomputed
 from offloadtrain.engine.saved import SavedWeights
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.engine.update import Updates
@@ -123,12 +126,15 @@ class Engine:
         updates: Updates,
         mode: Exact,
         streamer: Streamer | None,
+        recomputed: Sequence[nn.Module],
+        parking: Parking | None,
         clip_norm: float | None,
         skip_nonfinite: bool,
         scaler: LossScaler | None,
         grad_accum_steps: int,
     ) -> None:
-        """`entries`: module → the blocks whose weights its forward reads."""
+        """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
+        whose forward runs again in backward; `parking`: where their inputs wait."""
         self.lanes = lanes
         self.scaler = scaler
         self.step_count = 0
@@ -138,6 +144,8 @@ class Engine:
         self._updates = updates
         self._mode = mode
         self._streamer = streamer
+        self._parking = parking
+        self._recomputed = {m: Recomputed(m, weakref.ref(self)) for m in recomputed}
         self._clip_norm = clip_norm
         self._skip_nonfinite = skip_nonfinite
         self._grad_accum_steps = grad_accum_steps
@@ -180,8 +188,11 @@ class Engine:
         """As the first forward entered them; blocks that it never entered come last."""
         return [*self._order, *(block for block in self._blocks if block not in self._order)]
 
-    def enter(self, module: nn.Module) -> None:
-        """Pre-forward: wait for the weights, open the span, make saved weights handles."""
+    def enter(self, module: nn.Module, *, again: bool = False) -> None:
+        """Pre-forward: wait for the weights, open the span, make saved weights handles.
+
+        `again`: from inside its forward, where that is recomputed ([Note: Recompute]).
+        """
         if module is self._model:
             self._enter_root()
         passage = self._passages[module]
@@ -191,7 +202,8 @@ class Engine:
             block.forwards += 1
         reads = [weights for block in blocks for weights in block.weights]
         span = self.lanes.open_span(f"forward {passage.name}", reads)
-        passage.running.append(_Running(span, self._saved.push(), blocks))
+        parking = self._parking if not again and module in self._recomputed else None
+        passage.running.append(_Running(span, self._saved.push(parking), blocks))
 
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
@@ -308,15 +320,20 @@ class Engine:
         self._closed = True
         for handle in self._handles:
             handle.remove()
+        for recomputed in self._recomputed.values():
+            recomputed.remove()
         self.lanes.close()
         if self._streamer is not None:
             self._streamer.leave()
 
     def _attach(self, entries: dict[nn.Module, list[Block]]) -> None:
         names = {module: name or "root" for name, module in self._model.named_modules()}
-        for module, waits in {self._model: [], **entries}.items():
+        without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}
+        for module, waits in (without | entries).items():
             self._passages[module] = _Passage(names[module], list(waits))
             self._handles += watch(module, self)
+        for recomputed in self._recomputed.values():
+            recomputed.put()
         for block in self._blocks:
             if block.streamer is None:
                 self._saved.register(block)
@@ -328,6 +345,8 @@ class Engine:
             self._gradients.end_micro_step()
         if self._streamer is not None and not _in_backward():
             self._streamer.restart()
+        if self._parking is not None and not _in_backward():
+            self._parking.restart()
         if not self._audited and not _in_backward():
             self._audited = True
             self._audit = Audit(self._model, self._saved.owner, self._missed)

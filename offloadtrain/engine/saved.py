@@ -20,11 +20,14 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.parking import Parked, Parking
 from offloadtrain.engine.streamer import Streamer, StreamError
 
 _autograd = (
     torch._C._autograd
 )  # the public context manager cannot be chained: it hides the outer hooks
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Handle:
@@ -81,15 +84,18 @@ class SavedWeights:
         found = self._find(tensor)
         return found[0] if found else None
 
-    def push(self) -> bool:
+    def push(self, parking: Parking | None = None) -> bool:
         """Make the hooks the innermost of this thread; False where they are so already or not
-        needed."""
+        needed. `parking`: what is not a weight, and wants to, is parked."""
         if not torch.is_grad_enabled():
             return False
-        outer = _autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None and isinstance(getattr(outer[0], "__self__", None), _Chain):
-            return False
-        chain = _Chain(self, outer)
+        outer: _Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
+        innermost = getattr(outer[0], "__self__", None) if outer is not None else None
+        if isinstance(innermost, _Chain):
+            if innermost.parking is parking:
+                return False
+            outer = innermost.outer
+        chain = _Chain(self, outer, parking)
         _autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
         return True
 
@@ -126,27 +132,29 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
 class _Chain:
     """Our hooks over the ones that were active when they were pushed."""
 
-    __slots__ = ("_outer", "_saved")
+    __slots__ = ("_saved", "outer", "parking")
 
-    def __init__(self, saved: SavedWeights, outer: _Hooks | None) -> None:
+    def __init__(self, saved: SavedWeights, outer: _Hooks | None, parking: Parking | None) -> None:
         self._saved = saved
-        self._outer = outer
+        self.outer = outer
+        self.parking = parking
 
     def pack(self, tensor: Tensor) -> Any:
         handle = self._saved.handle(tensor)
         if handle is not None:
             return handle
-        return tensor if self._outer is None else (self._outer[1], self._outer[0](tensor))
+        if self.parking is not None and self.parking.wants(tensor):
+            return self.parking.park(tensor)
+        return tensor if self.outer is None else (self.outer[1], self.outer[0](tensor))
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Handle):
             return packed.view()
+        if isinstance(packed, Parked):
+            return packed.unpack()
         if isinstance(packed, tuple):
             unpack_outer, inner = packed
             return unpack_outer(inner)  # type: ignore[no-any-return]

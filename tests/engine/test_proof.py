@@ -40,6 +40,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed": {"working": "host"},
     "streamed, 3 slots": {"working": "host", "device_slots": 3},
     "partly streamed": {"working": "host", "resident_blocks": 1},
+    "streamed, recomputed": {"working": "host", "activation": "recompute"},
+    "streamed, inputs parked": {"working": "host", "activation": "offload"},
 }
 STREAMED = sorted(set(MODELS) - {"partly used"})  # reads weights of a block before it calls it
 each_mode = pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,232 @@
+"""Activations kept, recomputed or parked on the host: the same bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import offloadtrain as ot
+from offloadtrain.engine.parking import Parking, ParkingError
+from offloadtrain.transfer import SequentialLanes
+from tests.numerics.models import MODELS, WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
+from tests.numerics.test_streaming import MODES, STREAMED
+
+POLICIES = ["recompute", "offload"]
+each_policy = pytest.mark.parametrize("activation", POLICIES)
+
+
+@each_policy
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputing_changes_no_bit(
+    name: str, precision: str, working: str, activation: str
+) -> None:
+    if name not in STREAMED and working == "host":
+        pytest.skip("reads weights of a block before it calls it")
+    steps = 10 if precision == "fp16" else 3
+    compare(name, precision, clip=0.5, steps=steps, working=working, activation=activation)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(STREAMED),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    mode=st.sampled_from(sorted(MODES)),
+    accum=st.integers(1, 3),
+    working=st.sampled_from(["device", "host"]),
+    resident=st.integers(0, 2),
+    activation=st.sampled_from(POLICIES),
+    explicit=st.booleans(),
+)
+def test_same_bits_drawn(
+    name: str,
+    precision: str,
+    mode: str,
+    accum: int,
+    working: str,
+    resident: int,
+    activation: str,
+    explicit: bool,
+) -> None:
+    compare(
+        name,
+        precision,
+        accum=accum,
+        steps=3,
+        explicit=explicit,
+        working=working,
+        resident_blocks=resident,
+        activation=activation,
+        **({"clip": 0.5} | MODES[mode]),
+    )
+
+
+class Dropped(Chain):
+    """Dropout inside each layer."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = nn.Sequential(layer, nn.Dropout(0.3))
+
+
+@each_policy
+def test_dropout_draws_the_same(activation: str) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(Dropped(), activation=activation, working="host")
+    for number, tokens in enumerate(batches(4)):
+        torch.manual_seed(number)
+        expected = resident.step([tokens], loss_of)
+        torch.manual_seed(number)
+        assert train(optimizer, model, [tokens]) == expected
+    assert_same(resident, optimizer, model)
+
+
+def test_inputs_move_once_each_way_and_their_host_memory_is_used_again() -> None:
+    depth = 12
+    _, optimizer, model = pair(Chain(depth), activation="offload")
+    padded = sum(2 * b.numel for block in optimizer._blocks for b in block.buckets)
+    parked = 2 * depth * 3 * 10 * WIDTH  # batch 3, 10 tokens
+    for tokens in batches(3):
+        before = optimizer._engine.lanes.totals.copy()
+        train(optimizer, model, [tokens])
+        moved = optimizer._engine.lanes.totals.minus(before)
+        assert moved.d2h_bytes == moved.h2d_bytes == padded + parked
+        rows = [row for row in optimizer.ledger.rows() if row.owner == "block inputs"]
+        assert [row.bytes for row in rows] == [parked]
+
+
+def peak_bytes(depth: int, **options: Any) -> int:
+    """Largest sum of what torch's allocator has given out, in the third step."""
+    torch.manual_seed(0)
+    _, optimizer, model = pair(Chain(depth), **options)
+    first, second, third = (tokens.repeat(40, 1) for tokens in batches(3))
+    train(optimizer, model, [first])
+    train(optimizer, model, [second])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        train(optimizer, model, [third])
+    held = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_the_peak_does_not_grow_with_depth(working: str) -> None:
+    """But for what torch's checkpoint keeps per block: the state of the random generator, which a
+    GPU run keeps on the host."""
+    shallow, deep = (peak_bytes(n, activation="offload", working=working) for n in (4, 64))
+    assert deep - shallow == 60 * torch.get_rng_state().nbytes
+    kept = 3 * 40 * 10 * WIDTH * 2
+    recomputed = peak_bytes(64, activation="recompute") - peak_bytes(4, activation="recompute")
+    assert recomputed >= 60 * kept
+    assert peak_bytes(64) - peak_bytes(4) > 4 * recomputed
+
+
+def test_what_is_parked_comes_back() -> None:
+    yard = Parking(
+        SequentialLanes(), torch.device("cpu"), lambda n: torch.empty(n, dtype=torch.uint8)
+    )
+    tensors = [torch.randn(7, 11).requires_grad_() for _ in range(6)]
+    parked = [yard.park(tensor) for tensor in tensors]
+    for one, tensor in zip(reversed(parked), reversed(tensors), strict=True):
+        assert torch.equal(one.unpack(), tensor)
+    assert not yard.wants(torch.zeros(3)) and not yard.wants(tensors[0].t())
+
+
+class InPlace(Chain):
+    """Changes a block's input after the block has saved it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x * 1.0
+            y = layer(x)
+            x += y
+        return self.head(self.norm(x))
+
+
+def test_an_input_changed_in_place_is_told() -> None:
+    torch.manual_seed(0)
+    _, optimizer, model = pair(InPlace(), activation="offload")
+    with pytest.raises(ParkingError, match="changed in place"):
+        train(optimizer, model, batches(1))
+
+
+@each_policy
+def test_copies_and_close_give_the_forward_back(activation: str) -> None:
+    torch.manual_seed(0)
+    model = make("chain")
+    optimizer = ot.offload(model, device="cpu", activation=activation, precision="fp32")
+    tokens = batches(1)[0]
+    copied = copy.deepcopy(model)
+    assert loss_of(copied, tokens).item() == loss_of(model, tokens).item()
+    with torch.no_grad():
+        copied.layers[0].up.weight.zero_()  # its own weights are used
+    assert loss_of(copied, tokens).item() != loss_of(model, tokens).item()
+    expected = loss_of(model, tokens).item()
+    optimizer.close()
+    assert "forward" not in model.layers[0].__dict__
+    assert loss_of(model, tokens).item() == expected
+
+
+def test_a_compiled_forward_comes_back() -> None:
+    model = make("chain")
+    assigned = model.layers[0].forward
+    model.layers[0].forward = assigned
+    optimizer = ot.offload(model, device="cpu", activation="recompute")
+    optimizer.close()
+    assert model.layers[0].__dict__["forward"] is assigned
+
+
+class Exploding(Chain):
+    """Raises in the middle of what runs again in backward, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.fuse = self.layers[1] = Fused()
+
+
+class Fused(Layer):
+    calls = 0
+    explode_at = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.explode_at:
+            raise RuntimeError("planted")
+        return super().forward(x)
+
+
+@each_policy
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_an_exception_while_running_again_is_survived(activation: str, working: str) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(Exploding(), activation=activation, working=working)
+    stream = batches(4)
+    assert train(optimizer, model, [stream[0]]) == resident.step([stream[0]], loss_of)
+    model.fuse.explode_at = model.fuse.calls + 2
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.backward(loss_of(model, stream[1]))
+    for tokens in stream[2:]:
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    resident, optimizer, model = pair(make("chain"), activation="offload", working="host")
+    tokens = batches(1)[0]
+    with torch.no_grad():
+        assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
+    assert not [row for row in optimizer.ledger.rows() if row.owner == "block inputs"]

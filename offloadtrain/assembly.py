@@ -21,7 +21,7 @@ from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import HostMemoryError, available_bytes
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.shapes import num_params
-from offloadtrain.units import format_bytes
+from offloadtrain.units import format_bytes, parse_bytes
 
 PrepareProgress = Callable[[int, int], None]
 
@@ -70,8 +70,18 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
         state=config.optim.state,
         seed=config.train.seed,
         update=config.optim.update,
+        warmup_steps=config.optim.delay_warmup_steps,
         clip_norm=config.optim.clip_norm or None,
+        skip_nonfinite=config.optim.skip_nonfinite,
         grad_accum_steps=config.train.grad_accum_steps,
+        host_memory_limit=_limit(config.device.host_memory_limit),
+        working=config.device.working,
+        device_slots=config.device.slots,
+        resident_blocks=None
+        if config.device.resident_blocks < 0
+        else config.device.resident_blocks,
+        device_memory_limit=_limit(config.device.memory_limit),
+        activation=config.device.activation,
         pin_memory=config.device.pin_memory,
     )
     return Parts(
@@ -88,6 +98,10 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
         precision=precision,
         why=why,
     )
+
+
+def _limit(size: str) -> int | None:
+    return parse_bytes(size) if size else None
 
 
 def open_tokens(

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from offloadtrain import config_toml as toml
 from offloadtrain.errors import ConfigError
 from offloadtrain.shapes import SIZES, ModelShape
+from offloadtrain.units import parse_bytes
 
 __all__ = [
     "Config",
@@ -69,6 +70,8 @@ class OptimConfig:
         min_lr_ratio: where the schedule ends, as a share of `lr`.
         state: format of master weights and moments on the host.
         update: when Adam runs.
+        delay_warmup_steps: with update = "delayed": exact steps before the first delayed one.
+        skip_nonfinite: skip a step whose gradient norm is not finite.
     """
 
     name: Literal["adamw", "adam"] = "adamw"
@@ -82,7 +85,9 @@ class OptimConfig:
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
     state: Literal["fp32", "split16", "int8"] = "fp32"
-    update: Literal["exact"] = "exact"
+    update: Literal["exact", "speculative", "delayed"] = "exact"
+    delay_warmup_steps: int = 0
+    skip_nonfinite: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +98,28 @@ class DeviceConfig:
         precision: of working weights and gradients.
         threads: of the host computation; 0: as many as torch chooses.
         pin_memory: page-lock the host side of transfers (CUDA only).
+        working: where the working weights live; "host": blocks are streamed through slots.
+        slots: how many streamed blocks are on the device at once.
+        resident_blocks: how many blocks stay on the device all the same; -1: as many as
+            `memory_limit` leaves room for.
+        memory_limit: of the device, such as "10 GiB", for weights, slots and gradient staging;
+            empty: none.
+        host_memory_limit: as `memory_limit`, of the host; decides how far update = "speculative"
+            goes.
+        activation: what blocks keep for backward; "recompute": their inputs; "offload": these on
+            the host.
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     threads: int = 0
     pin_memory: bool = True
+    working: Literal["device", "host"] = "device"
+    slots: int = 2
+    resident_blocks: int = -1
+    memory_limit: str = ""
+    host_memory_limit: str = ""
+    activation: Literal["keep", "recompute", "offload"] = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +285,16 @@ _SHARE: _Rule = (lambda value: 0 <= value <= 1), "from 0 to 1"
 _PATH: _Rule = (lambda value: value and value.isprintable()), "a path: not empty, printable"
 _PATH_OR_NONE: _Rule = (lambda value: not value or value.isprintable()), "a printable path"
 
+
+def _is_size(text: str) -> bool:
+    try:
+        return not text or parse_bytes(text) > 0
+    except ValueError:
+        return False
+
+
+_SIZE: _Rule = (_is_size, 'a size such as "10 GiB", or empty for none')
+
 _RULES: dict[str, _Rule] = {
     "name": (
         _NAME.fullmatch,
@@ -283,7 +314,12 @@ _RULES: dict[str, _Rule] = {
     "optim.clip_norm": ((lambda value: value >= 0), "0 (no clipping) or more"),
     "optim.warmup_steps": _NOT_NEGATIVE,
     "optim.min_lr_ratio": _SHARE,
+    "optim.delay_warmup_steps": _NOT_NEGATIVE,
     "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
+    "device.slots": _at_least(1),
+    "device.resident_blocks": ((lambda value: value >= -1), "-1 (by memory_limit) or more"),
+    "device.memory_limit": _SIZE,
+    "device.host_memory_limit": _SIZE,
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
     "train.grad_accum_steps": _at_least(1),
@@ -337,6 +373,25 @@ STATE_PRECISIONS = {
 }
 
 
+def _mode_contradictions(config: Config) -> Iterator[str]:
+    optim, device = config.optim, config.device
+    if not optim.skip_nonfinite and device.precision == "fp16":
+        yield (
+            "optim.skip_nonfinite = false does not go with device.precision = 'fp16', whose loss "
+            "scale is found by skipping the steps that overflow"
+        )
+    if optim.delay_warmup_steps and optim.update != "delayed":
+        yield (
+            f"optim.delay_warmup_steps = {optim.delay_warmup_steps} has a meaning only with "
+            "optim.update = delayed"
+        )
+    if device.resident_blocks > 0 and device.working == "device":
+        yield (
+            f"device.resident_blocks = {device.resident_blocks} has a meaning only with "
+            "device.working = host: all blocks stay on the device"
+        )
+
+
 def _contradictions(config: Config) -> Iterator[str]:
     state, precision = config.optim.state, config.device.precision
     if precision != "auto" and precision not in STATE_PRECISIONS[state]:
@@ -350,6 +405,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"optim.state = '{state}' does not go with device.precision = '{precision}': {why}; "
             f"set device.precision = {fitting}, or optim.state = fp32"
         )
+    yield from _mode_contradictions(config)
     data, optim, train, model = config.data, config.optim, config.train, config.model
     if optim.warmup_steps > train.steps:
         yield (

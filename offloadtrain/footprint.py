@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from offloadtrain.config import Config
-from offloadtrain.shapes import num_params
+from offloadtrain.shapes import num_block_params, num_params
+from offloadtrain.units import parse_bytes
 
 _WORKING_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "auto": 2}
 _HOST_BYTES: dict[str, dict[str, float]] = {
@@ -17,15 +18,51 @@ _HOST_BYTES: dict[str, dict[str, float]] = {
 def state_bytes(config: Config) -> dict[str, dict[str, int]]:
     """Return tier -> state -> bytes, without padding and staging, which need the real model.
 
-    Per parameter: the working weight on the device; on the host the state in its format, and one
-    gradient, which is kept because clipping must know the norm of all of them (fp32 where
-    microbatches are summed).
+    Per parameter: the working weight, on the device or, of streamed blocks, on the host; on the
+    host the state in its format, and one gradient, which is kept because clipping must know the
+    norm of all of them (fp32 where microbatches are summed). The second copy of the state that
+    update = "speculative" takes, as far as memory goes, is not counted.
     """
-    params = num_params(config.model)
+    params, streamed = num_params(config.model), streamed_params(config)
     working = _WORKING_BYTES[config.device.precision]
     gradient = working if config.train.grad_accum_steps == 1 else 4
-    host = _HOST_BYTES[config.optim.state] | {"gradients": gradient}
+    device = {"working weights": working * (params - streamed)}
+    if streamed:
+        slots = min(config.device.slots, streamed // num_block_params(config.model))
+        device["streaming slots"] = working * slots * num_block_params(config.model)
+    host = {state: size * params for state, size in _HOST_BYTES[config.optim.state].items()}
+    host["gradients"] = gradient * params
+    for owner, count in _waiting_params(config, params, streamed).items():
+        if count:
+            host[owner] = working * count
+    return {"device": device, "host": {state: round(size) for state, size in host.items()}}
+
+
+def streamed_params(config: Config) -> int:
+    """Return how many parameters have their working weights on the host."""
+    device, block = config.device, num_block_params(config.model)
+    if device.working == "device":
+        return 0
+    stay = max(device.resident_blocks, 0)
+    if device.resident_blocks < 0 and device.memory_limit:
+        per_block = block * _WORKING_BYTES[device.precision]
+        rest = num_params(config.model) * _WORKING_BYTES[device.precision]
+        rest -= config.model.num_layers * per_block
+        staging = 2 * max(block, config.model.vocab_size * config.model.d_model)
+        rest += staging * _WORKING_BYTES[device.precision]
+        room = parse_bytes(device.memory_limit) - rest - device.slots * per_block
+        stay = max(room // per_block, 0)
+    return max(config.model.num_layers - stay, 0) * block
+
+
+def _waiting_params(config: Config, params: int, streamed: int) -> dict[str, int]:
+    """Return owner -> how many parameters have working weights on the host in such a role."""
+    optim, sums = config.optim, config.train.grad_accum_steps > 1
+    early = optim.update == "exact" and not optim.clip_norm and not optim.skip_nonfinite
+    waits = optim.update == "delayed" or (early and sums)
+    fp32 = optim.state == "fp32"
+    shown = early or optim.update != "exact"
     return {
-        "device": {"working weights": working * params},
-        "host": {state: round(size * params) for state, size in host.items()},
+        "pending weights": (params if waits else streamed) if fp32 else 0,
+        "shown weights": streamed if shown else 0,
     }

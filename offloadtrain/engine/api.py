@@ -12,10 +12,10 @@ from torch import nn
 from offloadtrain import kernels
 from offloadtrain.cpus import local_plan
 from offloadtrain.cuda_driver import pci_address
-from offloadtrain.engine.build import Settings
 from offloadtrain.engine.checks import ModelError, check_model
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
+from offloadtrain.engine.settings import Settings
 from offloadtrain.optim import FORMATS, AdamW, UpdateRule, check_format
 from offloadtrain.transfer import lanes_for
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offloadtrain import config
+from offloadtrain.assembly import assemble
 from offloadtrain.cli import main
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.footprint import state_bytes
@@ -73,6 +75,38 @@ def test_bytes_per_parameter(overrides: list[str], device: int, host: float) -> 
     tiers = state_bytes(job)
     assert sum(tiers["device"].values()) == device * num_params(job.model)
     assert sum(tiers["host"].values()) == round(host * num_params(job.model))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optim.state=int8", "device.working=host"],
+        ["device.working=host", "train.grad_accum_steps=2", "device.slots=1"],
+        ["device.working=host", "device.resident_blocks=1", "optim.update=delayed"],
+        ["optim.update=delayed", "optim.state=split16"],
+        ["optim.clip_norm=0", "optim.skip_nonfinite=false", "train.grad_accum_steps=2"],
+        ["optim.clip_norm=0", "optim.skip_nonfinite=false", "device.working=host"],
+        ["device.working=host", "device.memory_limit=5.5MB"],
+    ],
+)
+def test_the_bytes_are_those_of_the_engine(overrides: list[str], tmp_path: Path) -> None:
+    """All but staging, norms, and what padding to 128 elements adds to small parameters."""
+    job = config.load(shipped_jobs()["demo"], ["device.precision=bf16", *overrides])
+    told = state_bytes(job)
+    parts = assemble(replace(job, data=replace(job.data, cache=str(tmp_path))))
+    held = {(row.tier, row.owner): row.bytes for row in parts.optimizer.ledger.rows()}
+    parts.optimizer.close()
+    owners = {"gradients": "gradient sums"} if job.train.grad_accum_steps > 1 else {}
+    for tier, states in told.items():
+        for owner, size in states.items():
+            if owner == "scales":
+                continue
+            found = held[tier, owners.get(owner, owner)]
+            assert size <= found <= 1.02 * size, (tier, owner)
+    assert {owner for _, owner in held} - {"gradient staging", "host staging", "norms"} <= {
+        owners.get(owner, owner) for states in told.values() for owner in states
+    } | {"exp_avg_scale", "exp_avg_sq_scale"}
 
 
 @pytest.mark.parametrize("name", FORMATS)

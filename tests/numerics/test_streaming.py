@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine.block import Block, Residence
-from offloadtrain.engine.build import DeviceMemoryError
+from offloadtrain.engine.device_memory import DeviceMemoryError
 from offloadtrain.engine.streamer import Streamer, StreamError, block_bytes
 from tests.numerics.models import MODELS, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train

@@ -381,6 +381,8 @@ def _configs(draw: st.DrawFn) -> Config:
     data = dict(zip(("source", "train", "val"), map(st.just, files), strict=True))
     kept = [(state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")]
     state, precision = draw(st.sampled_from(kept))
+    update = draw(st.sampled_from(("exact", "speculative", "delayed")))
+    working, sizes = draw(st.sampled_from(("device", "host"))), st.sampled_from(("", "10 GiB"))
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -394,9 +396,26 @@ def _configs(draw: st.DrawFn) -> Config:
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
-        optim=draw(_section(OptimConfig, warmup_steps=st.integers(0, steps), state=st.just(state))),
+        optim=draw(
+            _section(
+                OptimConfig,
+                warmup_steps=st.integers(0, steps),
+                state=st.just(state),
+                update=st.just(update),
+                delay_warmup_steps=st.integers(0, 9 if update == "delayed" else 0),
+                skip_nonfinite=st.just(True) if precision == "fp16" else st.booleans(),
+            )
+        ),
         device=draw(
-            _section(DeviceConfig, threads=st.integers(0, 4096), precision=st.just(precision))
+            _section(
+                DeviceConfig,
+                threads=st.integers(0, 4096),
+                precision=st.just(precision),
+                working=st.just(working),
+                resident_blocks=st.integers(-1, 9 if working == "host" else 0),
+                memory_limit=sizes,
+                host_memory_limit=sizes,
+            )
         ),
         train=draw(
             _section(

@@ -1,0 +1,113 @@
+"""Which blocks stay on the device, which are streamed, and the memory of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.ring import Ring
+from offloadtrain.engine.settings import Settings
+from offloadtrain.engine.streamer import Streamer, block_bytes
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.memory import Ledger
+from offloadtrain.transfer import Buffer, Lanes
+from offloadtrain.units import format_bytes
+
+
+class DeviceMemoryError(OffloadTrainError):
+    """The device memory limit is below what the engine needs."""
+
+
+RING_SLOTS = 2
+"""One is filled while the other is copied."""
+
+
+def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
+    """Repeated blocks that do not stay on the device; those that do are spread evenly.
+
+    Raises:
+        DeviceMemoryError: if device_memory_limit holds not even the rest and the slots.
+    """
+    repeated = [block for block in blocks if block.repeated]
+    limit = settings.device_memory_limit
+    if settings.working == "device":
+        if limit is not None:
+            _resident_within(blocks, [], settings, limit)
+        return []
+    stay = settings.resident_blocks
+    if stay is None:
+        stay = 0 if limit is None else _resident_within(blocks, repeated, settings, limit)
+    stay = min(stay, len(repeated))
+    # The i-th of n that stay lies in the middle of the i-th of n equal parts.
+    kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)] for i in range(stay)}
+    streamed = [block for block in repeated if block not in kept]
+    for block in streamed:
+        for bucket in block.buckets:
+            bucket.streamed = True
+    return streamed
+
+
+def _resident_within(
+    blocks: Sequence[Block], repeated: Sequence[Block], settings: Settings, limit: int
+) -> int:
+    """How many of the repeated blocks can stay on the device."""
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    sizes = [block_bytes(block) for block in repeated]
+    rest = sum(map(block_bytes, blocks)) - sum(sizes) + RING_SLOTS * largest_bytes(buckets)
+    least = rest + settings.device_slots * max(sizes, default=0)
+    if least > limit and rest + sum(sizes) > limit:
+        keys = "working = 'host'" if settings.working == "device" else "device_slots = 1"
+        raise DeviceMemoryError(
+            f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
+            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
+            f"stay on the device, the rest for {settings.device_slots} slots. Raise it, or set "
+            f"{keys}"
+        )
+    if rest + sum(sizes) <= limit:
+        return len(repeated)
+    return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)
+
+
+def map_resident(blocks: Sequence[Block], ledger: Ledger, settings: Settings) -> None:
+    """Flat working weights of blocks that stay on the device."""
+    for bucket in (bucket for block in blocks for bucket in block.buckets):
+        flat = ledger.device_tensor("working weights", bucket.numel, bucket.dtype, settings.device)
+        bucket.working = Buffer(f"working {bucket.name}", flat)
+
+
+def make_streamer(
+    blocks: Sequence[Block], lanes: Lanes, ledger: Ledger, settings: Settings
+) -> Streamer:
+    """Slots of the largest block's size; until its first load a block's weights are nowhere."""
+    nbytes = max(map(block_bytes, blocks))
+    count = min(settings.device_slots, len(blocks))
+    memories = [
+        ledger.device_tensor("streaming slots", nbytes, torch.uint8, settings.device)
+        for _ in range(count)
+    ]
+    return Streamer(lanes, blocks, memories)
+
+
+def largest_bytes(buckets: Sequence[Bucket]) -> int:
+    return max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+
+
+def gradient_ring(
+    buckets: Sequence[Bucket], lanes: Lanes, ledger: Ledger, settings: Settings
+) -> Ring:
+    """Staging for gathered gradients on their way down."""
+    nbytes = largest_bytes(buckets)
+
+    def slots() -> list[Tensor]:
+        return [
+            ledger.device_tensor("gradient staging", nbytes, torch.uint8, settings.device)
+            for _ in range(RING_SLOTS)
+        ]
+
+    ring = Ring("gradient staging", lanes, slots)
+    ring.prepare()
+    return ring

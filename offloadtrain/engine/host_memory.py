@@ -1,0 +1,132 @@
+"""What the host keeps of each bucket, and where: one mapping for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.settings import Settings
+from offloadtrain.memory import Arena, HostMemoryError, Request, available_bytes
+from offloadtrain.optim import UpdateRule
+from offloadtrain.transfer import Buffer
+from offloadtrain.units import format_bytes
+
+
+def map_host(
+    arena: Arena,
+    blocks: Sequence[Block],
+    rule: UpdateRule,
+    settings: Settings,
+    num_params: int,
+) -> Buffer:
+    """Map everything the host keeps, bucket by bucket; returns the sums of squares."""
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    norms = Request("norms", num_params, torch.float64)
+    base = [norms, *(r for b in buckets for r in _requests(b, rule, settings, doubled=False))]
+    doubled = _doubled(blocks, rule, settings, sum(request.span_bytes for request in base))
+    requests = [r for b in buckets for r in _requests(b, rule, settings, doubled=b in doubled)]
+    tensors: Iterator[Tensor] = iter(arena.map([norms, *requests]))
+    squares = Buffer("norms", next(tensors))
+    for bucket in buckets:
+        _give_host(bucket, tensors, rule, settings, doubled=bucket in doubled)
+    return squares
+
+
+def _give_host(
+    bucket: Bucket,
+    tensors: Iterator[Tensor],
+    rule: UpdateRule,
+    settings: Settings,
+    *,
+    doubled: bool,
+) -> None:
+    """Take a bucket's memory in the order of `_requests`."""
+    fields = bucket.format.fields(rule.moments)
+    bucket.state = tuple(Buffer(f"{f.name} {bucket.name}", next(tensors)) for f in fields)
+    gradient = Buffer(f"gradient {bucket.name}", next(tensors))
+    bucket.grad_sum, bucket.grad = (gradient, None) if settings.accumulates else (None, gradient)
+    if _pends(bucket, settings, doubled):
+        bucket.pending = Buffer(f"pending weights {bucket.name}", next(tensors))
+    if _is_shown(bucket, settings):
+        bucket.shown = Buffer(f"shown weights {bucket.name}", next(tensors))
+    if doubled:
+        other = (Buffer(f"other {f.name} {bucket.name}", next(tensors)) for f in fields)
+        bucket.other = tuple(other)
+
+
+def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
+    """Whether new weights need memory of their own until their upload."""
+    if bucket.streamed:
+        return not bucket.format.holds_weight
+    early = doubled or settings.update != "speculative"
+    return settings.weights_wait and early and not bucket.format.holds_weight
+
+
+def _is_shown(bucket: Bucket, settings: Settings) -> bool:
+    """Whether loads cannot read where an update writes: it may run inside backward."""
+    return bucket.streamed and (settings.update != "exact" or settings.updates_early)
+
+
+_OWNERS = {"master": "master weights", "weight": "host weights"}
+
+
+def _requests(
+    bucket: Bucket, rule: UpdateRule, settings: Settings, *, doubled: bool
+) -> list[Request]:
+    kept = [
+        (
+            _OWNERS.get(field.name, field.name),
+            field.numel(bucket.numel),
+            field.dtype or bucket.dtype,
+        )
+        for field in bucket.format.fields(rule.moments)
+    ]
+    requests = [Request(*one) for one in kept]
+    if settings.accumulates:
+        requests.append(Request("gradient sums", bucket.numel, torch.float32))
+    else:
+        requests.append(Request("gradients", bucket.numel, bucket.dtype))
+    if _pends(bucket, settings, doubled):
+        requests.append(Request("pending weights", bucket.numel, bucket.dtype))
+    if _is_shown(bucket, settings):
+        requests.append(Request("shown weights", bucket.numel, bucket.dtype))
+    if doubled:
+        requests += [Request("other copy of the state", *one[1:]) for one in kept]
+    return requests
+
+
+_HEADROOM = 0.9
+"""Of the available host memory that speculation may fill: the rest of the machine lives too."""
+
+
+def _doubled(
+    blocks: Sequence[Block], rule: UpdateRule, settings: Settings, base_bytes: int
+) -> set[Bucket]:
+    """Buckets with a second copy of their state: the last blocks first, whose gradients come
+    first, as far as the memory limit goes."""
+    limit = settings.host_memory_limit
+    if limit is not None and base_bytes > limit:
+        raise HostMemoryError(
+            f"the engine needs {format_bytes(base_bytes)} of host memory and host_memory_limit is "
+            f"{format_bytes(limit)}: raise it, or take a narrower state ('split16', 'int8')"
+        )
+    if settings.update != "speculative":
+        return set()
+    room = (available_bytes() * _HEADROOM if limit is None else limit) - base_bytes
+    doubled: set[Bucket] = set()
+    for block in reversed(blocks):
+        both, one = (
+            sum(
+                r.span_bytes for b in block.buckets for r in _requests(b, rule, settings, doubled=d)
+            )
+            for d in (True, False)
+        )
+        room -= both - one
+        if room < 0:
+            break
+        doubled.update(block.buckets)
+    return doubled

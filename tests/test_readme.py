@@ -46,7 +46,7 @@ def test_the_python_snippet_trains() -> None:
 
 def test_the_table_of_model_states_is_what_dry_run_prints() -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", README, re.MULTILINE)
-    assert len(rows) == 4
+    assert len(rows) == 5
     for job, params, device, host in rows:
         printed = offloadtrain("train", job, "--dry-run").stderr
         assert f": {params.split()[0]} parameters" in printed, job

@@ -24,6 +24,7 @@ DONE, FAILED, USAGE, DOES_NOT_FIT, STOPPED = 0, 1, 2, 4, 75
 # By name, because importing the classes would import torch.
 _CODES = {
     "ConfigError": USAGE,
+    "DeviceMemoryError": DOES_NOT_FIT,
     "HostMemoryError": DOES_NOT_FIT,
     "OutOfMemoryError": DOES_NOT_FIT,
 }

@@ -46,6 +46,32 @@ def test_resume_is_bit_exact(
     assert starts == [0, 1, 5, 7]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "limits"),
+    [
+        (["device.working=host", "device.activation=offload"], (1, 4, 2)),
+        (["optim.update=speculative", "optim.state=int8", "optim.clip_norm=0.3"], (1, 4, 2)),
+        (["optim.clip_norm=0", "optim.skip_nonfinite=false"], (1, 4, 2)),
+        # A checkpoint ends the delay: both runs make one at these steps.
+        (["optim.update=delayed", "optim.delay_warmup_steps=2"], (3, 3, 3)),
+        (["optim.update=delayed", "device.working=host", "optim.state=split16"], (3, 6)),
+    ],
+)
+def test_every_mode_and_placement_resumes(
+    tmp_path: Path, stop_after: StopAfter, overrides: list[str], limits: tuple[int, ...]
+) -> None:
+    job = small_job(tmp_path, *overrides)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    for number, limit in enumerate(limits):
+        stop_after(limit)
+        assert run(job, parted, resume="auto" if number == 0 else str(parted)) == 75
+    stop_after(None)
+    assert run(job, parted, resume=str(parted)) == 0
+    assert history(parted) == history(whole)
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+
+
 def test_killed_between_checkpoints_goes_on_from_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,15 @@ bench.command(
 )
 app.command(bench)
 app.command(
+    "offloadtrain.commands.trace:trace",
+    name="trace",
+    help="Write a Chrome trace of the steps that a run has sampled.",
+    help_epilogue=_examples(
+        "offloadtrain trace runs/20261121-080000-demo",
+        "offloadtrain trace runs/20261121-080000-demo --out /tmp/trace.json",
+    ),
+)
+app.command(
     "offloadtrain.commands.version:version",
     name="version",
     help="Print the versions that matter in a report.",

@@ -12,12 +12,18 @@ from offloadtrain.transfer import Buffer, Event, Lane, Lanes, Range
 
 
 class Lease(ABC):
-    """Staging memory, from when it is taken until the event given to `release`."""
+    """Staging memory, from when it is taken until the event given to `release`.
 
-    __slots__ = ("range",)
+    Attributes:
+        filled: the event after which it holds what it was taken for, where that is waited for
+            later.
+    """
+
+    __slots__ = ("filled", "range")
 
     def __init__(self, range_: Range) -> None:
         self.range = range_
+        self.filled: Event | None = None
 
     @abstractmethod
     def release(self, event: Event) -> None:

@@ -48,8 +48,9 @@ class Updates:
         """
         staged = self._stage(bucket, beside)
         self._launch_adam(bucket, staged.range, step, grad_scale, beside)
+        staged.filled = self._lanes.record(Lane.HOST)
         if not isinstance(staged, _OverGradient):
-            bucket.grad_free_after = self._lanes.record(Lane.HOST)
+            bucket.grad_free_after = staged.filled
         return staged
 
     def upload(self, bucket: Bucket, staged: Lease, read: Event) -> None:
@@ -60,7 +61,8 @@ class Updates:
         if bucket.streamed:
             self._publish(bucket, staged)
             return
-        self._lanes.wait(Lane.H2D, self._lanes.record(Lane.HOST), f"adam of {bucket.name}")
+        if staged.filled is not None:
+            self._lanes.wait(Lane.H2D, staged.filled, f"adam of {bucket.name}")
         self._lanes.wait(Lane.H2D, read, "backward has read the old weights")
         self._lanes.launch(
             Lane.H2D, f"h2d {bucket.name}", copy, [staged.range], [bucket.working.whole]
@@ -75,6 +77,7 @@ class Updates:
                 staged = self._stage(bucket, beside=False)
                 if bucket.host_weight is None:
                     self._cast(bucket, staged.range)
+                    staged.filled = self._lanes.record(Lane.HOST)
                 self.upload(bucket, staged, read)
             self.uploaded(block)
 
@@ -91,7 +94,8 @@ class Updates:
             name, shown = f"show {bucket.name}", bucket.shown.whole
             self._lanes.launch(Lane.HOST, name, copy, [staged.range], [shown])
             staged.release(self._lanes.record(Lane.HOST))
-        bucket.weight_ready = self._lanes.record(Lane.HOST)
+            staged.filled = self._lanes.record(Lane.HOST)
+        bucket.weight_ready = staged.filled
 
     def _wait_read(self, bucket: Bucket) -> None:
         if bucket.visible_free_after is not None:

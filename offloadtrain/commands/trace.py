@@ -1,0 +1,31 @@
+"""`offloadtrain trace`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from offloadtrain.errors import OffloadTrainError
+
+
+def trace(run: Path, out: Path | None = None) -> None:
+    """Write what each lane did when, in the steps that were sampled, as a Chrome trace.
+
+    Parameters
+    ----------
+    run
+        A run folder.
+    out
+        The file to write. Default: trace.json in the run folder.
+    """
+    from offloadtrain.trace import chrome_trace, read_run
+
+    target = out or run / "trace.json"
+    text = json.dumps(chrome_trace(read_run(run)))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OffloadTrainError(f"{target} cannot be written: {error.strerror}") from error
+    print(target)
+    print("open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)

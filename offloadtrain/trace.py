@@ -1,0 +1,110 @@
+"""A run log as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+
+Standard library only. Format: "Trace Event Format" (Google, 2016): complete events (`X`), counters
+(`C`) and names (`M`); times in microseconds. A rank is a process, a lane is a thread of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from offloadtrain import events
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.events import Record, Span, Step
+
+LANES = ("step", "compute", "d2h", "host", "h2d", "load")
+"""Threads in the order in which they are shown; a lane of another name comes after."""
+
+_COUNTERS = ("loss", "tokens_per_s", "exposed_ms", "host_busy_ms")
+
+
+class TraceError(OffloadTrainError):
+    """A run folder without anything to trace."""
+
+
+def read_run(folder: Path) -> list[Record]:
+    """Every rank's records.
+
+    Raises:
+        TraceError: if the folder is not that of a run, or no step of it has been sampled.
+    """
+    logs = sorted((folder / "events").glob("rank*.jsonl"))
+    if not logs:
+        raise TraceError(f"{folder} is not a run folder: it has no events/rank*.jsonl")
+    records = [record for log in logs for record in events.read(log)]
+    if not any(isinstance(record.event, Span) for record in records):
+        raise TraceError(
+            f"{folder}: no step of this run has been sampled yet; the second step is the first"
+        )
+    return records
+
+
+def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
+    """The trace of all sampled steps, with a slice and counters for every step."""
+    kept = list(records)
+    starts = _step_starts(kept)
+    origin_s = min(starts.values(), default=0.0)
+    entries = [*_names(kept)]
+    for record in kept:
+        event = record.event
+        if isinstance(event, Step):
+            entries += _step(record, event, origin_s)
+        elif isinstance(event, Span) and (record.rank, event.step) in starts:
+            begun_us = (starts[record.rank, event.step] - origin_s) * 1e6
+            entries.append(_slice(record.rank, event, begun_us))
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def _step_starts(records: Iterable[Record]) -> dict[tuple[int, int], float]:
+    """(rank, step) → when it began, Unix seconds; of a step done twice, the last time."""
+    return {
+        (record.rank, record.event.step): record.time_s - record.event.step_ms / 1e3
+        for record in records
+        if isinstance(record.event, Step)
+    }
+
+
+def _step(record: Record, event: Step, origin_s: float) -> Iterator[dict[str, Any]]:
+    end_us = (record.time_s - origin_s) * 1e6
+    place = {"pid": record.rank, "ts": end_us - event.step_ms * 1e3}
+    yield {
+        "ph": "X",
+        "name": f"step {event.step}",
+        "tid": _thread("step"),
+        "dur": event.step_ms * 1e3,
+        "args": {"loss": event.loss, "grad_norm": event.grad_norm, "skipped": event.skipped},
+        **place,
+    }
+    for counter in _COUNTERS:
+        yield {"ph": "C", "name": counter, "args": {counter: getattr(event, counter)}, **place}
+
+
+def _slice(rank: int, span: Span, begun_us: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.lane,
+        "pid": rank,
+        "tid": _thread(span.lane),
+        "ts": begun_us + span.start_ms * 1e3,
+        "dur": span.duration_ms * 1e3,
+        "args": {"step": span.step},
+    }
+
+
+def _names(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    ranks = sorted({record.rank for record in records})
+    for rank in ranks:
+        label = {"name": f"rank {rank}"}
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": label}
+        for lane in LANES:
+            place = {"pid": rank, "tid": _thread(lane)}
+            yield {"ph": "M", "name": "thread_name", "args": {"name": lane}, **place}
+            order = {"sort_index": _thread(lane)}
+            yield {"ph": "M", "name": "thread_sort_index", "args": order, **place}
+
+
+def _thread(lane: str) -> int:
+    return LANES.index(lane) if lane in LANES else len(LANES)

@@ -1,0 +1,72 @@
+"""`offloadtrain trace`: a run log as slices on lanes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offloadtrain import events
+from offloadtrain.cli import FAILED, main
+from offloadtrain.trace import LANES, chrome_trace
+from offloadtrain.transfer import Lane
+from tests.trainer.small_job import run, small_job
+
+
+def record(event: events.Event, time_s: float, rank: int = 0) -> events.Record:
+    return events.Record(event, rank, time_s)
+
+
+def span(step: int, lane: str, start_ms: float) -> events.Span:
+    return events.Span(step=step, lane=lane, name="work", start_ms=start_ms, duration_ms=2.0)
+
+
+def test_every_lane_has_a_place() -> None:
+    assert {lane.value for lane in Lane} < set(LANES)
+
+
+def test_spans_lie_in_their_steps() -> None:
+    steps = [events.Step(step=n, loss=1.0 / n, lr=0.1, tokens=n, step_ms=50.0) for n in (1, 2)]
+    kept = [
+        record(steps[0], 100.05),
+        record(span(2, "host", 10.0), 100.1),
+        record(span(3, "host", 10.0), 100.1),  # of a step that never ended
+        record(steps[1], 100.1),
+        record(steps[1], 100.2, rank=1),
+    ]
+    made = chrome_trace(kept)["traceEvents"]
+    slices = {(e["name"], e["pid"]): (e["ts"], e["dur"]) for e in made if e["ph"] == "X"}
+    assert slices == {
+        ("step 1", 0): pytest.approx((0.0, 50e3), abs=1e-3),
+        ("step 2", 0): pytest.approx((50e3, 50e3)),
+        ("step 2", 1): pytest.approx((150e3, 50e3)),
+        ("work", 0): pytest.approx((60e3, 2e3)),
+    }
+    counted = {e["name"]: e["args"] for e in made if e["ph"] == "C" and e["ts"] < 1}
+    assert counted["loss"] == {"loss": 1.0}
+    names = {(e["pid"], e["args"]["name"]) for e in made if e["name"] == "thread_name"}
+    assert names == {(rank, lane) for rank in (0, 1) for lane in LANES}
+
+
+def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(small_job(tmp_path, "device.working=host", "device.activation=offload"), folder) == 0
+    capsys.readouterr()
+    assert main(["trace", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "trace.json")
+    made = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    seen = {e["cat"] for e in made if "cat" in e}
+    assert seen == {"compute", "d2h", "host", "h2d", "load"}
+    ends = [e["ts"] + e["dur"] for e in made if e.get("cat")]
+    last = max(e["ts"] + e["dur"] for e in made if e["name"].startswith("step "))
+    assert 0 < max(ends) <= last + 1e4
+
+
+def test_what_cannot_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path)]) == FAILED
+    assert "is not a run folder" in capsys.readouterr().err
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/rank000.jsonl").write_bytes(b"")
+    assert main(["trace", str(tmp_path)]) == FAILED
+    assert "no step of this run has been sampled" in capsys.readouterr().err

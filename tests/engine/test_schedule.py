@@ -1,0 +1,128 @@
+"""One description of a step: what `schedule.program` says is what the engine is recorded to do."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import offloadtrain as ot
+from offloadtrain.engine import api
+from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, simulate
+from offloadtrain.schedule import program as scheduled
+from offloadtrain.transfer import SequentialLanes
+from offloadtrain.transfer.recorder import RecordingLanes
+from offloadtrain.transfer.virtual import operations
+from tests.numerics.models import Chain, batches, loss_of
+
+STEPS = 6
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {"clip_norm": 0.5},
+    "early": {"skip_nonfinite": False},
+    "speculative": {"update": "speculative", "clip_norm": 1e9},
+    "delayed": {"update": "delayed"},
+}
+
+
+def engine_program(
+    depth: int, mode: str, accum: int, slots: int | None, resident: int = 0
+) -> tuple[list[Op], int, StepShape]:
+    """Recorded from a real run, where its first step begins, and the shape of what ran."""
+    torch.manual_seed(0)
+    model, lanes = Chain(depth), RecordingLanes(SequentialLanes())
+    streaming = {} if slots is None else {"working": "host", "device_slots": slots}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "lanes_for", lambda device: lanes)
+        optimizer = ot.offload(
+            model,
+            device="cpu",
+            grad_accum_steps=accum,
+            resident_blocks=resident,
+            **OPTIONS[mode],
+            **streaming,
+        )
+    begun = len(operations(lanes.program))
+    for number, tokens in enumerate(batches(STEPS * accum), 1):
+        optimizer.backward(loss_of(model, tokens))
+        if number % accum == 0:
+            optimizer.step()
+    found = operations(lanes.program)
+    blocks = tuple(
+        BlockShape(b.name, tuple(bucket.name for bucket in b.buckets), b.streamer is not None)
+        for b in optimizer._engine.forward_order
+    )
+    optimizer.close()
+    return found, begun, StepShape(blocks=blocks, mode=mode, micro_steps=accum, slots=slots or 1)  # type: ignore[arg-type]
+
+
+def by_lane(ops: list[Op], kinds: set[str]) -> dict[str, list[str]]:
+    found = defaultdict(list)
+    for op in ops:
+        if op.name.split()[0] in kinds:
+            found[op.lane].append(op.name)
+    return dict(found)
+
+
+KINDS = {"gather", "d2h", "norm", "accumulate", "adam", "h2d", "load", "show", DECIDE}
+each_mode = pytest.mark.parametrize("mode", OPTIONS)
+
+
+@pytest.mark.parametrize("slots", [None, 1, 2, 3])
+@pytest.mark.parametrize("accum", [1, 3])
+@each_mode
+def test_every_lane_does_the_same_in_the_same_order(
+    mode: str, accum: int, slots: int | None
+) -> None:
+    recorded, begun, shape = engine_program(5, mode, accum, slots)
+    assert by_lane(scheduled(shape, STEPS), KINDS) == by_lane(recorded[begun:], KINDS)
+
+
+def speeds(seed: int) -> Callable[[Op], float]:
+    """Seconds by name, the same for the same name: each lane has a speed, each operation varies."""
+    draw = random.Random(seed)
+    lane = {"compute": 1.0, "d2h": 1.0, "host": 1.0, "h2d": 1.0, "load": 1.0}
+    lane = {name: 10 ** draw.uniform(-1, 1) for name in lane}
+    heavy = {"forward": 1.0, "backward": 2.0, "gather": 0.05, "norm": 0.1, "adam": 1.0}
+
+    def seconds(op: Op) -> float:
+        kind = op.name.split()[0]
+        if op.name in (DECIDE, "forward root", "backward embed", "backward root"):
+            return 0.0
+        return (
+            lane[op.lane]
+            * heavy.get(kind, 0.5)
+            * random.Random(f"{seed} {op.name}").uniform(0.5, 1)
+        )
+
+    return seconds
+
+
+def period(ops: list[Op], seconds: Callable[[Op], float]) -> float:
+    """Virtual time from the decision of the second last step to that of the last."""
+    ends = simulate(ops, seconds)
+    decided = [end for op, end in zip(ops, ends, strict=True) if op.name == DECIDE]
+    return decided[-1] - decided[-2]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    depth=st.integers(2, 9),
+    mode=st.sampled_from(sorted(OPTIONS)),
+    accum=st.integers(1, 3),
+    slots=st.sampled_from([None, 1, 2, 3]),
+    resident=st.integers(0, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_the_engine_takes_the_time_of_its_schedule(
+    depth: int, mode: str, accum: int, slots: int | None, resident: int, seed: int
+) -> None:
+    recorded, _, shape = engine_program(depth, mode, accum, slots, resident)
+    seconds = speeds(seed)
+    expected = period(scheduled(shape, STEPS), seconds)
+    assert period(recorded, seconds) == pytest.approx(expected, rel=1e-9)

@@ -14,6 +14,9 @@ _HOST_BYTES: dict[str, dict[str, float]] = {
 }
 """Per parameter, without its gradient, by state format."""
 
+_STAGING_BYTES = 64 << 20
+"""Of one of the two slots for gradients on the device, as the engine has them."""
+
 
 def state_bytes(config: Config) -> dict[str, dict[str, int]]:
     """Return tier -> state -> bytes, without padding and staging, which need the real model.
@@ -48,8 +51,8 @@ def streamed_params(config: Config) -> int:
         per_block = block * _WORKING_BYTES[device.precision]
         rest = num_params(config.model) * _WORKING_BYTES[device.precision]
         rest -= config.model.num_layers * per_block
-        staging = 2 * max(block, config.model.vocab_size * config.model.d_model)
-        rest += staging * _WORKING_BYTES[device.precision]
+        largest = max(block, config.model.vocab_size * config.model.d_model)
+        rest += 2 * min(largest * _WORKING_BYTES[device.precision], _STAGING_BYTES)
         room = parse_bytes(device.memory_limit) - rest - device.slots * per_block
         stay = max(room // per_block, 0)
     return max(config.model.num_layers - stay, 0) * block

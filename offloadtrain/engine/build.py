@@ -15,9 +15,9 @@ from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
     RING_SLOTS,
     gradient_ring,
-    largest_bytes,
     make_streamer,
     map_resident,
+    staging_bytes,
     streamed_blocks,
 )
 from offloadtrain.engine.engine import Engine
@@ -160,11 +160,10 @@ def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:
 def _host_ring(arena: Arena, buckets: Sequence[Bucket], lanes: Lanes, settings: Settings) -> Ring:
     """Staging for gradients that are summed, and for weights that have nowhere else to wait."""
 
-    def slots() -> list[Tensor]:
-        request = Request("host staging", largest_bytes(buckets), torch.uint8)
-        return arena.map([request] * RING_SLOTS)
+    def slots(nbytes: int) -> list[Tensor]:
+        return arena.map([Request("host staging", nbytes, torch.uint8)] * RING_SLOTS)
 
-    ring = Ring("host staging", lanes, slots)
+    ring = Ring("host staging", lanes, staging_bytes(buckets), slots)
     if settings.accumulates:
         ring.prepare()
     return ring

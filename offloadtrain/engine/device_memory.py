@@ -17,13 +17,15 @@ from offloadtrain.memory import Ledger
 from offloadtrain.transfer import Buffer, Lanes
 from offloadtrain.units import format_bytes
 
+RING_SLOTS = 2
+"""One is filled while the other is copied."""
+
+STAGING_BYTES = 64 << 20
+"""Enough for the bus's full speed; staging does not grow with the model."""
+
 
 class DeviceMemoryError(OffloadTrainError):
     """The device memory limit is below what the engine needs."""
-
-
-RING_SLOTS = 2
-"""One is filled while the other is copied."""
 
 
 def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
@@ -57,7 +59,7 @@ def _resident_within(
     """How many of the repeated blocks can stay on the device."""
     buckets = [bucket for block in blocks for bucket in block.buckets]
     sizes = [block_bytes(block) for block in repeated]
-    rest = sum(map(block_bytes, blocks)) - sum(sizes) + RING_SLOTS * largest_bytes(buckets)
+    rest = sum(map(block_bytes, blocks)) - sum(sizes) + RING_SLOTS * staging_bytes(buckets)
     least = rest + settings.device_slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
         keys = "working = 'host'" if settings.working == "device" else "device_slots = 1"
@@ -92,22 +94,23 @@ def make_streamer(
     return Streamer(lanes, blocks, memories)
 
 
-def largest_bytes(buckets: Sequence[Bucket]) -> int:
-    return max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+def staging_bytes(buckets: Sequence[Bucket]) -> int:
+    """Of one staging slot: a larger bucket goes through it in pieces."""
+    largest = max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+    return min(largest, STAGING_BYTES)
 
 
 def gradient_ring(
     buckets: Sequence[Bucket], lanes: Lanes, ledger: Ledger, settings: Settings
 ) -> Ring:
     """Staging for gathered gradients on their way down."""
-    nbytes = largest_bytes(buckets)
 
-    def slots() -> list[Tensor]:
+    def slots(nbytes: int) -> list[Tensor]:
         return [
             ledger.device_tensor("gradient staging", nbytes, torch.uint8, settings.device)
             for _ in range(RING_SLOTS)
         ]
 
-    ring = Ring("gradient staging", lanes, slots)
+    ring = Ring("gradient staging", lanes, staging_bytes(buckets), slots)
     ring.prepare()
     return ring

@@ -12,7 +12,7 @@ its micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -22,9 +22,10 @@ from torch import Tensor
 from offloadtrain import kernels
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.gather import Delivered, fill, pieces
 from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.transfer import Buffer, Lane, Lanes, copy
+from offloadtrain.transfer import Buffer, Lane, Lanes, Range, copy
 
 
 class GradientError(OffloadTrainError):
@@ -161,22 +162,31 @@ class Gradients:
         self._deliveries[block].left = True
 
     def _send(self, bucket: Bucket, delivered: Sequence[Slot]) -> None:
-        lease = self._gather(bucket, delivered)
+        """Piece by piece through the staging rings; most buckets are one piece."""
         whole = self._in_last and len(delivered) == len(bucket.slots)
-        if bucket.grad is None:
-            self._accumulate(bucket, lease, measured=whole)
-        elif bucket.touched:
-            self._add(bucket, lease)
-        else:
-            self._wait_free(bucket, Lane.D2H)
-            self._lanes.launch(
-                Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [bucket.grad.whole]
-            )
-            lease.release(self._lanes.record(Lane.D2H))
-        bucket.touched = True
-        bucket.normed = whole and bucket.grad is None
-        if whole and not bucket.normed:
+        pairs = [(slot, grad) for slot in delivered if (grad := slot.param.grad) is not None]
+        for slot in delivered:
+            slot.param.grad = None
+        ranges = pieces(bucket, self._device_ring.slot_bytes)
+        measured = whole and bucket.grad is None and len(ranges) == 1
+        for lo, hi in ranges:
+            lease = self._gather(bucket, pairs, lo, hi)
+            if bucket.grad is None:
+                self._accumulate(bucket, lease, lo, hi, measured=measured)
+            elif bucket.touched:
+                self._add(bucket, lease, lo, hi)
+            else:
+                self._copy_down(bucket, lease, lo, hi)
+        bucket.touched, bucket.normed = True, measured
+        if whole and not measured:
             self._measure(bucket)
+
+    def _copy_down(self, bucket: Bucket, lease: Lease, lo: int, hi: int) -> None:
+        assert bucket.grad is not None
+        self._wait_free(bucket, Lane.D2H)
+        target = Range(bucket.grad, lo, hi)
+        self._lanes.launch(Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [target])
+        lease.release(self._lanes.record(Lane.D2H))
 
     def _wait_free(self, bucket: Bucket, lane: Lane) -> None:
         """Before `lane` overwrites the weights of the last step, they must have left."""
@@ -184,37 +194,35 @@ class Gradients:
             self._lanes.wait(lane, bucket.grad_free_after, f"upload of {bucket.name} has left")
             bucket.grad_free_after = None
 
-    def _gather(self, bucket: Bucket, delivered: Sequence[Slot]) -> Lease:
+    def _gather(self, bucket: Bucket, delivered: Delivered, lo: int, hi: int) -> Lease:
         """One flat 16-bit copy of the gradients, zero where there is none, on the compute lane."""
-        lease = self._device_ring.take(bucket.numel, bucket.dtype, Lane.COMPUTE)
-        grads = [grad for slot in delivered if (grad := slot.param.grad) is not None]
-        for slot in delivered:
-            slot.param.grad = None
+        lease = self._device_ring.take(hi - lo, bucket.dtype, Lane.COMPUTE)
 
         def gather(flat: Tensor) -> None:
-            with torch.no_grad():
-                _zero_gaps(flat, delivered)
-                torch._foreach_copy_([slot.view(flat) for slot in delivered], grads)
+            fill(flat, lo, delivered)
 
         self._lanes.launch(Lane.COMPUTE, f"gather {bucket.name}", gather, (), [lease.range])
         ready = self._lanes.record(Lane.COMPUTE)
         self._lanes.wait(Lane.D2H, ready, f"gradients of {bucket.name}")
         return lease
 
-    def _add(self, bucket: Bucket, lease: Lease) -> None:
+    def _add(self, bucket: Bucket, lease: Lease, lo: int, hi: int) -> None:
         """A second gradient of one micro-step: added in its dtype, as autograd itself does."""
         staged = self._stage(bucket, lease)
 
         def add(staged: Tensor, grad: Tensor) -> None:
             grad.add_(staged)
 
-        self._lanes.launch(Lane.HOST, f"add {bucket.name}", add, [staged.range], [bucket.gradient])
+        target = Range(bucket.gradient.buffer, lo, hi)
+        self._lanes.launch(Lane.HOST, f"add {bucket.name}", add, [staged.range], [target])
         staged.release(self._lanes.record(Lane.HOST))
 
-    def _accumulate(self, bucket: Bucket, lease: Lease, *, measured: bool) -> None:
+    def _accumulate(
+        self, bucket: Bucket, lease: Lease, lo: int, hi: int, *, measured: bool
+    ) -> None:
         """Into the fp32 sum over microbatches; squared in the same pass if it is the last one."""
         staged, first = self._stage(bucket, lease), not bucket.touched
-        layout = bucket.layout
+        layout, target = bucket.layout, Range(bucket.gradient.buffer, lo, hi)
 
         def accumulate(staged: Tensor, total: Tensor) -> None:
             kernels.accumulate(total, staged, first)
@@ -224,19 +232,19 @@ class Gradients:
 
         if first:
             self._wait_free(bucket, Lane.HOST)
-        writes = [bucket.gradient, self._squares.whole] if measured else [bucket.gradient]
         self._lanes.launch(
             Lane.HOST,
             f"accumulate {bucket.name}",
             measure if measured else accumulate,
             [staged.range],
-            writes,
+            [target, self._squares.whole] if measured else [target],
         )
         staged.release(self._lanes.record(Lane.HOST))
 
     def _stage(self, bucket: Bucket, lease: Lease) -> Lease:
         """Bring a gradient into a staging slot of the host."""
-        staged = self._host_ring.take(bucket.numel, bucket.dtype, Lane.D2H)
+        numel = lease.range.hi - lease.range.lo
+        staged = self._host_ring.take(numel, bucket.dtype, Lane.D2H)
         self._lanes.launch(Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [staged.range])
         arrived = self._lanes.record(Lane.D2H)
         lease.release(arrived)
@@ -272,17 +280,6 @@ def _store(squares: Tensor, bucket: Bucket, sums: Sequence[float] | None) -> Non
     assert sums is not None
     for slot, value in zip(bucket.slots, sums, strict=True):
         squares[slot.index] = value
-
-
-def _zero_gaps(flat: Tensor, delivered: Iterable[Slot]) -> None:
-    """Zero what no gradient covers: padding, and parameters that delivered none."""
-    end = 0
-    for slot in delivered:
-        if slot.offset > end:
-            flat[end : slot.offset].zero_()
-        end = slot.offset + slot.numel
-    if end < flat.numel():
-        flat[end:].zero_()
 
 
 def _check_gradient(slot: Slot) -> None:

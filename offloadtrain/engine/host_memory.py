@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from offloadtrain.engine import device_memory
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.settings import Settings
@@ -62,6 +63,8 @@ def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
     """Whether new weights need memory of their own until their upload."""
     if bucket.streamed:
         return not bucket.format.holds_weight
+    if settings.accumulates and bucket.numel * bucket.dtype.itemsize > device_memory.STAGING_BYTES:
+        return not bucket.format.holds_weight  # no slot of the ring holds them
     early = doubled or settings.update != "speculative"
     return settings.weights_wait and early and not bucket.format.holds_weight
 

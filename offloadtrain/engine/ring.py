@@ -56,8 +56,11 @@ class Ring:
     """Slots taken round robin; taking one waits, on the lane that will fill it, for its last
     use."""
 
-    def __init__(self, name: str, lanes: Lanes, make: Callable[[], Sequence[Tensor]]) -> None:
-        """`make`: maps one uint8 tensor per slot, (bytes of the largest bucket,); called once."""
+    def __init__(
+        self, name: str, lanes: Lanes, slot_bytes: int, make: Callable[[int], Sequence[Tensor]]
+    ) -> None:
+        """`make`: maps one uint8 tensor of so many bytes per slot; called once."""
+        self.slot_bytes = slot_bytes
         self._lanes = lanes
         self._name = name
         self._make = make
@@ -67,7 +70,7 @@ class Ring:
     def prepare(self) -> None:
         """Map the memory now; otherwise the first `take` does."""
         if not self._slots:
-            pieces = enumerate(self._make())
+            pieces = enumerate(self._make(self.slot_bytes))
             self._slots = [_Slot(f"{self._name}[{i}]", piece) for i, piece in pieces]
 
     def take(self, numel: int, dtype: torch.dtype, lane: Lane) -> Lease:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
+from offloadtrain.engine import device_memory
 from offloadtrain.engine.block import Block, Residence
 from offloadtrain.engine.device_memory import DeviceMemoryError
 from offloadtrain.engine.streamer import Streamer, StreamError, block_bytes
@@ -387,3 +388,46 @@ def test_a_poisoned_slot_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SequentialLanes, "__init__", poisoned)
     compare("recompute", "bf16", accum=2, clip=0.5, working="host", device_slots=1)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", ["chain", "unusual", "frozen", "partly used"])
+def test_buckets_larger_than_a_staging_slot_go_in_pieces(
+    name: str, precision: str, accum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And staging does not grow with them: slots of 1,000 bytes cut every bucket and parameter."""
+    monkeypatch.setattr(device_memory, "STAGING_BYTES", 1000)
+    steps = 10 if precision == "fp16" else 3
+    compare(name, precision, accum=accum, clip=0.5, steps=steps)
+    _, optimizer, _ = pair(make(name), precision, accum=accum)
+    held = {row.owner: row.bytes for row in optimizer.ledger.rows()}
+    assert held["gradient staging"] == 2000
+    assert held.get("host staging", 2000) == 2000
+
+
+def test_pieces_of_other_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transposed and a channels-last parameter, whose gradients come in other strides."""
+    monkeypatch.setattr(device_memory, "STAGING_BYTES", 512)
+
+    class Odd(Chain):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.turned = nn.Parameter(torch.randn(37, 24).t())
+            self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            image = x.float().mean().to(x.dtype) * torch.ones(1, 3, 8, 8, dtype=x.dtype)
+            x = x + self.conv(image).mean() + (x @ self.turned) @ self.turned.t()
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(Odd(), "fp32")
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    optimizer.synchronize()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, resident.params[name]), name

@@ -87,11 +87,8 @@ class Streamer:
     def unpacked(self, block: Block) -> None:
         """A node of the graph is about to read the block's saved weights."""
         task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        running, held = self._running.get(task, (None, set()))
-        if node is None or node is not running:
-            held = set()
-        held.add(block)
-        self._running[task] = (node, held)
+        self._forget_ended()
+        self._running.setdefault(task, (node, set()))[1].add(block)
         self.use(block)
 
     def restart(self) -> None:
@@ -168,10 +165,12 @@ class Streamer:
         return block.forwards > 0 or any(block in held for _, held in self._running.values())
 
     def _forget_ended(self) -> None:
-        """Backwards inside of the one that is running now (they have larger numbers) are over."""
-        now = torch._C._current_graph_task_id()
-        for task in [task for task in self._running if task > now]:
-            del self._running[task]
+        """The node before in this backward is over, and so are backwards inside of this one (they
+        have larger numbers)."""
+        now, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        for task, (running, _) in list(self._running.items()):
+            if task > now or (task == now and running is not node):
+                del self._running[task]
 
     def _load(self, block: Block, slot: Slot) -> None:
         if slot.free_after is not None:

@@ -3,7 +3,6 @@ legal orders that nobody would choose, and each wait of it shown to be needed.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.engine import api, modes
+from offloadtrain.engine import api, device_memory, modes
 from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes
 from offloadtrain.transfer.prover import order, prove
 from offloadtrain.transfer.recorder import Entry, RecordingLanes, Waited
@@ -103,6 +102,14 @@ def program(name: str, *args: str, **kwargs: Any) -> list[Entry]:
 def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -> None:
     options = options_of(mode, precision)
     assert prove(program(name, state, precision, accum=accum, steps=4, **options)) == []
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@each_mode
+def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets larger than a staging slot."""
+    monkeypatch.setattr(device_memory, "STAGING_BYTES", 1000)
+    assert prove(program("unusual", accum=accum, steps=4, **MODES[mode])) == []
 
 
 @pytest.mark.parametrize(("state", "precision"), CASES[::2])
@@ -221,128 +228,3 @@ def test_a_kind_of_wait_left_out_is_a_race(name: str, state: str, working: str, 
     assert left_out
     faults = prove([entry for i, entry in enumerate(whole) if i not in left_out])
     assert any(fault.kind == "race" for fault in faults)
-
-
-# ---- the prover on programs of a few lines: faults that other trainers shipped
-
-
-def buffers(*names: str) -> list[Buffer]:
-    return [Buffer(name, torch.zeros(64)) for name in names]
-
-
-def recorded(body: Callable[[Lanes], None]) -> set[str]:
-    lanes = RecordingLanes(SequentialLanes())
-    body(lanes)
-    return {fault.kind for fault in prove(lanes.program)}
-
-
-def touch(*_: torch.Tensor) -> None: ...
-
-
-def copies(lanes: Lanes, lane: Lane, source: Buffer, target: Buffer) -> None:
-    lanes.launch(lane, f"{source.name} to {target.name}", touch, [source.whole], [target.whole])
-
-
-def test_two_lanes_that_share_a_bucket_need_an_event() -> None:
-    """Reduction into one of two buckets while the other one's copy has not drained."""
-    device, host = buffers("device", "host")
-
-    def body(lanes: Lanes, ordered: bool) -> None:
-        for _ in range(2):
-            lanes.launch(Lane.COMPUTE, "reduce", touch, [], [device.whole])
-            lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "reduced")
-            copies(lanes, Lane.D2H, device, host)
-            if ordered:
-                lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "drained")
-
-    assert recorded(lambda lanes: body(lanes, True)) == set()
-    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
-
-
-def test_waiting_for_one_of_two_producers_is_not_enough() -> None:
-    device, other, host = buffers("device", "other", "host")
-
-    def body(lanes: Lanes, both: bool) -> None:
-        lanes.launch(Lane.COMPUTE, "gradient", touch, [], [device.whole])
-        copies(lanes, Lane.H2D, host, other)
-        lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "one producer")
-        if both:
-            lanes.wait(Lane.D2H, lanes.record(Lane.H2D), "the other producer")
-        lanes.launch(Lane.D2H, "both down", touch, [device.whole, other.whole], [])
-
-    assert recorded(lambda lanes: body(lanes, True)) == set()
-    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
-
-
-def test_the_optimizer_reads_before_the_copy_has_come() -> None:
-    device, host, master = buffers("device", "host", "master")
-
-    def body(lanes: Lanes, waits: bool) -> None:
-        copies(lanes, Lane.D2H, device, host)
-        if waits:
-            lanes.wait(Lane.HOST, lanes.record(Lane.D2H), "gradients")
-        copies(lanes, Lane.HOST, host, master)
-
-    assert recorded(lambda lanes: body(lanes, True)) == set()
-    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
-
-
-def test_an_event_recorded_too_early_orders_nothing() -> None:
-    device, host = buffers("device", "host")
-
-    def body(lanes: Lanes) -> None:
-        early = lanes.record(Lane.COMPUTE)
-        lanes.launch(Lane.COMPUTE, "gradient", touch, [], [device.whole])
-        lanes.wait(Lane.D2H, early, "too early")
-        copies(lanes, Lane.D2H, device, host)
-
-    assert recorded(body) == {"race"}
-
-
-def test_the_launching_thread_that_waits_orders_every_lane() -> None:
-    device, host = buffers("device", "host")
-
-    def body(lanes: Lanes) -> None:
-        copies(lanes, Lane.D2H, device, host)
-        lanes.host_wait(lanes.record(Lane.D2H), "the norm")
-        copies(lanes, Lane.H2D, host, device)
-
-    assert recorded(body) == set()
-
-
-def test_weights_replaced_inside_of_a_span() -> None:
-    weights, host = buffers("weights", "host")
-
-    def body(lanes: Lanes, closes: bool) -> None:
-        span = lanes.open_span("backward", [weights.whole])
-        if closes:
-            lanes.close_span(span)
-            lanes.wait(Lane.H2D, lanes.record(Lane.COMPUTE), "backward is over")
-        copies(lanes, Lane.H2D, host, weights)
-        lanes.close_span(span)
-
-    assert recorded(lambda lanes: body(lanes, True)) == set()
-    assert recorded(lambda lanes: body(lanes, False)) == {"race"}
-
-
-def test_reading_what_nobody_wrote_and_a_span_left_open() -> None:
-    device, host = buffers("device", "host")
-
-    def body(lanes: Lanes) -> None:
-        lanes.alloc(device.whole)
-        copies(lanes, Lane.D2H, device, host)
-        lanes.open_span("forever", [host.whole])
-
-    assert recorded(body) >= {"uninitialised", "unclosed"}
-
-
-def test_memory_reused_under_another_dtype_is_the_same_memory() -> None:
-    memory = torch.zeros(64)
-    wide, narrow = Buffer("wide", memory), Buffer("narrow", memory.view(torch.bfloat16))
-    host = Buffer("host", torch.zeros(64))
-
-    def body(lanes: Lanes) -> None:
-        copies(lanes, Lane.D2H, wide, host)
-        lanes.launch(Lane.COMPUTE, "gather", touch, [], [narrow.first(8)])
-
-    assert recorded(body) == {"race"}

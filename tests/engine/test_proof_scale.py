@@ -1,0 +1,96 @@
+"""Two thousand random configurations of the engine, recorded and proved."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine import api, device_memory, modes
+from offloadtrain.transfer import SequentialLanes
+from offloadtrain.transfer.prover import prove
+from offloadtrain.transfer.recorder import RecordingLanes
+
+CONFIGURATIONS = 2000
+SHARDS = 20
+LARGE_EVERY = 50
+
+
+class Tower(nn.Module):
+    """So many layers that a step is mostly engine."""
+
+    def __init__(self, depth: int, *, tied: bool, frozen: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=index % 3 > 0) for index in range(depth))
+        self.last = nn.Linear(8, 8)
+        if tied:
+            self.last.weight = self.first.weight
+        if frozen:
+            self.layers[depth // 2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return self.last(x)
+
+
+def drawn(draw: random.Random, *, large: bool) -> dict[str, Any]:
+    """Options of `offload`, and "depth", "tied", "frozen", "steps" of the run."""
+    depth = draw.choice([100, 60, 2]) if large else draw.randint(1, 7)
+    accum = (16 if depth == 2 else 1) if large else draw.choice([1, 1, 2, 3])
+    update = draw.choice(["exact", "exact", "speculative", "delayed"])
+    clip = draw.choice([None, 1e-3, 1e9])
+    state = draw.choice(["fp32", "split16", "int8"])
+    return {
+        "depth": depth,
+        "tied": draw.random() < 0.3,
+        "frozen": depth > 1 and draw.random() < 0.3,
+        "steps": 2 if large else 3,
+        "pieces": draw.random() < 0.1,
+        "update": update,
+        "clip_norm": clip,
+        "skip_nonfinite": draw.random() < 0.6,
+        "warmup_steps": draw.randint(0, 2),
+        "grad_accum_steps": accum,
+        "state": state,
+        "precision": draw.choice(["bf16", "fp16"]) if state == "int8" else "bf16",
+        "working": draw.choice(["device", "host"]),
+        "device_slots": draw.randint(1, 4),
+        "resident_blocks": draw.randint(0, 3),
+        "activation": draw.choice(["keep", "keep", "recompute", "offload"]),
+    }
+
+
+def recorded(options: dict[str, Any], patch: pytest.MonkeyPatch) -> list[Any]:
+    kept = dict(options)
+    depth, steps, pieces = (kept.pop(key) for key in ("depth", "steps", "pieces"))
+    model = Tower(depth, tied=kept.pop("tied"), frozen=kept.pop("frozen"))
+    if kept["precision"] == "fp16":
+        kept["skip_nonfinite"] = True
+    lanes = RecordingLanes(SequentialLanes())
+    patch.setattr(api, "lanes_for", lambda device: lanes)
+    patch.setattr(modes.Odds, "good", lambda odds: True)
+    patch.setattr(device_memory, "STAGING_BYTES", 256 if pieces else 64 << 20)
+    optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)
+    for _ in range(steps):
+        for _ in range(kept["grad_accum_steps"]):
+            optimizer.backward(model(torch.randn(2, 8)).float().square().mean())
+        optimizer.step()
+    optimizer.close()
+    return lanes.program
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_no_configuration_races(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(shard)
+    for number in range(CONFIGURATIONS // SHARDS):
+        options = drawn(draw, large=number % LARGE_EVERY == 0)
+        with monkeypatch.context() as patch:
+            faults = prove(recorded(options, patch))
+        assert faults == [], options

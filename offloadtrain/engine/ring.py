@@ -80,4 +80,4 @@ class Ring:
         self._next = (self._next + 1) % len(self._slots)
         if slot.free_after is not None:
             self._lanes.wait(lane, slot.free_after, f"{self._name} slot is free")
-        return _SlotLease(slot, self._lanes.alloc(slot.buffers[dtype].first(numel)))
+        return _SlotLease(slot, self._lanes.alloc(slot.buffers[dtype].first(numel), lane))

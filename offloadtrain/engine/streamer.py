@@ -182,7 +182,10 @@ class Streamer:
             if bucket.weight_ready is not None:
                 self._lanes.wait(Lane.LOAD, bucket.weight_ready, f"weights of {bucket.name}")
                 bucket.weight_ready = None
-            source, target = bucket.visible.whole, self._lanes.alloc(bucket.working.whole)
+            source, target = (
+                bucket.visible.whole,
+                self._lanes.alloc(bucket.working.whole, Lane.LOAD),
+            )
             self._lanes.launch(Lane.LOAD, f"load {bucket.name}", copy, [source], [target])
             bucket.visible_free_after = self._lanes.record(Lane.LOAD)
         block.entered_device(self._lanes.record(Lane.LOAD))

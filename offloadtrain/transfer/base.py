@@ -138,7 +138,7 @@ class Lanes(ABC):
     def __init__(self) -> None:
         self.totals = LaneTotals()
         self.poison = False
-        """Tests: fill what `alloc` and `free` name with NaN, so that a stale read cannot pass."""
+        """Tests: fill what `alloc` names with NaN, so that a stale read cannot pass."""
 
     @abstractmethod
     def launch(
@@ -188,18 +188,15 @@ class Lanes(ABC):
     def close_span(self, span: Span) -> None:
         """The end of the span on the compute lane. A second close is ignored."""
 
-    def alloc(self, range_: Range) -> Range:
-        """The contents of a reused range are undefined from here on; its reuse is in order."""
-        return self._poisoned(range_)
-
-    def free(self, range_: Range) -> None:
-        """Nobody reads the contents of this range any more."""
-        self._poisoned(range_)
-
-    def _poisoned(self, range_: Range) -> Range:
+    def alloc(self, range_: Range, lane: Lane) -> Range:
+        """The contents of a reused range are undefined from here on; `lane` will write it."""
         if self.poison and range_.buffer.flat.is_floating_point():
-            range_.view.fill_(float("nan"))
+            self._poison(lane, range_.view)
         return range_
+
+    def _poison(self, lane: Lane, memory: Tensor) -> None:
+        """Fill with NaN, in the order of the lane."""
+        memory.fill_(float("nan"))
 
     def _count(self, lane: Lane, writes: Sequence[Range]) -> None:
         nbytes = sum(range_.nbytes for range_ in writes)

@@ -159,6 +159,17 @@ class CudaLanes(Lanes):
             self._note_stream(Lane.COMPUTE, span.name, span.mark)
         span.closed = True
 
+    def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
+        def fill(memory: torch.Tensor) -> None:
+            memory.fill_(float("nan"))
+
+        run = partial(self._run_on_stream, lane, "poison", fill, [memory])
+        worker = self._workers.get(lane)
+        if worker is None:
+            run()
+        else:
+            worker.put(run)
+
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._streams.get(lane) or torch.cuda.current_stream(self._device)
 

@@ -171,13 +171,9 @@ class RecordingLanes(Lanes):
             self.program.append(Closed(number))
         self.inner.close_span(span)
 
-    def alloc(self, range_: Range) -> Range:
+    def alloc(self, range_: Range, lane: Lane) -> Range:
         self.program.append(Undefined(Bytes.of(range_)))
-        return self.inner.alloc(range_)
-
-    def free(self, range_: Range) -> None:
-        self.program.append(Undefined(Bytes.of(range_)))
-        self.inner.free(range_)
+        return self.inner.alloc(range_, lane)
 
 
 def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:

@@ -117,12 +117,11 @@ class SeededLanes(Lanes):
     def close_span(self, span: Span) -> None:
         span.closed = True
 
-    def alloc(self, range_: Range) -> Range:
-        """Not poisoned: what is queued may still use the memory."""
-        return range_
-
-    def free(self, range_: Range) -> None:
-        """Not poisoned, as in `alloc`."""
+    def _poison(self, lane: Lane, memory: Tensor) -> None:
+        if lane is Lane.COMPUTE:
+            super()._poison(lane, memory)
+        else:
+            self._queues[lane].append(_Run(lambda m: m.fill_(float("nan")), [memory]))
 
     def _run_some(self) -> None:
         while not self._late and self._draw.random() < 0.5 and self._runnable():

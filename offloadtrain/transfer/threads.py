@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from offloadtrain.transfer.base import (
     Event,
     Interval,
@@ -115,12 +117,11 @@ class ThreadLanes(Lanes):
             self._note(Lane.COMPUTE, span.name, span.mark, now_ms())
         span.closed = True
 
-    def alloc(self, range_: Range) -> Range:
-        """Not poisoned: what is queued may still use the memory."""
-        return range_
-
-    def free(self, range_: Range) -> None:
-        """Not poisoned, as in `alloc`."""
+    def _poison(self, lane: Lane, memory: Tensor) -> None:
+        if lane is Lane.COMPUTE:
+            super()._poison(lane, memory)
+        else:
+            self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         end_ms = now_ms()

@@ -40,7 +40,7 @@ def test_foreign_events_are_refused() -> None:
 def test_a_ring_hands_out_its_slots_in_turn() -> None:
     lanes = SequentialLanes()
     made = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    ring = Ring("ring", lanes, lambda: made)
+    ring = Ring("ring", lanes, 64, lambda nbytes: made)
     leases = [ring.take(4, torch.float32, Lane.D2H) for _ in range(3)]
     addresses = [lease.range.view.data_ptr() for lease in leases]
     assert addresses[0] == addresses[2] != addresses[1]
@@ -50,7 +50,7 @@ def test_a_ring_hands_out_its_slots_in_turn() -> None:
 def test_poison_shows_a_stale_read() -> None:
     lanes = SequentialLanes()
     lanes.poison = True
-    ring = Ring("ring", lanes, lambda: [torch.zeros(64, dtype=torch.uint8)])
+    ring = Ring("ring", lanes, 64, lambda n: [torch.zeros(n, dtype=torch.uint8)])
     assert ring.take(4, torch.float32, Lane.D2H).range.view.isnan().all()
 
 

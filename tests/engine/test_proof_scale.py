@@ -1,4 +1,4 @@
-"""Two thousand random configurations of the engine, recorded and proved."""
+"""Two thousand random configurations of the engine proved, and six hundred orders of it run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine import api, device_memory, modes
-from offloadtrain.transfer import SequentialLanes
+from offloadtrain.transfer import Lanes, SequentialLanes
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
+from offloadtrain.transfer.seeded import SeededLanes
+from offloadtrain.transfer.threads import ThreadLanes
 
 CONFIGURATIONS = 2000
 SHARDS = 20
@@ -68,12 +70,20 @@ def drawn(draw: random.Random, *, large: bool) -> dict[str, Any]:
 
 
 def recorded(options: dict[str, Any], patch: pytest.MonkeyPatch) -> list[Any]:
+    """The program of a run with these options."""
+    lanes = RecordingLanes(SequentialLanes())
+    trained(options, lanes, patch)
+    return lanes.program
+
+
+def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Train on these lanes; returns weights and state."""
+    torch.manual_seed(0)
     kept = dict(options)
     depth, steps, pieces = (kept.pop(key) for key in ("depth", "steps", "pieces"))
     model = Tower(depth, tied=kept.pop("tied"), frozen=kept.pop("frozen"))
     if kept["precision"] == "fp16":
         kept["skip_nonfinite"] = True
-    lanes = RecordingLanes(SequentialLanes())
     patch.setattr(api, "lanes_for", lambda device: lanes)
     patch.setattr(modes.Odds, "good", lambda odds: True)
     patch.setattr(device_memory, "STAGING_BYTES", 256 if pieces else 64 << 20)
@@ -82,8 +92,12 @@ def recorded(options: dict[str, Any], patch: pytest.MonkeyPatch) -> list[Any]:
         for _ in range(kept["grad_accum_steps"]):
             optimizer.backward(model(torch.randn(2, 8)).float().square().mean())
         optimizer.step()
+    optimizer.synchronize()
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, tensors in optimizer.named_state():
+        found |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
     optimizer.close()
-    return lanes.program
+    return found
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
@@ -94,3 +108,23 @@ def test_no_configuration_races(shard: int, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patch:
             faults = prove(recorded(options, patch))
         assert faults == [], options
+
+
+ORDERS = 30
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_six_hundred_orders_have_the_same_bits(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any legal order, the latest possible, and threads with delays; staging and slots poisoned."""
+    options = drawn(random.Random(1000 + shard), large=False)
+    with monkeypatch.context() as patch:
+        expected = trained(options, SequentialLanes(), patch)
+        for seed in range(ORDERS):
+            lanes: Lanes = SeededLanes(seed, late=seed % 3 == 0)
+            if seed % 10 == 9:
+                lanes = ThreadLanes(seed=seed, longest_delay_ms=0.5)
+            lanes.poison = True
+            found = trained(options, lanes, patch)
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(found[key], value), (options, seed, key)

@@ -120,7 +120,7 @@ def test_reading_what_nobody_wrote_and_a_span_left_open() -> None:
     device, host = buffers("device", "host")
 
     def body(lanes: Lanes) -> None:
-        lanes.alloc(device.whole)
+        lanes.alloc(device.whole, Lane.COMPUTE)
         copies(lanes, Lane.D2H, device, host)
         lanes.open_span("forever", [host.whole])
 

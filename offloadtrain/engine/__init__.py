@@ -3,9 +3,10 @@
 from offloadtrain.engine.api import PRECISIONS, offload
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
-from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
+from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.report import Phase, StepReport
 
 __all__ = [
     "PRECISIONS",

@@ -6,12 +6,14 @@ self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.
 `block(x)`. No hook of the owner fires then, and after an upload was launched nobody would wait for
 it. In the first forward, when nothing is in flight yet, every operation's arguments are looked up;
 a block that is read before anybody entered it is from then on also waited for by the module that
-was running.
+was running. A block that is read after its own forward is from then on kept in use until the module
+that was running ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,22 +29,24 @@ from offloadtrain.engine.block import Block
 
 
 class Audit(TorchDispatchMode):
-    """Active during one forward; calls `missed(module, block)` for every such read, once each."""
+    """Active during one forward; calls `missed(module, block)` or `late(module, block)` for every
+    such read, once for each block that nobody had entered, once for each pair of the others."""
 
     def __init__(
         self,
         root: nn.Module,
         owner: Callable[[Tensor], Block | None],
         missed: Callable[[nn.Module, Block], None],
+        late: Callable[[nn.Module, Block], None],
     ) -> None:
         super().__init__()
         self._owner = owner
         self._missed = missed
+        self._late = late
         self._running: list[nn.Module] = [root]
         self._entered: set[Block] = set()
         self._handles: list[RemovableHandle] = []
-        self.paused = False
-        """What runs is the engine's own."""
+        self._ignoring = False
 
     def __enter__(self) -> Audit:
         self._handles = [
@@ -57,6 +61,15 @@ class Audit(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
 
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """What runs is the engine's own."""
+        self._ignoring = True
+        try:
+            yield
+        finally:
+            self._ignoring = False
+
     def entered(self, block: Block) -> None:
         """A hook has waited for this block in this forward."""
         self._entered.add(block)
@@ -68,7 +81,7 @@ class Audit(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not self.paused:
+        if not self._ignoring:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
                     self._look_up(leaf)
@@ -76,7 +89,11 @@ class Audit(TorchDispatchMode):
 
     def _look_up(self, tensor: Tensor) -> None:
         block = self._owner(tensor)
-        if block is not None and block not in self._entered:
+        if block is None or block.forwards:
+            return
+        if block in self._entered:
+            self._late(self._running[-1], block)
+        else:
             self._entered.add(block)
             self._missed(self._running[-1], block)
 

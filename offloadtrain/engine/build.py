@@ -25,6 +25,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.host_memory import map_host
 from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
 from offloadtrain.engine.parking import Parking
+from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.ring import Ring
 from offloadtrain.engine.settings import Settings
 from offloadtrain.engine.update import Updates
@@ -66,17 +67,23 @@ def build(
     )
     _adopt_weights(model, buckets, rule, settings)
     updates = Updates(lanes, rule, groups, host_ring, seed=settings.seed)
-    engine = Engine(
+    passages = Passages(
         model,
         blocks,
         entries,
+        lanes,
+        streamer=streamer,
+        recomputed=[p.module for p in parts if p.repeated and settings.activation != "keep"],
+        parking=_parking(arena, lanes, settings),
+    )
+    engine = Engine(
+        blocks,
+        passages,
         lanes=lanes,
         gradients=gradients,
         updates=updates,
         mode=_mode(lanes, updates, settings),
         streamer=streamer,
-        recomputed=[p.module for p in parts if p.repeated and settings.activation != "keep"],
-        parking=_parking(arena, lanes, settings),
         clip_norm=settings.clip_norm,
         skip_nonfinite=settings.skip_nonfinite,
         scaler=LossScaler() if settings.dtype is torch.float16 else None,

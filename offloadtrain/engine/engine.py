@@ -16,30 +16,21 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.audit import Audit
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.gradients import Arrival, Gradients
-from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.modes import Decision, Exact, Guess
-from offloadtrain.engine.parking import Parking
-from offloadtrain.engine.recompute import Recomputed
-from offloadtrain.engine.saved import SavedWeights
+from offloadtrain.engine.passages import Passages
+from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.optim import LossScaler
-from offloadtrain.transfer import Interval, Lane, Lanes, Span
+from offloadtrain.transfer import Interval, Lane, Lanes
 
 _log = logging.getLogger(__name__)
 
@@ -48,119 +39,42 @@ class EngineError(OffloadTrainError):
     """A call that makes no sense in the phase the step is in."""
 
 
-class Phase(Enum):
-    """What the step is doing now."""
-
-    FORWARD = auto()
-    """No gradient of the next step has arrived."""
-    BACKWARD = auto()
-    """A micro-step is open: gradients are arriving."""
-    ACCUMULATED = auto()
-    """Whole micro-steps wait for step()."""
-    CLOSED = auto()
-    """The engine has let go of the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What the last `step()` did.
-
-    Attributes:
-        step: optimizer steps done so far, this one included if it was not skipped.
-        skipped: the gradient norm was not finite: no state changed.
-        grad_norm: of the unscaled mean gradient, before clipping.
-        clip_coef: what the gradient was multiplied by.
-        loss_scale: in force during the step; 1.0 where there is none.
-        micro_steps: backward passes that it used.
-        early_buckets: buckets that were updated inside backward.
-        guessed_right: of these updates in mode "speculative"; None where there was none.
-        exposed_ms: how long compute waited for transfers and the host since the step before.
-        host_busy_ms: work on the host lane since the step before.
-        d2h_bytes, h2d_bytes: moved since the step before.
-        timeline: intervals of the lanes, where this step was sampled.
-    """
-
-    step: int
-    skipped: bool
-    grad_norm: float
-    clip_coef: float
-    loss_scale: float
-    micro_steps: int
-    early_buckets: int
-    guessed_right: bool | None
-    exposed_ms: float
-    host_busy_ms: float
-    d2h_bytes: int
-    h2d_bytes: int
-    timeline: tuple[Interval, ...] = field(default=(), repr=False)
-
-
-@dataclass(slots=True)
-class _Passage:
-    """What the hooks of one module do, and what one running forward of it holds."""
-
-    name: str
-    waits: list[Block]
-    running: list[_Running] = field(default_factory=list)
-
-
-class _Running(NamedTuple):
-    """One forward in progress."""
-
-    span: Span
-    pushed: bool
-    blocks: tuple[Block, ...]
-
-
 class Engine:
     """Drives blocks through steps. `OffloadOptimizer` is its face to the user."""
 
     def __init__(
         self,
-        model: nn.Module,
         blocks: Sequence[Block],
-        entries: dict[nn.Module, list[Block]],
+        passages: Passages,
         *,
         lanes: Lanes,
         gradients: Gradients,
         updates: Updates,
         mode: Exact,
         streamer: Streamer | None,
-        recomputed: Sequence[nn.Module],
-        parking: Parking | None,
         clip_norm: float | None,
         skip_nonfinite: bool,
         scaler: LossScaler | None,
         grad_accum_steps: int,
     ) -> None:
-        """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward; `parking`: where their inputs wait."""
         self.lanes = lanes
         self.scaler = scaler
         self.step_count = 0
         self.last_step: StepReport | None = None
-        self._model = model
         self._gradients = gradients
         self._updates = updates
         self._mode = mode
         self._streamer = streamer
-        self._parking = parking
-        self._recomputed = {m: Recomputed(m, weakref.ref(self)) for m in recomputed}
+        self._passages = passages
+        passages.on_root = gradients.end_micro_step
         self._clip_norm = clip_norm
         self._skip_nonfinite = skip_nonfinite
         self._grad_accum_steps = grad_accum_steps
-        self._order: dict[Block, None] = {}  # in the order of first use; the rest follows
         self._blocks = blocks
-        self._saved = SavedWeights()
-        self._passages: dict[nn.Module, _Passage] = {}
-        self._handles: list[RemovableHandle] = []
-        self._audit: Audit | None = None
-        self._audited = False
         self._in_explicit_backward = False
         self._closed = False
         self._totals = lanes.totals.copy()
         self._sampling = False
-        self._attach(entries)
 
     @property
     def phase(self) -> Phase:
@@ -185,40 +99,7 @@ class Engine:
 
     @property
     def forward_order(self) -> list[Block]:
-        """As the first forward entered them; blocks that it never entered come last."""
-        return [*self._order, *(block for block in self._blocks if block not in self._order)]
-
-    def enter(self, module: nn.Module, *, again: bool = False) -> None:
-        """Pre-forward: wait for the weights, open the span, make saved weights handles.
-
-        `again`: from inside its forward, where that is recomputed ([Note: Recompute]).
-        """
-        if module is self._model:
-            self._enter_root()
-        passage = self._passages[module]
-        blocks = tuple(passage.waits)
-        for block in blocks:
-            self._use(block)
-            block.forwards += 1
-        reads = [weights for block in blocks for weights in block.weights]
-        span = self.lanes.open_span(f"forward {passage.name}", reads)
-        parking = self._parking if not again and module in self._recomputed else None
-        passage.running.append(_Running(span, self._saved.push(parking), blocks))
-
-    def leave(self, module: nn.Module) -> None:
-        """Post-forward, also after an exception."""
-        passage = self._passages[module]
-        if not passage.running:
-            return
-        running = passage.running.pop()
-        if running.pushed:
-            self._saved.pop()
-        for block in running.blocks:
-            block.forwards -= 1
-        self.lanes.close_span(running.span)
-        if module is self._model and self._audit is not None and not passage.running:
-            self._audit.__exit__(None, None, None)
-            self._audit = None
+        return self._passages.forward_order
 
     def deliver(self, block: Block, slot: Slot) -> None:
         """Post-accumulate-grad hook of one parameter."""
@@ -318,57 +199,10 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        for recomputed in self._recomputed.values():
-            recomputed.remove()
+        self._passages.close()
         self.lanes.close()
         if self._streamer is not None:
             self._streamer.leave()
-
-    def _attach(self, entries: dict[nn.Module, list[Block]]) -> None:
-        names = {module: name or "root" for name, module in self._model.named_modules()}
-        without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}
-        for module, waits in (without | entries).items():
-            self._passages[module] = _Passage(names[module], list(waits))
-            self._handles += watch(module, self)
-        for recomputed in self._recomputed.values():
-            recomputed.put()
-        for block in self._blocks:
-            if block.streamer is None:
-                self._saved.register(block)
-        if self._streamer is not None:
-            self._saved.register_streamed(self._streamer)
-
-    def _enter_root(self) -> None:
-        if self._gradients.open and not _in_backward():
-            self._gradients.end_micro_step()
-        if self._streamer is not None and not _in_backward():
-            self._streamer.restart()
-        if self._parking is not None and not _in_backward():
-            self._parking.restart()
-        if not self._audited and not _in_backward():
-            self._audited = True
-            self._audit = Audit(self._model, self._saved.owner, self._missed)
-            self._audit.__enter__()
-
-    def _use(self, block: Block) -> None:
-        self._order.setdefault(block)
-        if self._audit is None:
-            block.use()
-            return
-        self._audit.paused = True
-        block.use()
-        self._audit.paused = False
-        self._audit.entered(block)
-
-    def _missed(self, module: nn.Module, block: Block) -> None:
-        self._order.setdefault(block)
-        if module not in self._passages:
-            name = next(name for name, m in self._model.named_modules() if m is module)
-            self._passages[module] = _Passage(name, [])
-            self._handles += watch(module, self)
-        self._passages[module].waits.append(block)
 
     def _clip_coef(self, norm: float) -> float:
         if self._clip_norm is None:
@@ -403,7 +237,3 @@ class Engine:
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise EngineError(f"{what} after close(): offload the model again")
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -14,8 +14,9 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build, set_master
 from offloadtrain.engine.checks import ModelError, ModelSeal
-from offloadtrain.engine.engine import Engine, EngineError, Phase, StepReport
+from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
+from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.settings import Settings
 from offloadtrain.memory import Arena, Ledger
 from offloadtrain.optim import UpdateRule, recognise

@@ -1,0 +1,199 @@
+"""What happens around each module's forward: waits, spans, handles; what the first one teaches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offloadtrain.engine.audit import Audit
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.hooks import watch
+from offloadtrain.engine.parking import Parking
+from offloadtrain.engine.recompute import Recomputed
+from offloadtrain.engine.saved import SavedWeights
+from offloadtrain.engine.streamer import Streamer
+from offloadtrain.transfer import Lanes, Span
+
+
+class _Running(NamedTuple):
+    """One forward in progress."""
+
+    span: Span
+    pushed: bool
+    blocks: tuple[Block, ...]
+
+
+@dataclass(slots=True)
+class _Passage:
+    """What the hooks of one module do, and what one running forward of it holds."""
+
+    name: str
+    waits: list[Block]
+    running: list[_Running] = field(default_factory=list)
+    held: list[_Running] = field(default_factory=list)
+    """Forwards inside of it that are over, whose blocks it reads afterwards."""
+
+
+class Passages:
+    """The watcher of every module whose forward reads weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        entries: Mapping[nn.Module, list[Block]],
+        lanes: Lanes,
+        *,
+        streamer: Streamer | None,
+        recomputed: Sequence[nn.Module],
+        parking: Parking | None,
+    ) -> None:
+        """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
+        whose forward runs again in backward; `parking`: where their inputs wait."""
+        self.on_root: Callable[[], None] = lambda: None
+        """Called when a forward of the model begins that is not part of a backward."""
+        self._model = model
+        self._lanes = lanes
+        self._streamer = streamer
+        self._parking = parking
+        self._blocks = blocks
+        self._order: dict[Block, None] = {}
+        self._passages: dict[nn.Module, _Passage] = {}
+        self._late_readers: dict[Block, set[nn.Module]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._audit: Audit | None = None
+        self._audited = False
+        self._saved = _saved_weights(blocks, streamer)
+        self._recomputed = {m: Recomputed(m, weakref.ref(self)) for m in recomputed}
+        self._attach(entries)
+
+    @property
+    def forward_order(self) -> list[Block]:
+        """As the first forward entered them; blocks that it never entered come last."""
+        return [*self._order, *(block for block in self._blocks if block not in self._order)]
+
+    def enter(self, module: nn.Module, *, again: bool = False) -> None:
+        """Pre-forward: wait for the weights, open the span, make saved weights handles.
+
+        `again`: from inside its forward, where that is recomputed ([Note: Recompute]).
+        """
+        if module is self._model and not _in_backward():
+            self._enter_root()
+        passage = self._passages[module]
+        blocks = tuple(passage.waits)
+        self._use(blocks)
+        reads = [weights for block in blocks for weights in block.weights]
+        span = self._lanes.open_span(f"forward {passage.name}", reads)
+        parking = self._parking if not again and module in self._recomputed else None
+        passage.running.append(_Running(span, self._saved.push(parking), blocks))
+
+    def leave(self, module: nn.Module) -> None:
+        """Post-forward, also after an exception."""
+        passage = self._passages[module]
+        if not passage.running:
+            return
+        running = passage.running.pop()
+        if running.pushed:
+            self._saved.pop()
+        while passage.held and not passage.running:
+            self._end(passage.held.pop())
+        reader = self._reader_after(module, running)
+        if reader is not None:
+            reader.held.append(running)
+        else:
+            self._end(running)
+        if module is self._model and self._audit is not None and not passage.running:
+            self._audit.__exit__(None, None, None)
+            self._audit = None
+
+    def close(self) -> None:
+        """Take everything off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        for recomputed in self._recomputed.values():
+            recomputed.remove()
+
+    def _attach(self, entries: Mapping[nn.Module, list[Block]]) -> None:
+        without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}
+        for module, waits in {**without, **entries}.items():
+            self._passage_of(module).waits += waits
+        for recomputed in self._recomputed.values():
+            recomputed.put()
+
+    def _enter_root(self) -> None:
+        self.on_root()
+        if self._streamer is not None:
+            self._streamer.restart()
+        if self._parking is not None:
+            self._parking.restart()
+        if not self._audited:
+            self._audited = True
+            self._audit = Audit(self._model, self._saved.owner, self._missed, self._late)
+            self._audit.__enter__()
+
+    def _use(self, blocks: Sequence[Block]) -> None:
+        """All of them stay while the forward runs: pinned first, so that none evicts another."""
+        for block in blocks:
+            block.forwards += 1
+        try:
+            for block in blocks:
+                self._use_one(block)
+        except BaseException:
+            for block in blocks:
+                block.forwards -= 1
+            raise
+
+    def _use_one(self, block: Block) -> None:
+        self._order.setdefault(block)
+        if self._audit is None:
+            block.use()
+            return
+        with self._audit.ignored():
+            block.use()
+        self._audit.entered(block)
+
+    def _end(self, running: _Running) -> None:
+        for block in running.blocks:
+            block.forwards -= 1
+        self._lanes.close_span(running.span)
+
+    def _reader_after(self, module: nn.Module, running: _Running) -> _Passage | None:
+        """Whose forward, still going on, reads these blocks after their own."""
+        readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
+        passages = [self._passages[m] for m in readers if m is not module]
+        return next((passage for passage in passages if passage.running), None)
+
+    def _missed(self, module: nn.Module, block: Block) -> None:
+        self._order.setdefault(block)
+        self._passage_of(module).waits.append(block)
+
+    def _late(self, module: nn.Module, block: Block) -> None:
+        self._passage_of(module)
+        self._late_readers.setdefault(block, set()).add(module)
+
+    def _passage_of(self, module: nn.Module) -> _Passage:
+        if module not in self._passages:
+            name = next(name for name, m in self._model.named_modules() if m is module)
+            self._passages[module] = _Passage(name or "root", [])
+            self._handles += watch(module, self)
+        return self._passages[module]
+
+
+def _saved_weights(blocks: Sequence[Block], streamer: Streamer | None) -> SavedWeights:
+    saved = SavedWeights()
+    for block in blocks:
+        if block.streamer is None:
+            saved.register(block)
+    if streamer is not None:
+        saved.register_streamed(streamer)
+    return saved
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,55 @@
+"""What a step says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from offloadtrain.transfer import Interval
+
+
+class Phase(Enum):
+    """What the step is doing now."""
+
+    FORWARD = auto()
+    """No gradient of the next step has arrived."""
+    BACKWARD = auto()
+    """A micro-step is open: gradients are arriving."""
+    ACCUMULATED = auto()
+    """Whole micro-steps wait for step()."""
+    CLOSED = auto()
+    """The engine has let go of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What the last `step()` did.
+
+    Attributes:
+        step: optimizer steps done so far, this one included if it was not skipped.
+        skipped: the gradient norm was not finite: no state changed.
+        grad_norm: of the unscaled mean gradient, before clipping.
+        clip_coef: what the gradient was multiplied by.
+        loss_scale: in force during the step; 1.0 where there is none.
+        micro_steps: backward passes that it used.
+        early_buckets: buckets that were updated inside backward.
+        guessed_right: of these updates in mode "speculative"; None where there was none.
+        exposed_ms: how long compute waited for transfers and the host since the step before.
+        host_busy_ms: work on the host lane since the step before.
+        d2h_bytes, h2d_bytes: moved since the step before.
+        timeline: intervals of the lanes, where this step was sampled.
+    """
+
+    step: int
+    skipped: bool
+    grad_norm: float
+    clip_coef: float
+    loss_scale: float
+    micro_steps: int
+    early_buckets: int
+    guessed_right: bool | None
+    exposed_ms: float
+    host_busy_ms: float
+    d2h_bytes: int
+    h2d_bytes: int
+    timeline: tuple[Interval, ...] = field(default=(), repr=False)

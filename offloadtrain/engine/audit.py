@@ -8,6 +8,7 @@ it. In the first forward, when nothing is in flight yet, every operation's argum
 a block that is read before anybody entered it is from then on also waited for by the module that
 was running. A block that is read after its own forward is from then on kept in use until the module
 that was running ends.
+A model with compiled blocks is not watched: the compiler does not work under a dispatch mode.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ def check_model(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}, which keeps gradients of its own: "
             "offload model.module"
         )
+    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper; its class would import the compiler
+        raise ModelError(
+            "the model is compiled as a whole, and its weights move between calls: compile each "
+            "block instead (block.forward = torch.compile(block.forward)) and offload the model"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")

@@ -68,7 +68,7 @@ class Passages:
         self._late_readers: dict[Block, set[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
         self._audit: Audit | None = None
-        self._audited = False
+        self._audited = _has_compiled(model)
         self._saved = _saved_weights(blocks, streamer)
         self._recomputed = {m: Recomputed(m, weakref.ref(self)) for m in recomputed}
         self._attach(entries)
@@ -134,6 +134,8 @@ class Passages:
             self._parking.restart()
         if not self._audited:
             self._audited = True
+            if _has_compiled(self._model):
+                return
             self._audit = Audit(self._model, self._saved.owner, self._missed, self._late)
             self._audit.__enter__()
 
@@ -193,6 +195,15 @@ def _saved_weights(blocks: Sequence[Block], streamer: Streamer | None) -> SavedW
     if streamer is not None:
         saved.register_streamed(streamer)
     return saved
+
+
+def _has_compiled(model: nn.Module) -> bool:
+    """Whether a forward in it was given to torch.compile, which gives up for good where its first
+    run is under a dispatch mode."""
+    return any(
+        hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def _in_backward() -> bool:

@@ -269,3 +269,9 @@ def test_state_dicts_that_do_not_fit() -> None:
     saved["param_groups"][0]["params"].pop()
     with pytest.raises(EngineError, match="parameter groups of sizes"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on importing its compiler
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    with pytest.raises(ModelError, match="compile each block"):
+        ot.offload(torch.compile(model()), device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,16 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain import kernels
+from offloadtrain.engine import api
 from offloadtrain.memory import Arena, Ledger, Request, Tier
 from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError
 from offloadtrain.transfer import copy as transfer_copy
+from offloadtrain.transfer.prover import prove
+from offloadtrain.transfer.recorder import RecordingLanes
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
+from tests.numerics.test_streaming import STREAMED
+from tests.numerics.test_update_modes import DelayedRun
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -75,6 +81,96 @@ def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: in
     optimizer.close()
 
 
+class DelayedOnGpu(ResidentOnGpu, DelayedRun):
+    """The loop with the same delay, on the GPU."""
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "early": {"skip_nonfinite": False, "clip_norm": None},
+    "speculative": {"update": "speculative"},
+    "speculative, right": {"update": "speculative", "clip_norm": 1e9},
+    "delayed": {"update": "delayed"},
+    "streamed": {"working": "host"},
+    "streamed, one slot": {"working": "host", "device_slots": 1},
+    "partly streamed": {"working": "host", "resident_blocks": 1},
+    "recompute": {"activation": "recompute"},
+    "streamed, inputs parked": {"working": "host", "activation": "offload"},
+    "streamed, delayed": {"working": "host", "update": "delayed"},
+    "streamed, speculative": {"working": "host", "update": "speculative", "clip_norm": 1e9},
+}
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", STREAMED)
+def test_every_mode_and_placement_over_streams(name: str, options: str, accum: int) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    twin = copy.deepcopy(model).cuda()
+    chosen = {"clip_norm": 0.5} | OPTIONS[options]
+    optimizer = ot.offload(
+        model,
+        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+        device="cuda",
+        grad_accum_steps=accum,
+        **chosen,
+    )
+    run = DelayedOnGpu if "delayed" in options else ResidentOnGpu
+    resident = run(twin, torch.bfloat16, clip_norm=chosen["clip_norm"])
+    stream = [tokens.cuda() for tokens in batches(6 * accum)]
+    for step in range(6):
+        micro = stream[step * accum : (step + 1) * accum]
+        losses = []
+        for tokens in micro:
+            loss = loss_of(model, tokens)
+            losses.append(loss.detach())
+            optimizer.backward(loss)
+        optimizer.step()
+        assert [loss.item() for loss in losses] == resident.step(micro, loss_of)
+    optimizer.synchronize()
+    if isinstance(resident, DelayedOnGpu):
+        resident.flush()
+    for key, param in model.named_parameters():
+        assert torch.equal(param.cpu(), resident.params[key].cpu()), key
+    for key, state in optimizer.named_state():
+        assert torch.equal(state["master"], resident.master(key)), key
+    optimizer.close()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_log_of_a_run_over_streams_is_proved(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    lanes = RecordingLanes(CudaLanes(device))
+    monkeypatch.setattr(api, "lanes_for", lambda device: lanes)
+    model = Chain(5)
+    optimizer = ot.offload(model, device="cuda", **({"clip_norm": 0.5} | OPTIONS[options]))
+    for tokens in batches(4):
+        optimizer.backward(loss_of(model, tokens.cuda()))
+        optimizer.step()
+    optimizer.close()
+    assert prove(lanes.program) == []
+
+
+def test_the_peak_does_not_grow_with_depth() -> None:
+    """Streamed weights and parked inputs: what torch's allocator has given out at most."""
+    peaks = []
+    for depth in (4, 64):
+        torch.manual_seed(0)
+        model = Chain(depth)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer = ot.offload(model, device="cuda", working="host", activation="offload")
+        for tokens in batches(3):
+            optimizer.backward(loss_of(model, tokens.repeat(40, 1).cuda()))
+            optimizer.step()
+        optimizer.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        optimizer.close()
+    assert peaks[1] <= peaks[0] + 64 * 1024  # the allocator rounds each tensor to 512 bytes
+
+
 class TinyComputeBigTransfer(nn.Module):
     """Wide layers over one row: copies and Adam take far longer than compute, so races show."""
 
@@ -88,12 +184,16 @@ class TinyComputeBigTransfer(nn.Module):
         return x
 
 
-def test_race_provoking_shapes() -> None:
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_race_provoking_shapes(working: str) -> None:
     torch.manual_seed(0)
     model = TinyComputeBigTransfer()
     twin = copy.deepcopy(model).cuda()
     optimizer = ot.offload(
-        model, ot.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1), device="cuda"
+        model,
+        ot.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        device="cuda",
+        working=working,
     )
     resident = ResidentOnGpu(twin, torch.bfloat16, lr=1e-3)
     inputs = [torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(20)]
@@ -112,7 +212,7 @@ def test_race_provoking_shapes() -> None:
     theirs = [resident.step([x], loss)[0] for x in inputs]
     assert [value.item() for value in mine] == theirs
     for key, param in model.named_parameters():
-        assert torch.equal(param, resident.params[key]), key
+        assert torch.equal(param.cpu(), resident.params[key].cpu()), key
 
 
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:

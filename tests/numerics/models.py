@@ -128,6 +128,22 @@ class PartlyUsed(Chain):
         return self.head(self.norm(x))
 
 
+class TwoHeads(Chain):
+    """One trunk, two heads whose logits are added; the second head sees a middle layer too."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.other = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        middle = x
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            middle = x if index == 1 else middle
+        return self.head(self.norm(x)) + self.other(middle) + self.other(x)
+
+
 class Skipping(Chain):
     """All layers on even turns, none on odd ones."""
 
@@ -152,6 +168,7 @@ MODELS = {
     "frozen": Frozen,
     "shared": SharedLayer,
     "skipping": Skipping,
+    "two heads": TwoHeads,
 }
 
 

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
 from offloadtrain.engine.parking import Parking, ParkingError
 from offloadtrain.transfer import SequentialLanes
 from tests.numerics.models import MODELS, WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
 from tests.numerics.test_streaming import MODES, STREAMED
 
@@ -188,6 +190,31 @@ def test_a_compiled_forward_comes_back() -> None:
     optimizer = ot.offload(model, device="cpu", activation="recompute")
     optimizer.close()
     assert model.layers[0].__dict__["forward"] is assigned
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"working": "host"}, {"working": "host", "activation": "recompute"}],
+    ids=["device", "streamed", "recomputed"],
+)
+def test_compiled_blocks_have_the_same_bits(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = make("chain")
+    twin = copy.deepcopy(model)
+    for layer in [*model.layers, *twin.layers]:
+        layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1), device="cpu", **options
+    )
+    resident = ResidentRun(twin, torch.bfloat16)
+    compiled = []
+    for tokens in batches(4):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        compiled.append(counter.frame_count)
+    assert compiled[0] > 0 and compiled[-1] == compiled[1]  # slots move, nothing is compiled again
+    assert_same(resident, optimizer, model)
 
 
 class Exploding(Chain):

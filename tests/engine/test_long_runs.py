@@ -1,0 +1,73 @@
+"""What many steps must not do: wait more than once, or hold more memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from offloadtrain.engine import api
+from offloadtrain.transfer import Event, SequentialLanes
+from tests.numerics.models import Chain, batches, loss_of
+
+OPTIONS: list[dict[str, Any]] = [
+    {"clip_norm": 0.5},
+    {"skip_nonfinite": False},
+    {"update": "speculative", "clip_norm": 1e9},
+    {"update": "delayed", "working": "host", "activation": "offload"},
+]
+each_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
+
+
+class CountingLanes(SequentialLanes):
+    waits = 0
+
+    def host_wait(self, event: Event, why: str) -> None:
+        self.waits += 1
+        super().host_wait(event, why)
+
+
+@each_option
+@pytest.mark.parametrize("accum", [1, 3])
+def test_the_training_thread_waits_once_per_step(
+    accum: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = CountingLanes()
+    monkeypatch.setattr(api, "lanes_for", lambda device: lanes)
+    model = Chain(4)
+    optimizer = ot.offload(model, device="cpu", grad_accum_steps=accum, **options)
+    lanes.waits = 0
+    for number, tokens in enumerate(batches(5 * accum), 1):
+        optimizer.backward(loss_of(model, tokens))
+        if number % accum == 0:
+            optimizer.step()
+    assert lanes.waits == 5
+
+
+def alive() -> tuple[int, int, int]:
+    """Objects, tensors, and the tensors' bytes."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = [x for x in objects if issubclass(type(x), torch.Tensor)]
+    return len(objects), len(tensors), sum(x.nbytes for x in tensors)
+
+
+@each_option
+def test_a_thousand_steps_hold_no_more_than_fifty(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Chain(2)
+    optimizer = ot.offload(model, device="cpu", **options)
+    tokens = batches(1)[0]
+    held = []
+    for number in range(1, 1001):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        if number in (50, 1000):
+            held.append(alive())
+    optimizer.close()
+    objects, tensors, nbytes = zip(*held, strict=True)
+    assert tensors[0] == tensors[1] and nbytes[0] == nbytes[1]
+    assert objects[1] - objects[0] < 100

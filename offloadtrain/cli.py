@@ -88,6 +88,15 @@ bench.command(
         "offloadtrain bench adam --n 16M --threads 1,2,4 --json > adam.json",
     ),
 )
+bench.command(
+    "offloadtrain.commands.bench:step",
+    name="step",
+    help="A step against its schedule, and against plain torch.",
+    help_epilogue=_examples(
+        "offloadtrain bench step",
+        "offloadtrain bench step --layers 32 --json > step.json",
+    ),
+)
 app.command(bench)
 app.command(
     "offloadtrain.commands.trace:trace",

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -59,6 +59,53 @@ def adam(
     show(rows, rounds, bench.dispatch_us())
 
 
+def step(
+    *,
+    layers: int = 12,
+    steps: int = 10,
+    rounds: int = 5,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Measure a step against its schedule, and against the same model in plain torch.
+
+    First on threads, with times that every operation is made to take: what the engine itself costs.
+    Then the demo model, offloaded and resident in turn, on the device that is there.
+
+    Parameters
+    ----------
+    layers
+        Blocks of the paced model.
+    steps
+        Steps measured of it.
+    rounds
+        How often the demo model runs, offloaded and resident.
+    as_json
+        Print one JSON object instead of the tables.
+    """
+    for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value}: at least 1 is needed")
+
+    from offloadtrain.bench import resident
+    from offloadtrain.bench import step as paced
+
+    rows = paced.run(layers, steps, _say)
+    beside = resident.run(rounds, _say)
+    print(file=sys.stderr)
+    if as_json:
+        told = {"paced": [row.as_json() for row in rows], "demo": [r.as_json() for r in beside]}
+        print(json.dumps(_machine() | told))
+    else:
+        print(f"{layers} paced blocks on threads, medians of {steps} steps\n")
+        print(paced.table(rows))
+        print("\nthe demo model, medians of ratios within a round\n")
+        print(resident.table(beside))
+
+
+def _say(text: str) -> None:
+    print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+
+
 def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
     from offloadtrain.bench.report import goals, table
 
@@ -70,16 +117,9 @@ def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
 
 
 def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
-    import torch
-
-    from offloadtrain import kernels
     from offloadtrain.bench.peers import deepspeed_version
-    from offloadtrain.telemetry import probe
 
-    found = {
-        "machine": asdict(probe()),
-        "kernels": asdict(kernels.backend()),
-        "torch": torch.__version__,
+    found = _machine() | {
         "deepspeed": deepspeed_version(),
         "n": rows[0].n,
         "rounds": rounds,
@@ -87,6 +127,19 @@ def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
         "rows": [row.as_json() for row in rows],
     }
     print(json.dumps(found))
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    from offloadtrain import kernels
+    from offloadtrain.telemetry import probe
+
+    return {
+        "machine": asdict(probe()),
+        "kernels": asdict(kernels.backend()),
+        "torch": torch.__version__,
+    }
 
 
 _NUMEL = re.compile(r"([1-9][0-9]*)([KMG]?)", re.IGNORECASE)

@@ -1,4 +1,8 @@
-"""The lanes of a step (compute, d2h, host, h2d) and the order between them."""
+"""The lanes of a step (compute, d2h, host, h2d, load) and the order between them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -31,9 +35,25 @@ __all__ = [
     "Span",
     "copy",
     "lanes_for",
+    "on_lanes",
 ]
+
+_chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """The backend that overlaps where the device can: streams on CUDA, in order on the CPU."""
+    """The backend that overlaps where the device can: streams on CUDA, in order on the CPU; or what
+    `on_lanes` has chosen."""
+    if (chosen := _chosen.get()) is not None:
+        return chosen
     return CudaLanes(device) if device.type == "cuda" else SequentialLanes()
+
+
+@contextmanager
+def on_lanes(lanes: Lanes) -> Iterator[None]:
+    """What is offloaded inside runs on these: for tests and measurements."""
+    token = _chosen.set(lanes)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)

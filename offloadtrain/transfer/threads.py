@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -34,12 +34,20 @@ class _Flag(Event):
 class ThreadLanes(Lanes):
     """Compute is the calling thread; the other lanes run beside it."""
 
-    def __init__(self, *, seed: int = 0, longest_delay_ms: float = 0.0) -> None:
-        """`longest_delay_ms`: each operation is preceded by a random pause of at most this."""
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        longest_delay_ms: float = 0.0,
+        pace: Callable[[str], float] | None = None,
+    ) -> None:
+        """`longest_delay_ms`: each operation is preceded by a random pause of at most this.
+        `pace`: name of an operation → milliseconds that it takes at least."""
         super().__init__()
         self._failure = Failure()
         self._draw = random.Random(seed)
         self._longest_s = longest_delay_ms / 1e3
+        self._pace = pace
         self._workers = {
             lane: Worker(lane, self._failure) for lane in Lane if lane is not Lane.COMPUTE
         }
@@ -63,6 +71,8 @@ class ThreadLanes(Lanes):
             time.sleep(pause_s)
             start_ms = now_ms()
             fn(*operands)
+            if self._pace is not None:
+                time.sleep(max(0.0, self._pace(name) - (now_ms() - start_ms)) / 1e3)
             self._account(lane, name, start_ms)
 
         if lane is Lane.COMPUTE:

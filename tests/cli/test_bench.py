@@ -146,3 +146,19 @@ def test_what_is_not_there_is_not_judged() -> None:
     rows = made({label(ONE_PASS): 1.2, label(TORCH_PATH, backend="torch"): 2.4})
     assert rows[0].x_deepspeed_path is None and rows[0].x_limit is None
     assert any(str(goal).endswith("not measured") for goal in goals(rows, 1.0))
+
+
+def test_a_step_against_its_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    """Never faster than the schedule: it would not have taken the times it was given."""
+    flags = ["--layers", "2", "--steps", "2", "--rounds", "1"]
+    assert main(["bench", "step", *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["paced"]) == 8 and found["machine"]["cores_usable"] >= 1
+    for row in found["paced"]:
+        assert row["busiest_ms"] <= row["schedule_ms"] * (1 + 1e-9)
+        assert row["x_schedule"] > 0.95
+    cases = {row["case"]: row for row in found["demo"]}
+    assert cases["resident"]["x_resident"] == 1.0 and cases["exact"]["exposed_ms"] > 0
+    assert main(["bench", "step", *flags]) == 0
+    assert "schedule" in capsys.readouterr().out
+    assert main(["bench", "step", "--layers", "0"]) == USAGE

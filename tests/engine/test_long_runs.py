@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.engine import api
-from offloadtrain.transfer import Event, SequentialLanes
+from offloadtrain.transfer import Event, SequentialLanes, on_lanes
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: list[dict[str, Any]] = [
@@ -32,13 +31,11 @@ class CountingLanes(SequentialLanes):
 
 @each_option
 @pytest.mark.parametrize("accum", [1, 3])
-def test_the_training_thread_waits_once_per_step(
-    accum: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_thread_waits_once_per_step(accum: int, options: dict[str, Any]) -> None:
     lanes = CountingLanes()
-    monkeypatch.setattr(api, "lanes_for", lambda device: lanes)
     model = Chain(4)
-    optimizer = ot.offload(model, device="cpu", grad_accum_steps=accum, **options)
+    with on_lanes(lanes):
+        optimizer = ot.offload(model, device="cpu", grad_accum_steps=accum, **options)
     lanes.waits = 0
     for number, tokens in enumerate(batches(5 * accum), 1):
         optimizer.backward(loss_of(model, tokens))

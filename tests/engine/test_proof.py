@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.engine import api, device_memory, modes
-from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes
+from offloadtrain.engine import device_memory, modes
+from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.prover import order, prove
 from offloadtrain.transfer.recorder import Entry, RecordingLanes, Waited
 from offloadtrain.transfer.seeded import SeededLanes
@@ -65,17 +65,17 @@ def run(
     torch.manual_seed(0)
     model: nn.Module = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "lanes_for", lambda device: lanes)
         patch.setattr(modes.Odds, "good", lambda odds: True)  # guesses however often it was wrong
-        optimizer = ot.offload(
-            model,
-            ot.AdamW(lr=1e-2),
-            device="cpu",
-            precision=precision,
-            state=state,
-            grad_accum_steps=accum,
-            **{"clip_norm": 0.5, **options},
-        )
+        with on_lanes(lanes):
+            optimizer = ot.offload(
+                model,
+                ot.AdamW(lr=1e-2),
+                device="cpu",
+                precision=precision,
+                state=state,
+                grad_accum_steps=accum,
+                **{"clip_norm": 0.5, **options},
+            )
         stream = batches(steps * accum)
         for step in range(steps):
             for tokens in stream[step * accum : (step + 1) * accum]:

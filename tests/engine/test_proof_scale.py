@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import api, device_memory, modes
-from offloadtrain.transfer import Lanes, SequentialLanes
+from offloadtrain.engine import device_memory, modes
+from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes
@@ -84,10 +84,10 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
     model = Tower(depth, tied=kept.pop("tied"), frozen=kept.pop("frozen"))
     if kept["precision"] == "fp16":
         kept["skip_nonfinite"] = True
-    patch.setattr(api, "lanes_for", lambda device: lanes)
     patch.setattr(modes.Odds, "good", lambda odds: True)
     patch.setattr(device_memory, "STAGING_BYTES", 256 if pieces else 64 << 20)
-    optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)
+    with on_lanes(lanes):
+        optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)
     for _ in range(steps):
         for _ in range(kept["grad_accum_steps"]):
             optimizer.backward(model(torch.randn(2, 8)).float().square().mean())

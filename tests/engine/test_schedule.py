@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offloadtrain as ot
-from offloadtrain.engine import api
 from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, simulate
 from offloadtrain.schedule import program as scheduled
-from offloadtrain.transfer import SequentialLanes
+from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.virtual import operations
 from tests.numerics.models import Chain, batches, loss_of
@@ -37,8 +36,7 @@ def engine_program(
     torch.manual_seed(0)
     model, lanes = Chain(depth), RecordingLanes(SequentialLanes())
     streaming = {} if slots is None else {"working": "host", "device_slots": slots}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "lanes_for", lambda device: lanes)
+    with on_lanes(lanes):
         optimizer = ot.offload(
             model,
             device="cpu",

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import offloadtrain as ot
-from offloadtrain.engine import api
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.streamer import Streamer
-from offloadtrain.transfer import Lane, Range, SequentialLanes
+from offloadtrain.transfer import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.transfer.base import Operation, Span
 from tests.numerics.models import MODELS, batches, loss_of
 from tests.numerics.test_streaming import STREAMED, Several
@@ -99,8 +98,7 @@ class Watch(TorchDispatchMode):
 @contextmanager
 def watched(model: nn.Module, **options: Any) -> Iterator[tuple[ot.OffloadOptimizer, Watch]]:
     lanes = WatchedLanes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "lanes_for", lambda device: lanes)
+    with on_lanes(lanes):
         optimizer = ot.offload(model, device="cpu", clip_norm=0.5, **options)
     first = batches(1)[0]
     optimizer.backward(loss_of(model, first))  # the first forward learns what is read where

@@ -11,9 +11,8 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain import kernels
-from offloadtrain.engine import api
 from offloadtrain.memory import Arena, Ledger, Request, Tier
-from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError
+from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.transfer import copy as transfer_copy
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
@@ -138,14 +137,12 @@ def test_every_mode_and_placement_over_streams(name: str, options: str, accum: i
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_log_of_a_run_over_streams_is_proved(
-    options: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     lanes = RecordingLanes(CudaLanes(device))
-    monkeypatch.setattr(api, "lanes_for", lambda device: lanes)
     model = Chain(5)
-    optimizer = ot.offload(model, device="cuda", **({"clip_norm": 0.5} | OPTIONS[options]))
+    with on_lanes(lanes):
+        optimizer = ot.offload(model, device="cuda", **({"clip_norm": 0.5} | OPTIONS[options]))
     for tokens in batches(4):
         optimizer.backward(loss_of(model, tokens.cuda()))
         optimizer.step()

@@ -1,0 +1,178 @@
+"""A step against its schedule: what the engine itself costs, and the same model in plain torch.
+
+[Note: Paced lanes]
+The lanes run on threads of the CPU, and every operation and every block's compute is given a time
+to take. Then the schedule says how long a step should be, to the microsecond, and what the measured
+step takes more is the engine: Python, hand-over between threads, waits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.optim import AdamW
+from offloadtrain.schedule import (
+    DECIDE,
+    BlockShape,
+    Op,
+    StepShape,
+    critical_path,
+    program,
+    simulate,
+)
+from offloadtrain.transfer import on_lanes
+from offloadtrain.transfer.threads import ThreadLanes
+
+Mode = Literal["exact", "early", "speculative", "delayed"]
+
+OPTIONS: dict[Mode, dict[str, Any]] = {
+    "exact": {"clip_norm": 1.0},
+    "early": {"skip_nonfinite": False},
+    "speculative": {"update": "speculative", "clip_norm": 1e9},
+    "delayed": {"update": "delayed"},
+}
+MILLISECONDS = {
+    "forward": 6.0,
+    "backward": 12.0,
+    "gather": 0.3,
+    "d2h": 5.0,
+    "norm": 1.0,
+    "adam": 8.0,
+    "h2d": 5.0,
+    "load": 5.0,
+    "show": 1.0,
+}
+"""What an operation of a block is made to take: a machine whose host keeps up with its device."""
+
+WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One mode and placement; milliseconds per step.
+
+    Attributes:
+        busiest_ms: work of the busiest lane, which no schedule can beat.
+        schedule_ms: by the schedule, where launching costs nothing.
+        measured_ms: median over steps.
+        x_schedule: median of measured over schedule.
+    """
+
+    mode: str
+    working: str
+    layers: int
+    busiest_ms: float
+    schedule_ms: float
+    measured_ms: float
+    x_schedule: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Paced(torch.autograd.Function):
+    """Takes its time in both directions; the gradient is one number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        time.sleep(MILLISECONDS["forward"] / 1e3)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(MILLISECONDS["backward"] / 1e3)
+        return grads[0], torch.full_like(weight, 1e-3)
+
+
+class _PacedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _paced(x, self.weight)
+
+
+def _paced(x: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = _Paced.apply(x, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _seconds(op: Op) -> float:
+    return MILLISECONDS.get(op.name.split()[0], 0.0) / 1e3
+
+
+def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
+    """Train a model of paced layers on paced lanes."""
+    optimizer, model = _offloaded(mode, streamed, layers)
+    spent = []
+    for _ in range(WARM_STEPS + steps):
+        begun = time.perf_counter()
+        optimizer.backward(model(torch.ones(1, requires_grad=True)).sum())
+        optimizer.step()
+        spent.append(time.perf_counter() - begun)
+    optimizer.close()
+    scheduled, busiest = _expected(mode, streamed, layers)
+    measured = statistics.median(spent[WARM_STEPS:])
+    return StepRow(
+        mode=mode,
+        working="host" if streamed else "device",
+        layers=layers,
+        busiest_ms=busiest * 1e3,
+        schedule_ms=scheduled * 1e3,
+        measured_ms=measured * 1e3,
+        x_schedule=measured / scheduled,
+    )
+
+
+def _offloaded(mode: Mode, streamed: bool, layers: int) -> tuple[OffloadOptimizer, nn.Module]:
+    model = nn.Sequential(*(_PacedLayer() for _ in range(layers)))
+    placement: dict[str, Any] = {"working": "host"} if streamed else {}
+    with on_lanes(ThreadLanes(pace=lambda name: MILLISECONDS.get(name.split()[0], 0.0))):
+        optimizer = offload(
+            model, AdamW(), device="cpu", precision="fp32", **OPTIONS[mode], **placement
+        )
+    return optimizer, model
+
+
+def _expected(mode: Mode, streamed: bool, layers: int) -> tuple[float, float]:
+    """Seconds of a step in the long run: by the schedule, and of its busiest lane."""
+    blocks = tuple(BlockShape(str(n), (str(n),), streamed) for n in range(layers))
+    ops = program(StepShape(blocks=blocks, mode=mode, slots=2), 6)
+    ends = simulate(ops, _seconds)
+    decided = [number for number, op in enumerate(ops) if op.name == DECIDE]
+    last, before = decided[-1], decided[-2]
+    return ends[last] - ends[before], critical_path(ops[before + 1 : last + 1], _seconds)
+
+
+def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]:
+    """Every mode, with weights on the device and streamed."""
+    rows = []
+    for streamed in (False, True):
+        for mode in OPTIONS:
+            on_row(f"{mode}, {'streamed' if streamed else 'on the device'}")
+            rows.append(measure(mode, streamed=streamed, layers=layers, steps=steps))
+    return rows
+
+
+def table(rows: Sequence[StepRow]) -> str:
+    """All rows, for people."""
+    head = (
+        f"{'mode':12} {'weights':8} {'busiest lane':>13} {'schedule':>10} {'measured':>10}  ratio"
+    )
+    lines = [
+        f"{row.mode:12} {row.working:8} {row.busiest_ms:10.1f} ms {row.schedule_ms:7.1f} ms "
+        f"{row.measured_ms:7.1f} ms  {row.x_schedule:5.3f}"
+        for row in rows
+    ]
+    return "\n".join([head, *lines])

@@ -20,7 +20,7 @@ from offloadtrain.errors import ConfigError
 from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import HostMemoryError, available_bytes
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.shapes import num_params
+from offloadtrain.shapes import num_block_params
 from offloadtrain.units import format_bytes, parse_bytes
 
 PrepareProgress = Callable[[int, int], None]
@@ -60,7 +60,8 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
     train_tokens, val_tokens = open_tokens(config, on_prepare)
     for tokens in filter(None, (train_tokens, val_tokens)):
         _check_vocabulary(config, tokens)
-    model = Transformer(config.model, seed=config.train.seed)
+    with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
+        model = Transformer(config.model)
     optimizer = offload(
         model,
         _update_rule(config),
@@ -82,6 +83,7 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
         else config.device.resident_blocks,
         device_memory_limit=_limit(config.device.memory_limit),
         activation=config.device.activation,
+        param_init_fn=model.initializer(config.train.seed),
         pin_memory=config.device.pin_memory,
     )
     return Parts(
@@ -188,7 +190,7 @@ def _set_up_torch(config: Config) -> None:
 def _check_fits(config: Config, device: torch.device) -> None:
     """Refuse before the first byte is allocated, in place of being killed half-way."""
     tiers = state_bytes(config)
-    needed = tiers["host"] | {"weights as built": 4 * num_params(config.model)}
+    needed = tiers["host"] | {"weights of one block as built": 4 * _largest_part(config)}
     if device.type == "cpu":
         needed |= tiers["device"]
     total, available = sum(needed.values()), available_bytes()
@@ -199,6 +201,12 @@ def _check_fits(config: Config, device: torch.device) -> None:
             f"{format_bytes(available)} is available: {parts}. Free host memory, set "
             "train.grad_accum_steps = 1 if it is more, or take a smaller model.size."
         )
+
+
+def _largest_part(config: Config) -> int:
+    """Parameters that are made at once: those of a block, or the embedding."""
+    shape = config.model
+    return max(num_block_params(shape), shape.vocab_size * shape.d_model)
 
 
 def _update_rule(config: Config) -> optim.Adam:

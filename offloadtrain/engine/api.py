@@ -12,6 +12,7 @@ from torch import nn
 from offloadtrain import kernels
 from offloadtrain.cpus import local_plan
 from offloadtrain.cuda_driver import pci_address
+from offloadtrain.engine.adopt import ParamInit
 from offloadtrain.engine.checks import ModelError, check_model
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
@@ -45,6 +46,7 @@ def offload(
     resident_blocks: int | None = None,
     device_memory_limit: int | None = None,
     activation: str = "keep",
+    param_init_fn: ParamInit | None = None,
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -58,7 +60,8 @@ def offload(
     reads `.grad` after backward finds nothing: use `clip_norm`.
 
     Args:
-        model: any module; not wrapped for data parallelism, parameters not on the meta device.
+        model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
+            with `param_init_fn`: then a full copy of the model never exists.
         rule: `AdamW(...)` or `Adam(...)`; default AdamW().
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
@@ -89,6 +92,8 @@ def offload(
         activation: what the layers of a list keep for backward: "keep" everything; "recompute":
             their inputs, and run their forward again (dropout draws the same); "offload": as
             "recompute", with the inputs in host memory.
+        param_init_fn: gets each module that owns meta parameters or buffers, in the order of
+            `model.modules()`, with memory and without values, and fills what it owns.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -119,17 +124,22 @@ def offload(
     )
     _check_support(settings)
     _place_kernels(settings.device)
-    return _offloaded(model, rule, params, settings)
+    return _offloaded(model, rule, params, settings, param_init_fn)
 
 
 def _offloaded(
-    model: nn.Module, rule: UpdateRule, params: _Params | None, settings: Settings
+    model: nn.Module,
+    rule: UpdateRule,
+    params: _Params | None,
+    settings: Settings,
+    param_init_fn: ParamInit | None,
 ) -> OffloadOptimizer:
     if model in offloaded:
         raise ModelError("the model is offloaded already: close() its optimizer first")
-    check_model(model)
+    check_model(model, may_be_meta=param_init_fn is not None)
     groups = normalise_groups(model, params, rule)
-    optimizer = OffloadOptimizer(model, rule, groups, settings, lanes_for(settings.device))
+    lanes = lanes_for(settings.device)
+    optimizer = OffloadOptimizer(model, rule, groups, settings, lanes, param_init_fn)
     offloaded.add(model)
     return optimizer
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, Slot, pack
-from offloadtrain.engine.checks import ModelError, keeps_fp32
+from offloadtrain.engine.bucket import Bucket, pack
+from offloadtrain.engine.checks import keeps_fp32
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
     RING_SLOTS,
@@ -40,6 +41,7 @@ def build(
     groups: Sequence[Mapping[str, Any]],
     settings: Settings,
     *,
+    param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
     ledger: Ledger,
@@ -65,7 +67,7 @@ def build(
         squares=squares,
         grad_accum_steps=settings.grad_accum_steps,
     )
-    _adopt_weights(model, buckets, rule, settings)
+    adopt_weights(model, parts, blocks, rule, settings, param_init_fn)
     updates = Updates(lanes, rule, groups, host_ring, seed=settings.seed)
     passages = Passages(
         model,
@@ -174,43 +176,3 @@ def _host_ring(arena: Arena, buckets: Sequence[Bucket], lanes: Lanes, settings: 
     if settings.accumulates:
         ring.prepare()
     return ring
-
-
-def _adopt_weights(
-    model: nn.Module, buckets: Sequence[Bucket], rule: UpdateRule, settings: Settings
-) -> None:
-    """Masters from the weights as given; parameters become views; the rest moves to the device."""
-    with torch.no_grad():
-        for bucket in buckets:
-            for slot in bucket.slots:
-                _check_range(slot.name, slot.param.data, bucket.dtype)
-                set_master(bucket, slot, rule, slot.param.data)
-                flat = bucket.visible.flat if bucket.streamed else bucket.working.flat
-                slot.param.data = slot.view(flat)
-            if not bucket.streamed:
-                bucket.working.flat.zero_()
-        moved = {slot.param for bucket in buckets for slot in bucket.slots}
-        full = keeps_fp32(model)
-        for param in model.parameters():
-            if param not in moved:
-                dtype = settings.dtype if param.is_floating_point() and param not in full else None
-                param.data = param.data.to(settings.device, dtype)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(settings.device)
-
-
-def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:
-    """One parameter's master weights from values of its shape, of any dtype, on any device."""
-    master = slot.flattened(values.detach().float())
-    rule.set_master(bucket.format, bucket.state_of(slot), master)
-
-
-def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
-    limit = torch.finfo(dtype).max
-    if dtype is torch.float16 and not bool((master.abs() <= limit).all()):
-        raise ModelError(
-            f"parameter '{name}' has values beyond the range of fp16 (largest "
-            f"{master.abs().max().item():.4g}, limit {limit:.4g}): use precision = 'bf16' or 'fp32'"
-        )

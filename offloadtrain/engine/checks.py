@@ -15,7 +15,7 @@ class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
     """Refuse, before anything is allocated or changed, what could not be trained rightly.
 
     Raises:
@@ -35,19 +35,19 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
     for name, param in model.named_parameters():
-        _check_parameter(name, param)
+        _check_parameter(name, param, may_be_meta)
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
         raise ModelError("the model has nothing to train: no parameter has requires_grad=True")
     _check_overlap(list(model.named_parameters()))
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    for found, what in _faults(param):
+def _check_parameter(name: str, param: nn.Parameter, may_be_meta: bool) -> None:
+    for found, what in _faults(param, may_be_meta):
         if found:
             raise ModelError(f"parameter '{name}' {what}")
 
 
-def _faults(param: nn.Parameter) -> Iterator[tuple[bool, str]]:
+def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]]:
     lazy = isinstance(param, nn.parameter.UninitializedParameter)
     yield lazy, "is not initialised: run one forward of the model first"
     if lazy:
@@ -62,8 +62,8 @@ def _faults(param: nn.Parameter) -> Iterator[tuple[bool, str]]:
         f"is {param.layout}: only dense parameters can be offloaded",
     )
     yield (
-        param.device.type == "meta",
-        "is on the meta device: materialise it first (model.to_empty, then initialise)",
+        param.is_meta and not may_be_meta,
+        "is on the meta device: say how it is filled with param_init_fn, or materialise it first",
     )
     yield (
         param.grad is not None,
@@ -80,7 +80,7 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     extents = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in named
-        if p.numel() > 0
+        if p.numel() > 0 and not p.is_meta
     )
     for (_, end, name), (start, _, other) in pairwise(extents):
         if start < end:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.engine.adopt import ParamInit, set_master
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.build import build, set_master
+from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ModelSeal
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
@@ -43,6 +44,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         settings: Settings,
         lanes: Lanes,
+        param_init_fn: ParamInit | None = None,
     ) -> None:
         super().__init__(groups, rule.defaults())
         self.device = settings.device
@@ -55,6 +57,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             rule,
             self.param_groups,
             settings,
+            param_init_fn=param_init_fn,
             lanes=lanes,
             arena=self._arena,
             ledger=self.ledger,

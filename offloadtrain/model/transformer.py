@@ -7,7 +7,7 @@ K key/value heads, H head_dim, P = H/2 rotary pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -87,11 +87,19 @@ class Transformer(nn.Module):
         the variance of the stream does not grow with depth. Draws are fp32 from one CPU
         generator: the same weights on every device. Parameters on the meta device are skipped.
         """
+        init = self.initializer(seed)
+        for module in self.modules():
+            init(module)
+
+    def initializer(self, seed: int) -> Callable[[nn.Module], None]:
+        """Return what `init_weights` does to one module; called on each of `modules()` in order."""
         generator = torch.Generator().manual_seed(seed)
         residual = {id(weight) for weight in self._residual_weights()}
         residual_std = _INIT_STD / math.sqrt(2 * self.shape.num_layers)
         drawn: set[int] = set()
-        for module in self.modules():
+
+        @torch.no_grad()
+        def init(module: nn.Module) -> None:
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, Linear | Embedding) and id(module.weight) not in drawn:
@@ -100,6 +108,8 @@ class Transformer(nn.Module):
                 _draw_normal(module.weight, std, generator)
                 if isinstance(module, Linear) and module.bias is not None:
                     module.bias.zero_()
+
+        return init
 
     def _residual_weights(self) -> Iterator[Tensor]:
         for block in self.blocks:

@@ -1,0 +1,119 @@
+"""A model's weights into the engine's memory, one module at a time.
+
+[Note: Meta parameters]
+A model built under `torch.device("meta")` has shapes and no memory. Its modules are given memory
+and values one after the other, in the order of registration, and each block's weights go into the
+state before the next one's are made: beside the state the host never holds more than one block in
+fp32. A parameter stays the same object, so that ties and parameter groups hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.checks import ModelError, keeps_fp32
+from offloadtrain.engine.cut import Part
+from offloadtrain.engine.settings import Settings
+from offloadtrain.kernels import BLOCK
+from offloadtrain.optim import UpdateRule
+
+_CHUNK = 1 << 18
+"""Elements; a multiple of the kernels' block."""
+
+ParamInit = Callable[[nn.Module], None]
+"""Fills the parameters and buffers that a module owns itself; called once per module."""
+
+
+@torch.no_grad()
+def adopt_weights(
+    model: nn.Module,
+    parts: Sequence[Part],
+    blocks: Sequence[Block],
+    rule: UpdateRule,
+    settings: Settings,
+    param_init_fn: ParamInit | None,
+) -> None:
+    """Masters from the weights as given; parameters become views; the rest moves to the device."""
+    block_of = {block.module: block for block in blocks}
+    full = keeps_fp32(model)
+    for part in parts:
+        for module in part.module.modules() if part.repeated else (part.module,):
+            _materialise(module, param_init_fn)
+        if part.module in block_of:
+            for bucket in block_of[part.module].buckets:
+                _adopt(bucket, rule)
+        for _, param in part.parameters:
+            if not param.requires_grad:
+                keep = not param.is_floating_point() or param in full
+                param.data = param.data.to(settings.device, None if keep else settings.dtype)
+    trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
+    for module in model.modules():
+        _materialise(module, param_init_fn)
+        for param in module.parameters(recurse=False):
+            if param not in trained and param.requires_grad:  # empty ones
+                param.data = param.data.to(settings.device, settings.dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(settings.device)
+
+
+def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:
+    """One parameter's master weights from values of its shape, of any dtype, on any device."""
+    flat, state = slot.flattened(values.detach()), bucket.state_of(slot)
+    for lo in range(0, slot.numel, _CHUNK):  # narrow formats encode in wide temporaries
+        piece = flat[lo : lo + _CHUNK].float()
+        rule.set_master(bucket.format, _part(state, slot.numel, lo, piece.numel()), piece)
+
+
+def _part(state: tuple[Tensor, ...], numel: int, lo: int, count: int) -> tuple[Tensor, ...]:
+    """Elements [lo, lo + count) of a parameter's state; some fields have one value per block."""
+    parts = []
+    for field in state:
+        per = 1 if field.numel() == numel else BLOCK
+        parts.append(field[lo // per : -(-(lo + count) // per)])
+    return tuple(parts)
+
+
+def _adopt(bucket: Bucket, rule: UpdateRule) -> None:
+    for slot in bucket.slots:
+        _check_range(slot.name, slot.param.data, bucket.dtype)
+        set_master(bucket, slot, rule, slot.param.data)
+        flat = bucket.visible.flat if bucket.streamed else bucket.working.flat
+        slot.param.data = slot.view(flat)
+    if not bucket.streamed:
+        bucket.working.flat.zero_()
+
+
+def _materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
+    """Memory and values for what a module owns itself on the meta device."""
+    if not any(tensor.is_meta for tensor in _own(module)):
+        return
+    assert param_init_fn is not None, "check_model lets meta parameters pass only with one"
+    for param in module.parameters(recurse=False):
+        if param.is_meta:
+            real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+            torch.utils.swap_tensors(param, real)
+    module._apply(_to_cpu, recurse=False)
+    param_init_fn(module)
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+
+
+def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    if dtype is torch.float16 and not bool((master.abs() <= limit).all()):
+        raise ModelError(
+            f"parameter '{name}' has values beyond the range of fp16 (largest "
+            f"{master.abs().max().item():.4g}, limit {limit:.4g}): use precision = 'bf16' or 'fp32'"
+        )

@@ -23,9 +23,10 @@ class Cursor:
         self.missed = 0
 
     @property
-    def known(self) -> bool:
-        """Whether a pass has been seen."""
-        return bool(self._order)
+    def differs(self) -> bool:
+        """Whether this pass left the known order; one that goes on behind its end (training after
+        an evaluation) has not."""
+        return bool(self.missed) and self._seen[: len(self._order)] != self._order
 
     @property
     def future(self) -> Sequence[int]:

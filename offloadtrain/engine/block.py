@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
@@ -26,6 +28,13 @@ class Residence(Enum):
     """The device holds the newest weights; compute may read them."""
     UPLOADING = auto()
     """An upload is in flight; compute waits for its event before it reads."""
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Views made inside of a user's inference mode could not be trained with afterwards."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Source(Protocol):
@@ -102,26 +111,30 @@ class Block:
 
     def entered_device(self, event: Event) -> None:
         """HOST → UPLOADING: a slot holds the weights after `event`."""
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.param.data = slot.view(bucket.working.flat)
+        with _ordinary_tensors():
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    slot.param.data = slot.view(bucket.working.flat)
         self._uploaded = event
         self.residence = Residence.UPLOADING
 
     def left_device(self) -> None:
         """→ HOST: the slot goes to another block."""
         self.end_backward()
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.param.data = self.placeholder(bucket).expand(slot.shape)
+        with _ordinary_tensors():
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    slot.param.data = self.placeholder(bucket).expand(slot.shape)
         self._uploaded = None
         self.residence = Residence.HOST
 
     def lay_open(self) -> None:
         """Of a streamed block without a slot: parameters are the host's copy until the next use."""
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.param.data = slot.view(bucket.visible.flat)
+        with _ordinary_tensors():
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    slot.param.data = slot.view(bucket.visible.flat)
+        self.residence = Residence.HOST
 
     def placeholder(self, bucket: Bucket) -> Tensor:
         """The NaN that stands for the weights of a bucket while they are not on the device."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks import keeps_fp32
+from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
     RING_SLOTS,
@@ -75,7 +75,7 @@ def build(
         entries,
         lanes,
         streamer=streamer,
-        recomputed=[p.module for p in parts if p.repeated and settings.activation != "keep"],
+        recomputed=_recomputed(parts, settings),
         parking=_parking(arena, lanes, settings),
     )
     engine = Engine(
@@ -146,6 +146,13 @@ def _buckets(
         )
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
+
+
+def _recomputed(parts: Sequence[Part], settings: Settings) -> list[nn.Module]:
+    chosen = [part for part in parts if part.repeated and settings.activation != "keep"]
+    for part in chosen:
+        check_runs_twice(part.name, part.module)
+    return [part.module for part in chosen]
 
 
 def _parking(arena: Arena, lanes: Lanes, settings: Settings) -> Parking | None:

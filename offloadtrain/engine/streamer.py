@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.block import Block
+from offloadtrain.engine.block import Block, Residence
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.order import Cursor, prefetches, victim
@@ -97,7 +97,8 @@ class Streamer:
         if self._open:
             self._open = False
             for block in self.blocks:
-                block.left_device()
+                if block.residence is Residence.HOST:
+                    block.left_device()
         self._tell_misses()
         self._cursor.restart()
         self._load_ahead(None)
@@ -112,8 +113,9 @@ class Streamer:
     def lay_open(self) -> None:
         """The lanes are idle: parameters show the host's copy, until their next use."""
         for block in self.blocks:
-            self.evict(block)
-            block.lay_open()
+            if not block.forwards:  # somebody asks from inside of its forward
+                self.evict(block)
+                block.lay_open()
         self._open = True
 
     def leave(self) -> None:
@@ -125,7 +127,7 @@ class Streamer:
                     slot.param.data = slot.param.data.clone()
 
     def _tell_misses(self) -> None:
-        if self._cursor.missed and self._cursor.known and not self._told:
+        if self._cursor.differs and not self._told:
             self._told = True
             _log.warning(
                 "blocks were used in another order than in the step before: %d loads could not "
@@ -195,7 +197,8 @@ class Streamer:
         offset = 0
         for bucket in block.buckets:
             nbytes = bucket.numel * bucket.dtype.itemsize
-            flat = slot.memory[offset : offset + nbytes].view(bucket.dtype)
+            with torch.inference_mode(False):
+                flat = slot.memory[offset : offset + nbytes].view(bucket.dtype)
             bucket.working = Buffer(f"working {bucket.name}", flat)
             offset += nbytes
 

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
+from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
 from offloadtrain.transfer import SequentialLanes
 from tests.numerics.models import MODELS, WIDTH, Chain, Layer, batches, loss_of
@@ -257,3 +258,45 @@ def test_evaluation_keeps_nothing() -> None:
     with torch.no_grad():
         assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
     assert not [row for row in optimizer.ledger.rows() if row.owner == "block inputs"]
+
+
+def test_running_statistics_are_not_updated_twice() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    with pytest.raises(ModelError, match=r"'0\.1' keeps running statistics"):
+        ot.offload(model, device="cpu", activation="recompute")
+    assert not hasattr(model[0], "_forward_hooks") or not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("activation", ["keep", *POLICIES])
+def test_inference_mode_between_steps(activation: str) -> None:
+    resident, optimizer, model = pair(Chain(5), working="host", activation=activation)
+    for tokens in batches(3):
+        with torch.inference_mode():
+            assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
+            model.state_dict()
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+
+
+def test_a_state_dict_from_inside_a_forward() -> None:
+    class Asking(Chain):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.saved: dict[str, Tensor] = {}
+            self.layers[1].register_forward_pre_hook(self.ask)
+            self.asks = False
+
+        def ask(self, *_: Any) -> None:
+            if self.asks:
+                self.saved.update(self.state_dict())
+
+    torch.manual_seed(0)
+    model = Asking()
+    optimizer = ot.offload(model, device="cpu", working="host")
+    for tokens in batches(3):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        assert optimizer.last_step is not None and not optimizer.last_step.skipped
+        model.asks = True
+    assert model.saved
+    assert all(not value.isnan().any() for value in model.saved.values())

@@ -1,0 +1,105 @@
+"""Decisions over the order of use: pure functions, held to exhaustive search."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.order import Cursor, next_use, prefetches, victim
+
+
+def fewest_loads(uses: tuple[int, ...], slots: int) -> int:
+    """By trying every eviction."""
+
+    @cache
+    def best(position: int, held: frozenset[int]) -> int:
+        if position == len(uses):
+            return 0
+        block = uses[position]
+        if block in held:
+            return best(position + 1, held)
+        if len(held) < slots:
+            return 1 + best(position + 1, held | {block})
+        return 1 + min(best(position + 1, held - {out} | {block}) for out in held)
+
+    return best(0, frozenset())
+
+
+def loads_by_victim(uses: tuple[int, ...], slots: int) -> int:
+    held: set[int] = set()
+    loads = 0
+    for position, block in enumerate(uses):
+        if block not in held:
+            loads += 1
+            if len(held) >= slots:
+                held.discard(victim(held, uses[position + 1 :]) or 0)
+            held.add(block)
+    return loads
+
+
+@given(st.lists(st.integers(1, 5), max_size=10).map(tuple), st.integers(1, 4))
+def test_the_block_needed_last_goes_and_nothing_is_loaded_in_vain(
+    uses: tuple[int, ...], slots: int
+) -> None:
+    assert loads_by_victim(uses, slots) == fewest_loads(uses, slots)
+
+
+@given(
+    st.sets(st.integers(0, 8)),
+    st.lists(st.integers(0, 8), max_size=12),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_prefetches_keep_what_is_needed_sooner(
+    resident: set[int], future: list[int], slots: int, data: st.DataObject
+) -> None:
+    resident = set(sorted(resident)[:slots])
+    pinned = set(data.draw(st.lists(st.sampled_from(sorted(resident)))) if resident else [])
+    held = set(resident)
+    for block, leaving in prefetches(resident, pinned, future, slots):
+        assert block in future and block not in held
+        if leaving is None:
+            assert len(held) < slots
+        else:
+            assert leaving in held - pinned
+            assert next_use(leaving, future) > next_use(block, future)
+            held.remove(leaving)
+        held.add(block)
+    assert pinned <= held and len(held) <= slots
+
+
+def pass_through(cursor: Cursor, uses: list[int]) -> bool:
+    """Whether it left the order that was known before."""
+    for block in uses:
+        cursor.used(block)
+    differs = cursor.differs
+    cursor.restart()
+    return differs
+
+
+def test_the_order_is_what_the_last_pass_was_seen_to_be() -> None:
+    cursor = Cursor()
+    assert not pass_through(cursor, [0, 1, 2, 2, 1, 0])
+    assert cursor.future == [0, 1, 2, 1, 0]
+    cursor.used(0)
+    cursor.used(0)
+    assert cursor.future == [1, 2, 1, 0]
+    cursor.used(2)  # 1 is left out by this pass
+    assert cursor.future == [1, 0] and cursor.missed == 0
+
+
+def test_an_evaluation_forgets_nothing_and_is_no_other_order() -> None:
+    cursor = Cursor()
+    assert not pass_through(cursor, [0, 1, 2])
+    assert not pass_through(cursor, [0, 1, 2, 1, 0])  # longer than the one before
+    assert not pass_through(cursor, [0, 1, 2])
+    assert cursor.future == [0, 1, 2, 1, 0]
+
+
+def test_another_order_is_told_and_taken_over() -> None:
+    cursor = Cursor()
+    pass_through(cursor, [0, 1, 2, 1, 0])
+    assert pass_through(cursor, [2, 1, 0, 1, 2])
+    assert cursor.future == [2, 1, 0, 1, 2]

@@ -16,7 +16,10 @@ def summary(log: Path) -> str:
     train: dict[int, float] = {}
     val: dict[int, float] = {}
     sample: events.Sample | None = None
+    guesses: list[bool] = []
     for event in (record.event for record in events.read(log)):
+        if isinstance(event, events.Step) and event.guessed_right is not None:
+            guesses.append(event.guessed_right)
         if isinstance(event, events.Step) and not event.skipped:
             train[event.step] = event.loss
         elif isinstance(event, events.Eval):
@@ -30,6 +33,9 @@ def summary(log: Path) -> str:
             f"validation loss (nats per token): {val[first]:.3f} at step {first}, "
             f"{val[last]:.3f} at step {last}"
         )
+    if guesses:
+        wrong = guesses.count(False)
+        parts.append(f"speculation: {len(guesses)} steps guessed, {wrong} of them wrong")
     if sample is not None:
         parts.append(f"sample\n{_indented(sample.prompt + sample.text)}")
     return "\n\n".join(parts)

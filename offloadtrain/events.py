@@ -79,6 +79,8 @@ class Step(Event):
         step_ms: wall time since the end of the previous step.
         exposed_ms: host or transfer time that the compute device waited for.
         host_busy_ms: time the host lane computed, hidden or exposed.
+        early_buckets: buckets updated inside backward.
+        guessed_right: whether these updates, made on a guess, held; None where nothing was guessed.
         mfu: share of the device's peak, 0 to 1; None if the peak is not known.
     """
 
@@ -101,6 +103,8 @@ class Step(Event):
     d2h_bytes: int = 0
     h2d_bytes: int = 0
     mfu: float | None = None
+    early_buckets: int = 0
+    guessed_right: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,6 +157,8 @@ class RunLog:
             host_busy_ms=report.host_busy_ms,
             d2h_bytes=report.d2h_bytes,
             h2d_bytes=report.h2d_bytes,
+            early_buckets=report.early_buckets,
+            guessed_right=report.guessed_right,
             mfu=self._mfu(tokens_per_s),
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )

@@ -17,6 +17,8 @@ import offloadtrain as ot
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
 from offloadtrain.transfer import SequentialLanes
+from offloadtrain.transfer.prover import prove
+from offloadtrain.transfer.recorder import RecordingLanes, Waited
 from tests.numerics.models import MODELS, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
@@ -146,6 +148,22 @@ def test_what_is_parked_comes_back() -> None:
     for one, tensor in zip(reversed(parked), reversed(tensors), strict=True):
         assert torch.equal(one.unpack(), tensor)
     assert not yard.wants(torch.zeros(3)) and not yard.wants(tensors[0].t())
+
+
+def test_a_load_ahead_that_nobody_used_is_waited_for() -> None:
+    """A backward that ends early: its host memory is given to the next input."""
+    lanes = RecordingLanes(SequentialLanes())
+    yard = Parking(lanes, torch.device("cpu"), lambda n: torch.empty(n, dtype=torch.uint8))
+    parked = [yard.park(torch.randn(64).requires_grad_()) for _ in range(2)]
+    parked[1].unpack()
+    assert parked[0].returning is not None
+    parked.clear()
+    kept = [yard.park(torch.randn(64).requires_grad_()) for _ in range(2)]
+    assert prove(lanes.program) == []
+    waits = [e for e in lanes.program if isinstance(e, Waited) and "host memory" in e.why]
+    without = [e for e in lanes.program if e not in waits]
+    assert waits and any(fault.kind == "race" for fault in prove(without))
+    assert len(kept) == 2
 
 
 class InPlace(Chain):

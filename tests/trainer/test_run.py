@@ -47,6 +47,15 @@ def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert part in err
 
 
+def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path, "optim.update=speculative", "optim.clip_norm=1e9"), path) == 0
+    steps = events_of(path, events.Step)
+    assert [step.guessed_right for step in steps] == [None, *[True] * 11]
+    assert all(step.early_buckets > 0 for step in steps[1:])
+    assert "speculation: 11 steps guessed, 0 of them wrong" in capsys.readouterr().err
+
+
 def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, *SAMPLED), path) == 0

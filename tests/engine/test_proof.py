@@ -18,7 +18,7 @@ from offloadtrain.transfer.prover import order, prove
 from offloadtrain.transfer.recorder import Entry, RecordingLanes, Waited
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
-from tests.numerics.models import MODELS, batches, loss_of
+from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 
 CASES = [
     ("fp32", "bf16"),
@@ -42,7 +42,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed, recomputed": {"working": "host", "activation": "recompute"},
     "streamed, inputs parked": {"working": "host", "activation": "offload"},
 }
-STREAMED = sorted(set(MODELS) - {"partly used"})  # reads weights of a block before it calls it
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 

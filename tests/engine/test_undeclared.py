@@ -18,8 +18,8 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.transfer import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.transfer.base import Operation, Span
-from tests.numerics.models import MODELS, batches, loss_of
-from tests.numerics.test_streaming import STREAMED, Several
+from tests.numerics.models import MODELS, STREAMED, batches, loss_of
+from tests.numerics.test_streaming import Several
 
 
 class WatchedLanes(SequentialLanes):

@@ -16,9 +16,8 @@ from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.transfer import copy as transfer_copy
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
-from tests.numerics.models import MODELS, Chain, batches, loss_of
+from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
-from tests.numerics.test_streaming import STREAMED
 from tests.numerics.test_update_modes import DelayedRun
 
 pytestmark = pytest.mark.gpu

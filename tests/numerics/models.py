@@ -120,11 +120,28 @@ class PartlyUsed(Chain):
         for index, layer in enumerate(self.layers):
             layer.spare = nn.Linear(WIDTH, WIDTH)
             layer.uses_spare = index % 2 == 1
+            # Registered first, so that what is missing lies in front of what is there.
+            layer._modules = {"early": nn.Linear(WIDTH, WIDTH), **layer._modules}
+            layer.uses_early = index in (0, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
+            x = layer.early(x) if layer.uses_early else x
             x = layer(layer.spare(x) if layer.uses_spare else x)
+        return self.head(self.norm(x))
+
+
+class Detached(Chain):
+    """A layer's weights are read through detach() before the layer runs: in backward after its
+    gradient is complete."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        first = self.layers[0]
+        x = x + F.linear(F.linear(x, first.up.weight.detach()), first.down.weight.detach())
+        for layer in self.layers:
+            x = layer(x)
         return self.head(self.norm(x))
 
 
@@ -169,7 +186,10 @@ MODELS = {
     "shared": SharedLayer,
     "skipping": Skipping,
     "two heads": TwoHeads,
+    "detached": Detached,
 }
+STREAMED = sorted(set(MODELS) - {"partly used", "detached"})
+"""Those that read no weights of a block before they call it."""
 
 
 def batches(count: int, seed: int = 0) -> list[Tensor]:

@@ -19,10 +19,10 @@ from offloadtrain.engine.parking import Parking, ParkingError
 from offloadtrain.transfer import SequentialLanes
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes, Waited
-from tests.numerics.models import MODELS, WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
-from tests.numerics.test_streaming import MODES, STREAMED
+from tests.numerics.test_streaming import MODES
 
 POLICIES = ["recompute", "offload"]
 each_policy = pytest.mark.parametrize("activation", POLICIES)

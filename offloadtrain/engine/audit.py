@@ -31,7 +31,7 @@ from offloadtrain.engine.block import Block
 
 class Audit(TorchDispatchMode):
     """Active during one forward; calls `missed(module, block)` or `late(module, block)` for every
-    such read, once for each block that nobody had entered, once for each pair of the others."""
+    such read, once for each pair: late if the module was running when the block was entered."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class Audit(TorchDispatchMode):
         self._missed = missed
         self._late = late
         self._running: list[nn.Module] = [root]
-        self._entered: set[Block] = set()
+        self._entered: dict[Block, set[nn.Module]] = {}  # and who was running then
+        self._told: set[tuple[nn.Module, Block]] = set()
         self._handles: list[RemovableHandle] = []
         self._ignoring = False
 
@@ -73,7 +74,7 @@ class Audit(TorchDispatchMode):
 
     def entered(self, block: Block) -> None:
         """A hook has waited for this block in this forward."""
-        self._entered.add(block)
+        self._entered[block] = set(self._running)
 
     def __torch_dispatch__(
         self,
@@ -90,13 +91,14 @@ class Audit(TorchDispatchMode):
 
     def _look_up(self, tensor: Tensor) -> None:
         block = self._owner(tensor)
-        if block is None or block.forwards:
+        reader = self._running[-1]
+        if block is None or block.forwards or (reader, block) in self._told:
             return
-        if block in self._entered:
-            self._late(self._running[-1], block)
+        self._told.add((reader, block))
+        if reader in self._entered.get(block, ()):
+            self._late(reader, block)
         else:
-            self._entered.add(block)
-            self._missed(self._running[-1], block)
+            self._missed(reader, block)
 
     def _left(self) -> None:
         if len(self._running) > 1:

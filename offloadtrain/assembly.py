@@ -56,6 +56,7 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
     device = resolve_device(config.device.kind)
     precision, why = resolve_precision(config.device.precision, device)
     _check_state(config.optim.state, precision, why)
+    _check_skips(config.optim.skip_nonfinite, precision, why)
     _check_fits(config, device)
     train_tokens, val_tokens = open_tokens(config, on_prepare)
     for tokens in filter(None, (train_tokens, val_tokens)):
@@ -169,6 +170,19 @@ def _check_state(state: str, precision: str, why: str) -> None:
     except ValueError as error:
         chosen = f" (device.precision = {precision}: {why})" if why else ""
         raise ConfigError(f"optim.{error}{chosen}") from None
+
+
+def _check_skips(skips: bool, precision: str, why: str) -> None:
+    """As `_check_state`, for what dynamic loss scaling needs.
+
+    Raises:
+        ConfigError: naming both keys.
+    """
+    if precision == "fp16" and not skips:
+        raise ConfigError(
+            f"optim.skip_nonfinite = false does not go with device.precision = fp16 ({why}), whose "
+            "loss scale is found by skipping the steps that overflow"
+        )
 
 
 def _cpu_has_bf16() -> bool:

@@ -166,9 +166,9 @@ class Arena:
         if asked > available:
             raise HostMemoryError(
                 f"offloading asks for {format_bytes(asked)} of host memory and "
-                f"{format_bytes(available)} is available. Largest: {_largest(requests)}. Free host "
-                "memory, take a smaller model, or set grad_accum_steps = 1 (4 bytes per "
-                "parameter less)."
+                f"{format_bytes(available)} is available. Largest: {largest_owners(requests)}. "
+                "Free host memory, take a narrower state ('split16', 'int8') or a smaller model, "
+                "or set grad_accum_steps = 1 (2 bytes per parameter less)."
             )
 
     def _warn_if_pageable(self) -> None:
@@ -224,7 +224,8 @@ def _pack(requests: Sequence[Request]) -> list[list[Request]]:
     return groups
 
 
-def _largest(requests: Sequence[Request]) -> str:
+def largest_owners(requests: Sequence[Request]) -> str:
+    """The four that ask for most, in one line."""
     by_owner: dict[str, int] = {}
     for request in requests:
         by_owner[request.owner] = by_owner.get(request.owner, 0) + request.nbytes

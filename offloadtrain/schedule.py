@@ -70,10 +70,10 @@ def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[float]:
     return ends
 
 
-def critical_path(ops: Sequence[Op], seconds: Callable[[Op], float], since: int = 0) -> float:
-    """The busiest lane's work from position `since` on: no order of launch can be faster."""
+def busiest_lane(ops: Sequence[Op], seconds: Callable[[Op], float]) -> float:
+    """The work of the busiest lane: no order of launch can be faster."""
     busy: dict[str, float] = {}
-    for op in ops[since:]:
+    for op in ops:
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op)
     return max(busy.values(), default=0.0)
 

@@ -24,7 +24,7 @@ from offloadtrain.schedule import (
     BlockShape,
     Op,
     StepShape,
-    critical_path,
+    busiest_lane,
     program,
     simulate,
 )
@@ -152,7 +152,7 @@ def _expected(mode: Mode, streamed: bool, layers: int) -> tuple[float, float]:
     ends = simulate(ops, _seconds)
     decided = [number for number, op in enumerate(ops) if op.name == DECIDE]
     last, before = decided[-1], decided[-2]
-    return ends[last] - ends[before], critical_path(ops[before + 1 : last + 1], _seconds)
+    return ends[last] - ends[before], busiest_lane(ops[before + 1 : last + 1], _seconds)
 
 
 def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]:

@@ -98,7 +98,8 @@ def offload(
 
     Raises:
         ModelError: a model that cannot be trained rightly, naming the parameter.
-        HostMemoryError: before anything is allocated.
+        HostMemoryError, DeviceMemoryError: before anything is allocated, if a limit, or what the
+            host has, is too small.
         ValueError: an argument out of range.
     """
     rule = AdamW() if rule is None else rule
@@ -114,11 +115,11 @@ def offload(
         state=state,
         seed=seed,
         update=update,
-        warmup_steps=warmup_steps,
+        warmup_steps=_not_negative("warmup_steps", warmup_steps) or 0,
         host_memory_limit=_positive("host_memory_limit", host_memory_limit),
         working=_check_choice("working", working, ("device", "host")),
         device_slots=_positive("device_slots", device_slots) or 1,
-        resident_blocks=resident_blocks,
+        resident_blocks=_not_negative("resident_blocks", resident_blocks),
         device_memory_limit=_positive("device_memory_limit", device_memory_limit),
         activation=_check_choice("activation", activation, ("keep", "recompute", "offload")),
     )
@@ -171,8 +172,6 @@ def _place_kernels(device: torch.device) -> None:
 
 
 def _check_support(settings: Settings) -> None:
-    if settings.warmup_steps < 0:
-        raise ValueError(f"warmup_steps = {settings.warmup_steps} is negative")
     if settings.dtype is torch.float16 and not settings.skip_nonfinite:
         raise ValueError(
             "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its scale "
@@ -189,6 +188,12 @@ def _check_support(settings: Settings) -> None:
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _not_negative(key: str, value: int | None) -> int | None:
+    if value is not None and value < 0:
+        raise ValueError(f"{key} = {value} is negative")
     return value
 
 

@@ -40,10 +40,17 @@ def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
         if limit is not None:
             _resident_within(blocks, [], settings, limit)
         return []
-    stay = settings.resident_blocks
-    if stay is None:
-        stay = 0 if limit is None else _resident_within(blocks, repeated, settings, limit)
-    stay = min(stay, len(repeated))
+    room = len(repeated)
+    if limit is not None:
+        room = _resident_within(blocks, repeated, settings, limit)
+    asked = settings.resident_blocks
+    if asked is not None and room < min(asked, len(repeated)):
+        raise DeviceMemoryError(
+            f"resident_blocks = {asked}, and device_memory_limit = {format_bytes(limit or 0)} has "
+            f"room for {room} beside the rest and {settings.device_slots} slots: lower the one or "
+            "raise the other"
+        )
+    stay = min(asked, len(repeated)) if asked is not None else (0 if limit is None else room)
     # The i-th of n that stay lies in the middle of the i-th of n equal parts.
     kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)] for i in range(stay)}
     streamed = [block for block in repeated if block not in kept]
@@ -62,12 +69,13 @@ def _resident_within(
     rest = sum(map(block_bytes, blocks)) - sum(sizes) + RING_SLOTS * staging_bytes(buckets)
     least = rest + settings.device_slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
-        keys = "working = 'host'" if settings.working == "device" else "device_slots = 1"
+        keys = ", or set working = 'host'"
+        if settings.working == "host":
+            keys = ", or set device_slots = 1" if settings.device_slots > 1 else ""
         raise DeviceMemoryError(
             f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
             f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
-            f"stay on the device, the rest for {settings.device_slots} slots. Raise it, or set "
-            f"{keys}"
+            f"stay on the device, the rest for {settings.device_slots} slots. Raise it{keys}"
         )
     if rest + sum(sizes) <= limit:
         return len(repeated)

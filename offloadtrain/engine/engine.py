@@ -14,7 +14,6 @@ When Adam runs is the update mode's: [Note: Update modes] in `modes.py`.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 
@@ -31,8 +30,6 @@ from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.optim import LossScaler
 from offloadtrain.transfer import Interval, Lane, Lanes
-
-_log = logging.getLogger(__name__)
 
 
 class EngineError(OffloadTrainError):
@@ -169,6 +166,7 @@ class Engine:
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
         self._mode.flush()
+        self._mode.renewed()
         self._updates.emit(self._blocks)
         self.synchronize()
 

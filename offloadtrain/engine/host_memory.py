@@ -11,7 +11,7 @@ from offloadtrain.engine import device_memory
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.settings import Settings
-from offloadtrain.memory import Arena, HostMemoryError, Request, available_bytes
+from offloadtrain.memory import Arena, HostMemoryError, Request, available_bytes, largest_owners
 from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Buffer
 from offloadtrain.units import format_bytes
@@ -28,7 +28,11 @@ def map_host(
     buckets = [bucket for block in blocks for bucket in block.buckets]
     norms = Request("norms", num_params, torch.float64)
     base = [norms, *(r for b in buckets for r in _requests(b, rule, settings, doubled=False))]
-    doubled = _doubled(blocks, rule, settings, sum(request.span_bytes for request in base))
+    if settings.accumulates:
+        slot = Request("host staging", device_memory.staging_bytes(buckets), torch.uint8)
+        base += [slot] * device_memory.RING_SLOTS
+    _check_limit(base, settings.host_memory_limit)
+    doubled = _doubled(blocks, rule, settings, _span_bytes(base))
     requests = [r for b in buckets for r in _requests(b, rule, settings, doubled=b in doubled)]
     tensors: Iterator[Tensor] = iter(arena.map([norms, *requests]))
     squares = Buffer("norms", next(tensors))
@@ -102,6 +106,19 @@ def _requests(
     return requests
 
 
+def _span_bytes(requests: Sequence[Request]) -> int:
+    return sum(request.span_bytes for request in requests)
+
+
+def _check_limit(base: Sequence[Request], limit: int | None) -> None:
+    if limit is not None and _span_bytes(base) > limit:
+        raise HostMemoryError(
+            f"the engine needs {format_bytes(_span_bytes(base))} of host memory and "
+            f"host_memory_limit is {format_bytes(limit)}. Largest: {largest_owners(base)}. Raise "
+            "it, or take a narrower state ('split16', 'int8')"
+        )
+
+
 _HEADROOM = 0.9
 """Of the available host memory that speculation may fill: the rest of the machine lives too."""
 
@@ -111,24 +128,17 @@ def _doubled(
 ) -> set[Bucket]:
     """Buckets with a second copy of their state: the last blocks first, whose gradients come
     first, as far as the memory limit goes."""
-    limit = settings.host_memory_limit
-    if limit is not None and base_bytes > limit:
-        raise HostMemoryError(
-            f"the engine needs {format_bytes(base_bytes)} of host memory and host_memory_limit is "
-            f"{format_bytes(limit)}: raise it, or take a narrower state ('split16', 'int8')"
-        )
     if settings.update != "speculative":
         return set()
+    limit = settings.host_memory_limit
     room = (available_bytes() * _HEADROOM if limit is None else limit) - base_bytes
     doubled: set[Bucket] = set()
     for block in reversed(blocks):
         both, one = (
-            sum(
-                r.span_bytes for b in block.buckets for r in _requests(b, rule, settings, doubled=d)
-            )
-            for d in (True, False)
+            [r for b in block.buckets for r in _requests(b, rule, settings, doubled=twice)]
+            for twice in (True, False)
         )
-        room -= both - one
+        room -= _span_bytes(both) - _span_bytes(one)
         if room < 0:
             break
         doubled.update(block.buckets)

@@ -98,6 +98,9 @@ class Exact:
     def flush(self) -> None:
         """Between steps: upload what waits, so that the device has the newest weights."""
 
+    def renewed(self) -> None:
+        """The whole state was set or loaded: what went before it does not matter any more."""
+
     def verify(self) -> None:
         """At the end of step(): raise what would have left the step half done before."""
 
@@ -157,6 +160,11 @@ class Early(Exact):
     def drop(self) -> None:
         self._used = []
         self._lost = self._lost or bool(self._staged)
+
+    def renewed(self) -> None:
+        self._staged.clear()
+        self._used = []
+        self._lost = False
 
     def _require_whole(self) -> None:
         if self._lost:

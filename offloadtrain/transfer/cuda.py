@@ -25,7 +25,6 @@ from offloadtrain.transfer.base import (
     Event,
     Interval,
     Lane,
-    LaneError,
     Lanes,
     Operation,
     Range,
@@ -84,7 +83,7 @@ class CudaLanes(Lanes):
         reads: Sequence[Range] = (),
         writes: Sequence[Range] = (),
     ) -> None:
-        self._raise_failure()
+        self._failure.check()
         self._count(lane, writes)
         operands = views(reads, writes)
         run = self._run_on_host if lane is Lane.HOST else partial(self._run_on_stream, lane)
@@ -95,7 +94,7 @@ class CudaLanes(Lanes):
             worker.put(lambda: run(name, fn, operands))
 
     def record(self, lane: Lane) -> Event:
-        self._raise_failure()
+        self._failure.check()
         if lane is Lane.HOST:
             event = _CudaEvent(None)
             self._workers[lane].put(event.issued.set, always=True)
@@ -110,7 +109,7 @@ class CudaLanes(Lanes):
         return event
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
-        self._raise_failure()
+        self._failure.check()
         event = _own(event)
         worker = self._workers.get(lane)
         if lane is Lane.HOST:
@@ -125,7 +124,7 @@ class CudaLanes(Lanes):
         start_ms = now_ms()
         self._block_on(_own(event))
         self.totals.exposed_ms += now_ms() - start_ms
-        self._raise_failure()
+        self._failure.check()
 
     def synchronize(self) -> None:
         for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD):
@@ -215,7 +214,7 @@ class CudaLanes(Lanes):
             start_ms = now_ms()
             event.issued.wait()
             self.totals.exposed_ms += now_ms() - start_ms
-        self._raise_failure()
+        self._failure.check()
 
     def _timing_event(self, lane: Lane) -> torch.cuda.Event | None:
         if self._timeline is None:
@@ -235,11 +234,6 @@ class CudaLanes(Lanes):
             return entry
         start_ms = self._origin[1].elapsed_time(entry.start)
         return Interval(entry.lane, entry.name, start_ms, entry.start.elapsed_time(entry.end))
-
-    def _raise_failure(self) -> None:
-        error = self._failure.error
-        if error is not None:
-            raise LaneError(f"a lane failed: {error}") from error
 
 
 def _own(event: Event) -> _CudaEvent:

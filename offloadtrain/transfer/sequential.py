@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.transfer.base import (
-    Event,
-    Interval,
-    Lane,
-    Lanes,
-    Operation,
-    Range,
-    Span,
-    now_ms,
-    views,
-)
+from offloadtrain.transfer.base import Event, Lane, Operation, Range, now_ms, views
+from offloadtrain.transfer.clocked import ClockedLanes
 
 
 class _Done(Event):
@@ -26,13 +17,8 @@ class _Done(Event):
 _DONE = _Done()
 
 
-class SequentialLanes(Lanes):
+class SequentialLanes(ClockedLanes):
     """Launching is executing. Whatever is not compute is exposed, since compute waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._timeline: list[Interval] | None = None
-        self._origin_ms = 0.0
 
     def launch(
         self,
@@ -62,34 +48,10 @@ class SequentialLanes(Lanes):
     def close(self) -> None:
         self._timeline = None
 
-    def start_timeline(self) -> None:
-        self._timeline, self._origin_ms = [], now_ms()
-
-    def take_timeline(self) -> list[Interval]:
-        taken, self._timeline = self._timeline or [], None
-        return sorted(taken, key=lambda interval: interval.start_ms)
-
-    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        return Span(name, tuple(reads), tuple(writes), mark=now_ms())
-
-    def close_span(self, span: Span) -> None:
-        if not span.closed and isinstance(span.mark, float):
-            self._note(Lane.COMPUTE, span.name, span.mark, now_ms())
-        span.closed = True
-
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
-        end_ms = now_ms()
-        if lane is Lane.HOST:
-            self.totals.host_busy_ms += end_ms - start_ms
+        super()._account(lane, name, start_ms)
         if lane is not Lane.COMPUTE:
-            self.totals.exposed_ms += end_ms - start_ms
-        self._note(lane, name, start_ms, end_ms)
-
-    def _note(self, lane: Lane, name: str, start_ms: float, end_ms: float) -> None:
-        if self._timeline is not None:
-            self._timeline.append(
-                Interval(lane, name, start_ms - self._origin_ms, end_ms - start_ms)
-            )
+            self.totals.exposed_ms += now_ms() - start_ms
 
     @staticmethod
     def _check(event: Event) -> None:

@@ -9,18 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from offloadtrain.transfer.base import (
-    Event,
-    Interval,
-    Lane,
-    LaneError,
-    Lanes,
-    Operation,
-    Range,
-    Span,
-    now_ms,
-    views,
-)
+from offloadtrain.transfer.base import Event, Lane, Operation, Range, now_ms, views
+from offloadtrain.transfer.clocked import ClockedLanes
 from offloadtrain.transfer.worker import Failure, Worker
 
 
@@ -31,7 +21,7 @@ class _Flag(Event):
         self.happened = threading.Event()
 
 
-class ThreadLanes(Lanes):
+class ThreadLanes(ClockedLanes):
     """Compute is the calling thread; the other lanes run beside it."""
 
     def __init__(
@@ -51,8 +41,6 @@ class ThreadLanes(Lanes):
         self._workers = {
             lane: Worker(lane, self._failure) for lane in Lane if lane is not Lane.COMPUTE
         }
-        self._timeline: list[Interval] | None = None
-        self._origin_ms = 0.0
         self._closed = False
 
     def launch(
@@ -63,7 +51,7 @@ class ThreadLanes(Lanes):
         reads: Sequence[Range] = (),
         writes: Sequence[Range] = (),
     ) -> None:
-        self._raise_failure()
+        self._failure.check()
         self._count(lane, writes)
         operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
 
@@ -99,7 +87,7 @@ class ThreadLanes(Lanes):
         start_ms = now_ms()
         _block_on(_own(event))
         self.totals.exposed_ms += now_ms() - start_ms
-        self._raise_failure()
+        self._failure.check()
 
     def synchronize(self) -> None:
         for lane in self._workers:
@@ -111,44 +99,11 @@ class ThreadLanes(Lanes):
             for worker in self._workers.values():
                 worker.end()
 
-    def start_timeline(self) -> None:
-        self._timeline, self._origin_ms = [], now_ms()
-
-    def take_timeline(self) -> list[Interval]:
-        self.synchronize()
-        taken, self._timeline = self._timeline or [], None
-        return sorted(taken, key=lambda interval: interval.start_ms)
-
-    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        return Span(name, tuple(reads), tuple(writes), mark=now_ms())
-
-    def close_span(self, span: Span) -> None:
-        if not span.closed and isinstance(span.mark, float):
-            self._note(Lane.COMPUTE, span.name, span.mark, now_ms())
-        span.closed = True
-
     def _poison(self, lane: Lane, memory: Tensor) -> None:
         if lane is Lane.COMPUTE:
             super()._poison(lane, memory)
         else:
             self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))
-
-    def _account(self, lane: Lane, name: str, start_ms: float) -> None:
-        end_ms = now_ms()
-        if lane is Lane.HOST:  # the only writer of this total
-            self.totals.host_busy_ms += end_ms - start_ms
-        self._note(lane, name, start_ms, end_ms)
-
-    def _note(self, lane: Lane, name: str, start_ms: float, end_ms: float) -> None:
-        timeline = self._timeline
-        if timeline is not None:
-            origin_ms = self._origin_ms
-            timeline.append(Interval(lane, name, start_ms - origin_ms, end_ms - start_ms))
-
-    def _raise_failure(self) -> None:
-        error = self._failure.error
-        if error is not None:
-            raise LaneError(f"a lane failed: {error}") from error
 
 
 def _block_on(flag: _Flag) -> None:

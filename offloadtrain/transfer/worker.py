@@ -6,12 +6,19 @@ import queue
 import threading
 from collections.abc import Callable
 
+from offloadtrain.transfer.base import LaneError
+
 
 class Failure:
     """The first error on any of the workers that share this; raised by the launching thread."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raises LaneError if there is one."""
+        if self.error is not None:
+            raise LaneError(f"a lane failed: {self.error}") from self.error
 
 
 class Worker:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
+from offloadtrain.transfer import SequentialLanes, on_lanes
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun
 
@@ -251,17 +252,15 @@ def test_resume_from_state_dict_has_the_same_bits() -> None:
         assert all(torch.equal(a[key], b[key]) for key in a), name
 
 
-def test_poisoned_staging_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offloadtrain.transfer import SequentialLanes
+def test_poisoned_staging_changes_no_bit() -> None:
+    with on_lanes(poisoned()):
+        compare("unusual", "bf16", accum=2, clip=0.5)
 
-    original = SequentialLanes.__init__
 
-    def poisoned(self: SequentialLanes) -> None:
-        original(self)
-        self.poison = True
-
-    monkeypatch.setattr(SequentialLanes, "__init__", poisoned)
-    compare("unusual", "bf16", accum=2, clip=0.5)
+def poisoned() -> SequentialLanes:
+    lanes = SequentialLanes()
+    lanes.poison = True
+    return lanes
 
 
 def test_depth_zero_weights_survive_close() -> None:

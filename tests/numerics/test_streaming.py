@@ -18,8 +18,9 @@ from offloadtrain.engine import StaleGraphError, device_memory
 from offloadtrain.engine.block import Block, Residence
 from offloadtrain.engine.device_memory import DeviceMemoryError
 from offloadtrain.engine.streamer import Streamer, StreamError, block_bytes
+from offloadtrain.transfer import on_lanes
 from tests.numerics.models import STREAMED, Chain, Layer, batches, loss_of
-from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
+from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, poisoned, train
 from tests.numerics.test_update_modes import assert_equal, delayed_pair, everything, follow
 
 MODES: dict[str, dict[str, Any]] = {
@@ -183,6 +184,10 @@ def test_the_limit_decides_which_blocks_stay() -> None:
     assert sizes == [8, 6, 0]
     with pytest.raises(DeviceMemoryError, match=r"device_memory_limit is .* needs"):
         pair(deep(8), working="host", device_memory_limit=least - 1)
+    with pytest.raises(DeviceMemoryError, match=r"resident_blocks = 3, and .* has room for 2"):
+        pair(deep(8), working="host", resident_blocks=3, device_memory_limit=least + 2 * size)
+    with pytest.raises(ValueError, match="resident_blocks = -1 is negative"):
+        pair(deep(8), working="host", resident_blocks=-1)
     with pytest.raises(DeviceMemoryError, match="working = 'host'"):
         pair(deep(8), device_memory_limit=least)
 
@@ -376,17 +381,9 @@ def test_close_leaves_a_model_that_works() -> None:
     assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
 
 
-def test_a_poisoned_slot_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offloadtrain.transfer import SequentialLanes
-
-    original = SequentialLanes.__init__
-
-    def poisoned(self: SequentialLanes) -> None:
-        original(self)
-        self.poison = True
-
-    monkeypatch.setattr(SequentialLanes, "__init__", poisoned)
-    compare("recompute", "bf16", accum=2, clip=0.5, working="host", device_slots=1)
+def test_a_poisoned_slot_is_never_read() -> None:
+    with on_lanes(poisoned()):
+        compare("recompute", "bf16", accum=2, clip=0.5, working="host", device_slots=1)
 
 
 @pytest.mark.parametrize("accum", [1, 2])

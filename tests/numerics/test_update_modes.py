@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_a_dropped_step_after_an_update_is_told() -> None:
     optimizer.zero_grad()
     with pytest.raises(modes.UpdateError, match="Load a checkpoint"):
         train(optimizer, model, [tokens])
+
+
+def test_a_loaded_checkpoint_ends_the_trouble() -> None:
+    resident, optimizer, model = pair(make("chain"), **EARLY)
+    first, lost, second = batches(3)
+    assert train(optimizer, model, [first]) == resident.step([first], loss_of)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.backward(loss_of(model, lost))
+    optimizer.zero_grad()
+    with pytest.raises(modes.UpdateError, match="Load a checkpoint"):
+        train(optimizer, model, [second])
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    assert train(optimizer, model, [second]) == resident.step([second], loss_of)
+    assert_same(resident, optimizer, model)
 
 
 # ---- speculative ------------------------------------------------------------------------------

@@ -206,3 +206,13 @@ def test_the_debug_model_trains_in_five_seconds(tmp_path: Path) -> None:
     assert run(job, tmp_path / "run") == 0
     assert time.perf_counter() - started < 20.0
     assert events_of(tmp_path / "run", events.Eval)[-1].val_loss < 3.0
+
+
+def test_a_precision_chosen_here_is_held_to_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
+    job = small_job(tmp_path, "optim.skip_nonfinite=false", "device.precision=auto")
+    monkeypatch.setattr("offloadtrain.assembly.resolve_precision", lambda *_: ("fp16", "no bf16"))
+    with pytest.raises(config.ConfigError, match=r"fp16 \(no bf16\)"):
+        run(job, tmp_path / "run")

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeAlias
@@ -78,7 +78,7 @@ class Step(Event):
         tokens: trained on since the very first step, this one included, on all ranks.
         step_ms: wall time since the end of the previous step.
         exposed_ms: host or transfer time that the compute device waited for.
-        host_busy_ms: time the host lane computed, hidden or exposed.
+        busy_ms: lane → time that it worked, hidden or exposed.
         early_buckets: buckets updated inside backward.
         guessed_right: whether these updates, made on a guess, held; None where nothing was guessed.
         mfu: share of the device's peak, 0 to 1; None if the peak is not known.
@@ -99,7 +99,7 @@ class Step(Event):
     backward_ms: float = 0.0
     optimizer_ms: float = 0.0
     exposed_ms: float = 0.0
-    host_busy_ms: float = 0.0
+    busy_ms: dict[str, float] = field(default_factory=dict)
     d2h_bytes: int = 0
     h2d_bytes: int = 0
     mfu: float | None = None

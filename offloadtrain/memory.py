@@ -146,8 +146,7 @@ class Arena:
             slab = _Slab(group, pin=self.pin)
             self._slabs.append(slab)
             tensors += slab.tensors
-        for request in requests:
-            self._ledger.add(request.owner, Tier.HOST, request.nbytes)
+        self._book(requests, 1)
         self._booked += requests
         self._warn_if_pageable()
         return tensors
@@ -156,9 +155,14 @@ class Arena:
         """Unregister. The memory is unmapped when the last view of it is gone."""
         for slab in self._slabs:
             slab.close()
-        for request in self._booked:
-            self._ledger.add(request.owner, Tier.HOST, -request.nbytes)
+        self._book(self._booked, -1)
         self._slabs, self._booked = [], []
+
+    def _book(self, requests: Sequence[Request], sign: int) -> None:
+        for request in requests:
+            self._ledger.add(request.owner, Tier.HOST, sign * request.nbytes)
+            padding = request.span_bytes - request.nbytes
+            self._ledger.add("padding", Tier.HOST, sign * padding)
 
     def _check_available(self, requests: Sequence[Request]) -> None:
         asked = sum(request.span_bytes for request in requests)

@@ -154,7 +154,7 @@ class RunLog:
             tokens_per_s=tokens_per_s,
             step_ms=clock.total_ms,
             exposed_ms=report.exposed_ms,
-            host_busy_ms=report.host_busy_ms,
+            busy_ms=dict(report.busy_ms),
             d2h_bytes=report.d2h_bytes,
             h2d_bytes=report.h2d_bytes,
             early_buckets=report.early_buckets,

@@ -7,8 +7,8 @@ operation waits for; `tests/engine/test_schedule.py` holds it to what the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offloadtrain.order import Cursor, prefetches, victim
@@ -38,12 +38,15 @@ class StepShape:
         mode: "early" is "exact" where nothing global must be known before an update.
         micro_steps: microbatches per step, summed on the host.
         slots: device slots of streamed blocks.
+        pieces: bucket → in how many pieces its gradient goes down, where it is more than one: it is
+            larger than a staging slot.
     """
 
     blocks: tuple[BlockShape, ...]
     mode: Literal["exact", "early", "speculative", "delayed"] = "exact"
     micro_steps: int = 1
     slots: int = 2
+    pieces: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ class _Program:
         self._shape = shape
         self._thread: set[int] = set()  # what the training thread has waited for
         self._latest: dict[str, int] = {}  # name → its last operation
-        self._staged: list[tuple[int, int]] = []  # of each gradient: its d2h, what frees the host's
+        self._staged: list[tuple[int, int | None]] = []  # of each gradient: its d2h, what frees the host's
+        self._measured: set[int] = set()
         self._updated: dict[str, int] = {}
         self._waiting: list[BlockShape] = []
         self._slots = _Slots(shape)
@@ -118,7 +122,7 @@ class _Program:
             self._use(number)
             self._compute(f"backward {block.name}")
             for bucket in block.buckets:
-                self._send(bucket)
+                self._send(bucket, last)
             if inside and self._shape.mode in ("early", "speculative"):
                 self._updated |= {bucket: self._adam(bucket) for bucket in block.buckets}
             if last and block in self._waiting:
@@ -126,9 +130,8 @@ class _Program:
                 self._upload(number)
 
     def decide(self) -> None:
-        kind = "norm" if self._shape.micro_steps == 1 else "accumulate"
-        buckets = [bucket for block in self._shape.blocks for bucket in block.buckets]
-        self._thread |= {self._latest[f"{kind} {bucket}"] for bucket in buckets}
+        self._thread |= self._measured
+        self._measured.clear()
         self._compute(DECIDE)
         if self._shape.mode == "delayed":
             self._waiting = list(reversed(self._shape.blocks))
@@ -156,17 +159,30 @@ class _Program:
     def _of(self, *names: str) -> list[int | None]:
         return [self._latest.get(name) for name in names]
 
-    def _send(self, bucket: str) -> None:
-        """Gather, copy down, and sum or measure."""
-        sums, staged = self._shape.micro_steps > 1, self._staged[-STAGING_SLOTS:]
+    def _send(self, bucket: str, last: bool) -> None:
+        """Gather, copy down, sum; measure in the pass of the sum where the bucket is one piece."""
+        pieces = self._shape.pieces.get(bucket, 1)
+        sums = self._shape.micro_steps > 1
+        # The gradient's memory may hold weights on their way up, or be read by an update.
+        busy = [] if sums else self._of(f"h2d {bucket}", f"adam {bucket}")
+        for _ in range(pieces):
+            down, read = self._send_piece(bucket, busy)
+        if last and not (sums and pieces == 1):
+            read = self._launch("host", f"norm {bucket}", [down])
+        self._measured |= {read} if last and read is not None else set()
+
+    def _send_piece(self, bucket: str, busy: list[int | None]) -> tuple[int, int | None]:
+        """Its copy down, and what has read the host's staging."""
+        staged = self._staged[-STAGING_SLOTS:]
         oldest = staged[0] if len(staged) == STAGING_SLOTS else (None, None)
         gathered = self._launch("compute", f"gather {bucket}", [oldest[0]])
-        # The gradient's memory may hold weights on their way up, or be read by an update.
-        busy = [oldest[1]] if sums else self._of(f"h2d {bucket}", f"adam {bucket}")
-        down = self._launch("d2h", f"d2h {bucket}", [gathered, *busy])
-        read = self._launch("host", f"{'accumulate' if sums else 'norm'} {bucket}", [down])
+        down = self._launch("d2h", f"d2h {bucket}", [gathered, oldest[1], *busy])
+        read = None
+        if self._shape.micro_steps > 1:
+            read = self._launch("host", f"accumulate {bucket}", [down])
         self._staged.append((down, read))
         self._thread = {gathered}
+        return down, read
 
     def _adam(self, bucket: str) -> int:
         # Where nothing is shown beside, loads read what Adam writes.

@@ -17,7 +17,7 @@ from offloadtrain.events import Record, Span, Step
 LANES = ("step", "compute", "d2h", "host", "h2d", "load")
 """Threads in the order in which they are shown; a lane of another name comes after."""
 
-_COUNTERS = ("loss", "tokens_per_s", "exposed_ms", "host_busy_ms")
+_COUNTERS = ("loss", "tokens_per_s", "exposed_ms")
 
 
 class TraceError(OffloadTrainError):
@@ -79,6 +79,8 @@ def _step(record: Record, event: Step, origin_s: float) -> Iterator[dict[str, An
     }
     for counter in _COUNTERS:
         yield {"ph": "C", "name": counter, "args": {counter: getattr(event, counter)}, **place}
+    if event.busy_ms:
+        yield {"ph": "C", "name": "busy_ms", "args": event.busy_ms, **place}
 
 
 def _slice(rank: int, span: Span, begun_us: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from offloadtrain.engine.device_memory import (
 )
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.host_memory import map_host
+from offloadtrain.engine.host_memory import check_room, map_host
 from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
@@ -76,7 +76,7 @@ def build(
         lanes,
         streamer=streamer,
         recomputed=_recomputed(parts, settings),
-        parking=_parking(arena, lanes, settings),
+        parking=_parking(arena, ledger, lanes, settings),
     )
     engine = Engine(
         blocks,
@@ -155,12 +155,14 @@ def _recomputed(parts: Sequence[Part], settings: Settings) -> list[nn.Module]:
     return [part.module for part in chosen]
 
 
-def _parking(arena: Arena, lanes: Lanes, settings: Settings) -> Parking | None:
+def _parking(arena: Arena, ledger: Ledger, lanes: Lanes, settings: Settings) -> Parking | None:
     if settings.activation != "offload":
         return None
 
     def map_input(nbytes: int) -> Tensor:
-        return arena.map([Request("block inputs", nbytes, torch.uint8)])[0]
+        request = Request("block inputs", nbytes, torch.uint8)
+        check_room(request, ledger, settings.host_memory_limit)
+        return arena.map([request])[0]
 
     return Parking(lanes, settings.device, map_input)
 

@@ -70,7 +70,7 @@ class Engine:
         self._blocks = blocks
         self._in_explicit_backward = False
         self._closed = False
-        self._totals = lanes.totals.copy()
+        self._totals = lanes.read_totals()
         self._sampling = False
 
     @property
@@ -215,7 +215,8 @@ class Engine:
         if self._sampling:
             self._sampling = False
             timeline = tuple(self.lanes.take_timeline())
-        spent, self._totals = self.lanes.totals.minus(self._totals), self.lanes.totals.copy()
+        totals = self.lanes.read_totals()
+        spent, self._totals = totals.minus(self._totals), totals
         return StepReport(
             step=self.step_count,
             skipped=decision.skipped,
@@ -226,7 +227,7 @@ class Engine:
             early_buckets=guess.buckets,
             guessed_right=guess.right,
             exposed_ms=spent.exposed_ms,
-            host_busy_ms=spent.host_busy_ms,
+            busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
             d2h_bytes=spent.d2h_bytes,
             h2d_bytes=spent.h2d_bytes,
             timeline=timeline,

@@ -11,7 +11,15 @@ from offloadtrain.engine import device_memory
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.settings import Settings
-from offloadtrain.memory import Arena, HostMemoryError, Request, available_bytes, largest_owners
+from offloadtrain.memory import (
+    Arena,
+    HostMemoryError,
+    Ledger,
+    Request,
+    Tier,
+    available_bytes,
+    largest_owners,
+)
 from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Buffer
 from offloadtrain.units import format_bytes
@@ -116,6 +124,22 @@ def _check_limit(base: Sequence[Request], limit: int | None) -> None:
             f"the engine needs {format_bytes(_span_bytes(base))} of host memory and "
             f"host_memory_limit is {format_bytes(limit)}. Largest: {largest_owners(base)}. Raise "
             "it, or take a narrower state ('split16', 'int8')"
+        )
+
+
+def check_room(request: Request, ledger: Ledger, limit: int | None) -> None:
+    """Before more is mapped than was known when the engine was made.
+
+    Raises:
+        HostMemoryError: if it would pass the limit.
+    """
+    held = ledger.total(Tier.HOST)
+    if limit is not None and held + request.span_bytes > limit:
+        raise HostMemoryError(
+            f"{request.owner} need {format_bytes(request.nbytes)} more of host memory, and "
+            f"host_memory_limit is {format_bytes(limit)}, of which {format_bytes(held)} are taken. "
+            f"Largest: {ledger.summary()}. Raise it, set activation = 'recompute', or take a "
+            "smaller microbatch"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -35,7 +36,9 @@ class StepReport:
         early_buckets: buckets that were updated inside backward.
         guessed_right: of these updates in mode "speculative"; None where there was none.
         exposed_ms: how long compute waited for transfers and the host since the step before.
-        host_busy_ms: work on the host lane since the step before.
+        busy_ms: by lane (compute, d2h, host, h2d, load), work since the step before; of compute,
+            the forwards and backwards of blocks. On CUDA, what had not ended by now counts in the
+            next step.
         d2h_bytes, h2d_bytes: moved since the step before.
         timeline: intervals of the lanes, where this step was sampled.
     """
@@ -49,7 +52,7 @@ class StepReport:
     early_buckets: int
     guessed_right: bool | None
     exposed_ms: float
-    host_busy_ms: float
+    busy_ms: Mapping[str, float]
     d2h_bytes: int
     h2d_bytes: int
     timeline: tuple[Interval, ...] = field(default=(), repr=False)

@@ -98,16 +98,22 @@ class Interval:
 
 @dataclass(slots=True)
 class LaneTotals:
-    """What the lanes did since they were made; the step report takes differences."""
+    """What the lanes did since they were made; the step report takes differences.
 
-    host_busy_ms: float = 0.0
+    Attributes:
+        busy_ms: by lane, time in operations; of compute, in spans. On CUDA, of what is known to
+            have ended: the last operations of a step count in the next one.
+        exposed_ms: time that compute waited for the others.
+    """
+
+    busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     exposed_ms: float = 0.0
     d2h_bytes: int = 0
     h2d_bytes: int = 0
 
     def minus(self, earlier: LaneTotals) -> LaneTotals:
         return LaneTotals(
-            host_busy_ms=self.host_busy_ms - earlier.host_busy_ms,
+            busy_ms={lane: spent - earlier.busy_ms[lane] for lane, spent in self.busy_ms.items()},
             exposed_ms=self.exposed_ms - earlier.exposed_ms,
             d2h_bytes=self.d2h_bytes - earlier.d2h_bytes,
             h2d_bytes=self.h2d_bytes - earlier.h2d_bytes,
@@ -187,6 +193,10 @@ class Lanes(ABC):
     @abstractmethod
     def close_span(self, span: Span) -> None:
         """The end of the span on the compute lane. A second close is ignored."""
+
+    def read_totals(self) -> LaneTotals:
+        """A copy of the totals as far as they are known; never waits."""
+        return self.totals.copy()
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
         """The contents of a reused range are undefined from here on; `lane` will write it."""

@@ -14,6 +14,9 @@ class ClockedLanes(Lanes):
         super().__init__()
         self._timeline: list[Interval] | None = None
         self._origin_ms = 0.0
+        self._open_spans = 0
+        self._computes_since = (0.0, 0.0)
+        """When the outermost open span began, and what compute had waited by then."""
 
     def start_timeline(self) -> None:
         self._timeline, self._origin_ms = [], now_ms()
@@ -24,18 +27,28 @@ class ClockedLanes(Lanes):
         return sorted(taken, key=lambda interval: interval.start_ms)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        return Span(name, tuple(reads), tuple(writes), mark=now_ms())
+        began_ms = now_ms()
+        if self._open_spans == 0:
+            self._computes_since = (began_ms, self.totals.exposed_ms)
+        self._open_spans += 1
+        return Span(name, tuple(reads), tuple(writes), mark=began_ms)
 
     def close_span(self, span: Span) -> None:
         if not span.closed and isinstance(span.mark, float):
-            self._note(Lane.COMPUTE, span.name, span.mark, now_ms())
+            ended_ms = now_ms()
+            self._open_spans -= 1
+            if self._open_spans == 0:  # spans may lie in each other
+                began_ms, waited_ms = self._computes_since
+                waited_ms = self.totals.exposed_ms - waited_ms
+                self.totals.busy_ms[Lane.COMPUTE] += ended_ms - began_ms - waited_ms
+            self._note(Lane.COMPUTE, span.name, span.mark, ended_ms)
         span.closed = True
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         """An operation has ended."""
         end_ms = now_ms()
-        if lane is Lane.HOST:  # one thread runs these: the only writer of this total
-            self.totals.host_busy_ms += end_ms - start_ms
+        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else it is in its span's time
+            self.totals.busy_ms[lane] += end_ms - start_ms  # the lane's thread is the only writer
         self._note(lane, name, start_ms, end_ms)
 
     def _note(self, lane: Lane, name: str, start_ms: float, end_ms: float) -> None:

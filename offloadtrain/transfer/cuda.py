@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from offloadtrain.transfer.base import (
     Interval,
     Lane,
     Lanes,
+    LaneTotals,
     Operation,
     Range,
     Span,
@@ -72,6 +74,10 @@ class CudaLanes(Lanes):
             lane: Worker(lane, self._failure, begin) for lane in (Lane.HOST, Lane.H2D, Lane.LOAD)
         }
         self._closed = False
+        self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
+        """Not known to have ended; each lane's by their order."""
+        self._open_spans = 0
+        self._computes_since: torch.cuda.Event | None = None
         self._timeline: list[Interval | _StreamInterval] | None = None
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
@@ -151,12 +157,28 @@ class CudaLanes(Lanes):
         return sorted(resolved, key=lambda interval: interval.start_ms)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        return Span(name, tuple(reads), tuple(writes), mark=self._timing_event(Lane.COMPUTE))
+        began = self._timing_event(Lane.COMPUTE)
+        if self._open_spans == 0:
+            self._computes_since = began
+        self._open_spans += 1
+        return Span(name, tuple(reads), tuple(writes), mark=began)
 
     def close_span(self, span: Span) -> None:
         if not span.closed and isinstance(span.mark, torch.cuda.Event):
-            self._note_stream(Lane.COMPUTE, span.name, span.mark)
+            ended = self._timing_event(Lane.COMPUTE)
+            self._open_spans -= 1
+            if self._open_spans == 0 and self._computes_since is not None:
+                whole = _StreamInterval(Lane.COMPUTE, "compute", self._computes_since, ended)
+                self._running[Lane.COMPUTE].append(whole)
+            self._sample(_StreamInterval(Lane.COMPUTE, span.name, span.mark, ended))
         span.closed = True
+
+    def read_totals(self) -> LaneTotals:
+        for lane, running in self._running.items():
+            while running and running[0].end.query():
+                interval = running.popleft()
+                self.totals.busy_ms[lane] += interval.start.elapsed_time(interval.end)
+        return super().read_totals()
 
     def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
         def fill(memory: torch.Tensor) -> None:
@@ -178,19 +200,18 @@ class CudaLanes(Lanes):
         with torch.cuda.stream(self._stream(lane)), torch.profiler.record_function(name):
             start = self._timing_event(lane)
             fn(*operands)
-            if start is not None:
-                self._note_stream(lane, name, start)
+            interval = _StreamInterval(lane, name, start, self._timing_event(lane))
+        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else it is in its span's time
+            self._running[lane].append(interval)
+        self._sample(interval)
 
     def _run_on_host(self, name: str, fn: Operation, operands: list[torch.Tensor]) -> None:
         start_ms = now_ms()
         fn(*operands)
         end_ms = now_ms()
-        self.totals.host_busy_ms += end_ms - start_ms
-        if self._timeline is not None and self._origin is not None:
-            origin_ms = self._origin[0]
-            self._timeline.append(
-                Interval(Lane.HOST, name, start_ms - origin_ms, end_ms - start_ms)
-            )
+        self.totals.busy_ms[Lane.HOST] += end_ms - start_ms
+        if (origin := self._origin) is not None:
+            self._sample(Interval(Lane.HOST, name, start_ms - origin[0], end_ms - start_ms))
 
     def _issue(self, event: _CudaEvent, lane: Lane) -> None:
         try:
@@ -216,17 +237,14 @@ class CudaLanes(Lanes):
             self.totals.exposed_ms += now_ms() - start_ms
         self._failure.check()
 
-    def _timing_event(self, lane: Lane) -> torch.cuda.Event | None:
-        if self._timeline is None:
-            return None
+    def _timing_event(self, lane: Lane) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
 
-    def _note_stream(self, lane: Lane, name: str, start: torch.cuda.Event) -> None:
-        end = self._timing_event(lane)
-        if end is not None and self._timeline is not None:
-            self._timeline.append(_StreamInterval(lane, name, start, end))
+    def _sample(self, interval: Interval | _StreamInterval) -> None:
+        if (timeline := self._timeline) is not None:
+            timeline.append(interval)
 
     def _resolve(self, entry: Interval | _StreamInterval) -> Interval:
         if isinstance(entry, Interval) or self._origin is None:

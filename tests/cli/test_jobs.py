@@ -104,7 +104,7 @@ def test_the_bytes_are_those_of_the_engine(overrides: list[str], tmp_path: Path)
                 continue
             found = held[tier, owners.get(owner, owner)]
             assert size <= found <= 1.02 * size, (tier, owner)
-    assert {owner for _, owner in held} - {"gradient staging", "host staging", "norms"} <= {
+    assert {owner for _, owner in held} - {"gradient staging", "host staging", "norms", "padding"} <= {
         owners.get(owner, owner) for states in told.values() for owner in states
     } | {"exp_avg_scale", "exp_avg_sq_scale"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offloadtrain as ot
+from offloadtrain.engine import device_memory
+from offloadtrain.engine.gather import pieces
 from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, simulate
 from offloadtrain.schedule import program as scheduled
 from offloadtrain.transfer import SequentialLanes, on_lanes
@@ -27,6 +29,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "speculative": {"update": "speculative", "clip_norm": 1e9},
     "delayed": {"update": "delayed"},
 }
+
+
+@pytest.fixture(autouse=True, params=[device_memory.STAGING_BYTES, 4096], ids=["whole", "pieces"])
+def staging(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Bytes of a staging slot: as they are, and so few that every layer goes in two pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "STAGING_BYTES", request.param)
+        yield request.param
 
 
 def engine_program(
@@ -55,8 +65,20 @@ def engine_program(
         BlockShape(b.name, tuple(bucket.name for bucket in b.buckets), b.streamer is not None)
         for b in optimizer._engine.forward_order
     )
+    buckets = [bucket for block in optimizer._engine.forward_order for bucket in block.buckets]
+    slot_bytes = device_memory.staging_bytes(buckets)
     optimizer.close()
-    return found, begun, StepShape(blocks=blocks, mode=mode, micro_steps=accum, slots=slots or 1)  # type: ignore[arg-type]
+    return (
+        found,
+        begun,
+        StepShape(
+            blocks=blocks,
+            mode=mode,  # type: ignore[arg-type]
+            micro_steps=accum,
+            slots=slots or 1,
+            pieces={bucket.name: len(pieces(bucket, slot_bytes)) for bucket in buckets},
+        ),
+    )
 
 
 def by_lane(ops: list[Op], kinds: set[str]) -> dict[str, list[str]]:
@@ -75,9 +97,10 @@ each_mode = pytest.mark.parametrize("mode", OPTIONS)
 @pytest.mark.parametrize("accum", [1, 3])
 @each_mode
 def test_every_lane_does_the_same_in_the_same_order(
-    mode: str, accum: int, slots: int | None
+    mode: str, accum: int, slots: int | None, staging: int
 ) -> None:
     recorded, begun, shape = engine_program(5, mode, accum, slots)
+    assert (max(shape.pieces.values()) > 1) == (staging == 4096)
     assert by_lane(scheduled(shape, STEPS), KINDS) == by_lane(recorded[begun:], KINDS)
 
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
+from offloadtrain.memory import HostMemoryError, Tier
 from offloadtrain.transfer import SequentialLanes
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes, Waited
@@ -318,3 +319,31 @@ def test_a_state_dict_from_inside_a_forward() -> None:
         model.asks = True
     assert model.saved
     assert all(not value.isnan().any() for value in model.saved.values())
+
+
+def test_parked_inputs_count_in_the_host_memory_limit() -> None:
+    """Their size is known in the first forward: it ends there, and the engine lives."""
+    tokens = batches(1)[0]
+
+    def run(limit: int | None) -> tuple[ot.OffloadOptimizer, Chain]:
+        torch.manual_seed(0)
+        model = Chain(4)
+        options = {"activation": "offload", "host_memory_limit": limit}
+        return ot.offload(model, device="cpu", **options), model
+
+    optimizer, model = run(None)
+    before = optimizer.ledger.total(Tier.HOST)
+    optimizer.backward(loss_of(model, tokens))
+    optimizer.step()
+    needed = optimizer.ledger.total(Tier.HOST)
+    assert needed > before
+    enough, model = run(needed)
+    enough.backward(loss_of(model, tokens))
+    enough.step()
+    short, model = run(needed - 1)
+    with pytest.raises(HostMemoryError, match=r"block inputs need .* host_memory_limit is"):
+        loss_of(model, tokens)
+    assert short.ledger.total(Tier.HOST) < needed
+    short.zero_grad()
+    with torch.no_grad():
+        assert torch.isfinite(loss_of(model, tokens))

@@ -31,7 +31,7 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
         early_buckets=0,
         guessed_right=None,
         exposed_ms=1.0,
-        host_busy_ms=1.0,
+        busy_ms={"host": 1.0},
         d2h_bytes=1,
         h2d_bytes=1,
     )

@@ -1,0 +1,68 @@
+"""Where the time went: what each lane says it worked, held against the intervals it kept."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from offloadtrain.transfer import Buffer, Lane, Lanes, SequentialLanes, on_lanes
+from offloadtrain.transfer.threads import ThreadLanes
+from tests.numerics.models import Chain, batches, loss_of
+
+PLACEMENTS: list[dict[str, Any]] = [{}, {"working": "host", "activation": "offload"}]
+
+
+@pytest.mark.parametrize("options", PLACEMENTS, ids=["device", "streamed"])
+def test_a_step_s_busy_times_are_the_sums_of_its_intervals(options: dict[str, Any]) -> None:
+    model = Chain(4)
+    with on_lanes(SequentialLanes()):
+        optimizer = ot.offload(model, device="cpu", clip_norm=0.5, **options)
+    optimizer.backward(loss_of(model, batches(1)[0]))
+    optimizer.step()  # what was launched before it counts in it
+    for tokens in batches(3):
+        began = time.perf_counter()
+        optimizer.sample_timeline()
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        report = optimizer.last_step
+        assert report is not None
+        wall_ms = 1e3 * (time.perf_counter() - began)
+        kept: Counter[str] = Counter()
+        for interval in report.timeline:
+            kept[interval.lane] += interval.duration_ms
+        for lane in set(Lane) - {Lane.COMPUTE}:
+            assert report.busy_ms[lane] == pytest.approx(kept[lane], abs=1e-6)
+        assert report.busy_ms["host"] > 0 and report.busy_ms["d2h"] > 0
+        assert 0 < report.busy_ms["compute"] < wall_ms - report.exposed_ms
+
+
+@pytest.mark.parametrize("lanes", [SequentialLanes(), ThreadLanes()], ids=["in order", "threads"])
+def test_compute_is_counted_once_and_without_its_waits(lanes: Lanes) -> None:
+    """Spans in spans, compute's own operations in a span, and a wait in the middle."""
+    buffer = Buffer("b", torch.zeros(8))
+
+    def sleep(*_: torch.Tensor) -> None:
+        time.sleep(0.02)
+
+    began = time.perf_counter()
+    outer = lanes.open_span("outer", [buffer.whole])
+    inner = lanes.open_span("inner", [buffer.whole])
+    lanes.launch(Lane.COMPUTE, "gather", sleep)
+    lanes.close_span(inner)
+    lanes.launch(Lane.HOST, "adam", sleep)
+    lanes.host_wait(lanes.record(Lane.HOST), "adam")
+    lanes.close_span(outer)
+    lanes.launch(Lane.COMPUTE, "after", sleep)
+    wall_ms = 1e3 * (time.perf_counter() - began)
+    spent = lanes.read_totals()
+    began_again = lanes.read_totals().minus(spent)
+    lanes.close()
+    assert 40 <= spent.busy_ms[Lane.COMPUTE] <= wall_ms - spent.exposed_ms
+    assert spent.busy_ms[Lane.HOST] >= 20
+    assert spent.exposed_ms >= 0.9 * spent.busy_ms[Lane.HOST]
+    assert set(began_again.busy_ms.values()) == {0.0}

@@ -16,7 +16,7 @@ help:
 	@echo "make test      install, then run the tests"
 	@echo "make lint      ruff, format, strict mypy, import contracts"
 	@echo "make bench     CPU Adam against the traffic limit and torch, in one process"
-	@echo "make sanitize  kernels under ASan and UBSan, the thread pool under TSan"
+	@echo "make sanitize  kernels under ASan and UBSan, the pool and the queue under TSan"
 	@echo "make clean     remove .venv, builds and caches; data and runs stay"
 
 demo: .venv/.installed
@@ -38,6 +38,7 @@ bench: .venv/.installed
 sanitize:
 	native/sanitize/run.sh kernels
 	native/sanitize/run.sh pool
+	native/sanitize/run.sh queue
 
 # Stamps, so that a second run installs nothing.
 .venv/.created:

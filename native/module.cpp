@@ -11,15 +11,18 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
 #include "pool.h"
+#include "queue.h"
 
 namespace nb = nanobind;
 
@@ -35,6 +38,18 @@ namespace {
 
 using Address = std::uintptr_t;
 constexpr std::int64_t kGrain = 16384;  // elements: below it a second thread costs more than it does
+
+// Where this thread's kernel calls go instead of running, between begin() and end().
+thread_local Calls* capturing = nullptr;
+
+template <typename Loop>
+void submit(Loop&& loop) {
+  if (capturing) {
+    capturing->all.emplace_back(std::forward<Loop>(loop));
+  } else {
+    loop();
+  }
+}
 
 template <typename T>
 T* at(Address address) {
@@ -144,9 +159,11 @@ void adam_fp32(const std::array<Address, 3>& in, const std::array<Address, 3>& o
                Address working, int working_dtype, std::int64_t n, const Scalars& scalars) {
   const Adam adam = coefficients(scalars);
   const Kernels* kernels = active;
-  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    kernels->adam_fp32(adam, fp32_state(in), fp32_state(out), gradient(grad), at<void>(working),
-                       static_cast<DType>(working_dtype), lo, hi);
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->adam_fp32(adam, fp32_state(in), fp32_state(out), gradient(grad), at<void>(working),
+                         static_cast<DType>(working_dtype), lo, hi);
+    });
   });
 }
 
@@ -204,9 +221,11 @@ void adam_split16(const std::array<Address, 4>& in, const std::array<Address, 4>
   const Adam adam = coefficients(scalars);
   const Seed keys{seed, static_cast<std::uint64_t>(std::get<5>(scalars))};
   const Kernels* kernels = active;
-  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    each_run(layout, keys, lo, hi, [&](const Run& run) {
-      kernels->adam_split16(adam, split16_state(in), split16_state(out), gradient(grad), run);
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      each_run(layout, keys, lo, hi, [&](const Run& run) {
+        kernels->adam_split16(adam, split16_state(in), split16_state(out), gradient(grad), run);
+      });
     });
   });
 }
@@ -222,10 +241,12 @@ void adam_int8(const std::array<Address, 6>& in, const std::array<Address, 6>& o
   const Adam adam = coefficients(scalars);
   const Seed keys{seed, static_cast<std::uint64_t>(std::get<5>(scalars))};
   const Kernels* kernels = active;
-  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    each_run(layout, keys, lo, hi, [&](const Run& run) {
-      kernels->adam_int8(adam, int8_state(in), int8_state(out), gradient(grad),
-                         static_cast<DType>(weight_dtype), run);
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      each_run(layout, keys, lo, hi, [&](const Run& run) {
+        kernels->adam_int8(adam, int8_state(in), int8_state(out), gradient(grad),
+                           static_cast<DType>(weight_dtype), run);
+      });
     });
   });
 }
@@ -233,21 +254,41 @@ void adam_int8(const std::array<Address, 6>& in, const std::array<Address, 6>& o
 void accumulate(Address sum, const Grad& grad, std::int64_t n, bool first) {
   const Kernels* kernels = active;
   const Gradient g = gradient(grad);
-  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    kernels->accumulate(at<float>(sum), g.values, g.dtype, first, lo, hi);
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->accumulate(at<float>(sum), g.values, g.dtype, first, lo, hi);
+    });
   });
 }
 
 void cast(Address source, Address target, int dtype, std::int64_t n) {
   const Kernels* kernels = active;
-  running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-    kernels->cast(at<const float>(source), at<void>(target), static_cast<DType>(dtype), lo, hi);
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->cast(at<const float>(source), at<void>(target), static_cast<DType>(dtype), lo, hi);
+    });
   });
 }
 
-// Sums of squares by parameter: segments in parallel, then added in order.
+void copy(Address source, Address target, std::int64_t bytes) {
+  submit([=] {
+    running_pool()->run(bytes, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      std::memcpy(at<char>(target) + lo, at<const char>(source) + lo, static_cast<std::size_t>(hi - lo));
+    });
+  });
+}
+
+void zero(Address memory, std::int64_t bytes) {
+  submit([=] {
+    running_pool()->run(bytes, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      std::memset(at<char>(memory) + lo, 0, static_cast<std::size_t>(hi - lo));
+    });
+  });
+}
+
+// Sums of squares by parameter, to squares[id]: segments in parallel, then added in order.
 template <typename Segment>
-std::vector<double> by_parameter(const Layout& layout, const Segment& segment) {
+void by_parameter(const Layout& layout, Address squares, const Segment& segment) {
   const Slot* first = at<const Slot>(std::get<0>(layout));
   const Slot* last = first + std::get<1>(layout);
   struct Piece {
@@ -264,32 +305,34 @@ std::vector<double> by_parameter(const Layout& layout, const Segment& segment) {
     for (std::int64_t i = lo; i < hi; ++i) partial[i] = segment(pieces[i].lo, pieces[i].count);
   };
   running_pool()->run(static_cast<std::int64_t>(pieces.size()), kGrain / kSegment, body);
-  std::vector<double> sums;
   std::size_t next = 0;
   for (const Slot* slot = first; slot != last; ++slot) {
     double sum = 0.0;
     for (std::int64_t done = 0; done < slot->numel; done += kSegment) sum += partial[next++];
-    sums.push_back(sum);
+    at<double>(squares)[slot->id] = sum;
   }
-  return sums;
 }
 
-std::vector<double> sum_squares(const Grad& values, const Layout& layout) {
+void sum_squares(const Grad& values, const Layout& layout, Address squares) {
   const Kernels* kernels = active;
   const Gradient g = gradient(values);
-  return by_parameter(layout, [&](std::int64_t lo, std::int64_t count) {
-    return kernels->segment(g.values, g.dtype, lo, count);
+  submit([=] {
+    by_parameter(layout, squares, [&](std::int64_t lo, std::int64_t count) {
+      return kernels->segment(g.values, g.dtype, lo, count);
+    });
   });
 }
 
 // One pass: a segment is squared while the cache still holds it.
-std::vector<double> accumulate_squares(Address sum, const Grad& grad, const Layout& layout,
-                                       bool first) {
+void accumulate_squares(Address sum, const Grad& grad, const Layout& layout, bool first,
+                        Address squares) {
   const Kernels* kernels = active;
   const Gradient g = gradient(grad);
-  return by_parameter(layout, [&](std::int64_t lo, std::int64_t count) {
-    kernels->accumulate(at<float>(sum), g.values, g.dtype, first, lo, lo + count);
-    return kernels->segment(at<const void>(sum), DType::float32, lo, count);
+  submit([=] {
+    by_parameter(layout, squares, [&](std::int64_t lo, std::int64_t count) {
+      kernels->accumulate(at<float>(sum), g.values, g.dtype, first, lo, lo + count);
+      return kernels->segment(at<const void>(sum), DType::float32, lo, count);
+    });
   });
 }
 
@@ -308,12 +351,45 @@ void first_touch(Address memory, std::int64_t n, std::int64_t itemsize) {
   });
 }
 
+// `body` is borrowed: the caller keeps it until done(). It must not raise.
+std::uint64_t run_python(Queue& queue, nb::handle body, bool always) {
+  return queue.run(
+      [body] {
+        nb::gil_scoped_acquire locked;
+        body();
+      },
+      always);
+}
+
+// Of a stream, recorded by the time `issued` is set; `handle` holds its address then. The driver's
+// function comes as an address, since this module is built without CUDA.
+std::uint64_t wait_event(Queue& queue, Flag& issued, Address handle, Address synchronize) {
+  return queue.run(
+      [&issued, handle, synchronize] {
+        issued.wait();
+        const Address event = *at<const Address>(handle);
+        if (event == 0) return;  // never recorded: its lane has failed
+        const int result = at<int(void*)>(synchronize)(at<void>(event));
+        if (result != 0) {
+          throw std::runtime_error("cuEventSynchronize gave " + std::to_string(result));
+        }
+      },
+      false);
+}
+
+std::vector<std::tuple<std::string, double, double>> take_stretches(Queue& queue) {
+  std::vector<std::tuple<std::string, double, double>> rows;
+  for (auto& [name, start_s, seconds] : queue.take_stretches()) rows.emplace_back(name, start_s, seconds);
+  return rows;
+}
+
 }  // namespace
 }  // namespace offloadtrain
 
 NB_MODULE(_native, m) {
   using namespace offloadtrain;
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::set_leak_warnings(false);  // a run that ends while its lanes live leaves their flags behind
   m.doc() = "CPU kernels of offloadtrain; call them through offloadtrain.kernels";
   m.def("isas", &isas, "Instruction sets this CPU can run, the fastest first.");
   m.def("use_isa", &use_isa, nb::arg("name"));
@@ -326,6 +402,33 @@ NB_MODULE(_native, m) {
   m.def("accumulate_squares", &accumulate_squares, unlocked);
   m.def("cast", &cast, unlocked);
   m.def("sum_squares", &sum_squares, unlocked);
+  m.def("copy", &copy, unlocked);
+  m.def("zero", &zero, unlocked);
   m.def("traffic", &traffic, unlocked);
   m.def("first_touch", &first_touch, unlocked);
+
+  nb::class_<Calls>(m, "Calls", "Kernel calls to be made later.")
+      .def(nb::init<>())
+      .def("begin", [](Calls& calls) { capturing = &calls; }, "From here on this thread's calls go in.")
+      .def("end", [](Calls&) { capturing = nullptr; })
+      .def("__len__", [](const Calls& calls) { return calls.all.size(); });
+  nb::class_<Flag>(m, "Flag", "Set once, waited for by any thread.")
+      .def(nb::init<>())
+      .def("set", &Flag::set, unlocked)
+      .def("is_set", &Flag::is_set)
+      .def("wait", &Flag::wait, unlocked);
+  nb::class_<Queue>(m, "Queue", "A thread that makes kernel calls without the interpreter's lock.")
+      .def(nb::init<>())
+      .def("call", &Queue::call)
+      .def("run", &run_python)
+      .def("set", &Queue::set)
+      .def("wait", &Queue::wait)
+      .def("wait_event", &wait_event)
+      .def("done", &Queue::done)
+      .def("fail", &Queue::fail)
+      .def("error", &Queue::error)
+      .def("busy_s", &Queue::busy_s)
+      .def("keep_stretches", &Queue::keep_stretches)
+      .def("take_stretches", &take_stretches)
+      .def("end", &Queue::end, unlocked);
 }

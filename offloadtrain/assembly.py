@@ -54,6 +54,7 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
     """
     _set_up_torch(config)
     device = resolve_device(config.device.kind)
+    _bound_process(config.device.process_memory_limit, device)
     precision, why = resolve_precision(config.device.precision, device)
     _check_state(config.optim.state, precision, why)
     _check_skips(config.optim.skip_nonfinite, precision, why)
@@ -101,6 +102,23 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
         precision=precision,
         why=why,
     )
+
+
+def _bound_process(limit: str, device: torch.device) -> None:
+    """Let torch refuse what would go beyond the limit, whoever asks for it."""
+    if not limit:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
+            "CPU: leave it out"
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    if parse_bytes(limit) > total:
+        raise ConfigError(
+            f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
+        )
+    torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
 
 
 def _limit(size: str) -> int | None:

@@ -106,6 +106,8 @@ class DeviceConfig:
             empty: none.
         host_memory_limit: as `memory_limit`, of the host; decides how far update = "speculative"
             goes.
+        process_memory_limit: of the GPU, all that torch may take of it in this process, activations
+            included (CUDA only); empty: the whole GPU.
         activation: what blocks keep for backward; "recompute": their inputs; "offload": these on
             the host.
     """
@@ -119,6 +121,7 @@ class DeviceConfig:
     resident_blocks: int = -1
     memory_limit: str = ""
     host_memory_limit: str = ""
+    process_memory_limit: str = ""
     activation: Literal["keep", "recompute", "offload"] = "keep"
 
 
@@ -320,6 +323,7 @@ _RULES: dict[str, _Rule] = {
     "device.resident_blocks": ((lambda value: value >= -1), "-1 (by memory_limit) or more"),
     "device.memory_limit": _SIZE,
     "device.host_memory_limit": _SIZE,
+    "device.process_memory_limit": _SIZE,
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
     "train.grad_accum_steps": _at_least(1),

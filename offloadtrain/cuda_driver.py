@@ -37,6 +37,11 @@ def pci_address(index: int) -> str | None:
     return text.value.decode().lower() if int(result) == 0 else None
 
 
+def event_synchronize() -> int:
+    """The address of `CUresult cuEventSynchronize(CUevent)`."""
+    return ctypes.cast(_driver().cuEventSynchronize, ctypes.c_void_p).value or 0
+
+
 def _driver() -> ctypes.CDLL:
     torch.cuda.current_stream()  # makes the primary context current on this thread
     return ctypes.CDLL("libcuda.so.1")

@@ -104,7 +104,8 @@ class _Program:
         self._shape = shape
         self._thread: set[int] = set()  # what the training thread has waited for
         self._latest: dict[str, int] = {}  # name → its last operation
-        self._staged: list[tuple[int, int | None]] = []  # of each gradient: its d2h, what frees the host's
+        # Of each gradient: its d2h, and what has read the host's staging.
+        self._staged: list[tuple[int, int | None]] = []
         self._measured: set[int] = set()
         self._updated: dict[str, int] = {}
         self._waiting: list[BlockShape] = []

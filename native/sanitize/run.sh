@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels under AddressSanitizer and UBSan, for every instruction set of this CPU, and the
-# pool under ThreadSanitizer, and runs them; `refused` is the pool where threads cannot be made.
-# Usage: run.sh kernels|pool|refused [compiler flags...]
+# pool and the queue under ThreadSanitizer, and runs them; `refused` is the pool where threads cannot be made.
+# Usage: run.sh kernels|pool|queue|refused [compiler flags...]
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 out="$(mktemp -d)"
@@ -27,9 +27,9 @@ flags_of() {
   esac
 }
 
-if [ "$part" = pool ]; then
-  "$compiler" "${common[@]}" -fsanitize=thread -pthread "$here/pool.cpp" "$here/../pool.cpp" -o "$out/pool"
-  TSAN_OPTIONS=halt_on_error=1 "$out/pool"
+if [ "$part" = pool ] || [ "$part" = queue ]; then
+  "$compiler" "${common[@]}" -fsanitize=thread -pthread "$here/$part.cpp" "$here/../$part.cpp" -o "$out/$part"
+  TSAN_OPTIONS=halt_on_error=1 "$out/$part"
   exit
 fi
 if [ "$part" = refused ]; then

@@ -50,6 +50,7 @@ class Buffers:
     working: Tensor
     wide: Tensor
     layout: Layout
+    squares: Tensor
 
     @property
     def fp32(self) -> Fp32State:
@@ -78,7 +79,8 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
     made = {name: _TYPES[name](*(next(tensors) for _ in kept)) for name, kept in fields.items()}
     out = Fp32State(*(next(tensors) for _ in range(3)))
-    buffers = Buffers(made, out, next(tensors), next(tensors), next(tensors), Layout.of_one(numel))
+    squares, layout = torch.zeros(1, dtype=torch.float64), Layout.of_one(numel)
+    buffers = Buffers(made, out, next(tensors), next(tensors), next(tensors), layout, squares)
     _fill(buffers)
     return buffers
 
@@ -117,10 +119,10 @@ def _other_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
             kernels.adam, b.fp32, b.working, SCALARS, working=b.working
         ),
         ("one pass, fp32 gradients", "fp32", 30.0): partial(adam, b.wide),
-        ("sum of squares", "-", 2.0): partial(kernels.sum_squares_many, b.grad, b.layout),
+        ("sum of squares", "-", 2.0): partial(kernels.sum_squares, b.grad),
         ("accumulate", "-", 10.0): partial(kernels.accumulate, b.wide, b.grad, False),
         ("accumulate and square", "-", 10.0): partial(
-            kernels.accumulate, b.wide, b.grad, False, b.layout
+            kernels.accumulate_squares, b.wide, b.grad, False, b.layout, b.squares
         ),
     }
     return {

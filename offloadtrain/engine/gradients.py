@@ -25,6 +25,7 @@ from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.gather import Delivered, fill, pieces
 from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.errors import OffloadTrainError
+from offloadtrain.kernels import KernelCalls
 from offloadtrain.transfer import Buffer, Lane, Lanes, Range, copy
 
 
@@ -224,11 +225,13 @@ class Gradients:
         staged, first = self._stage(bucket, lease), not bucket.touched
         layout, target = bucket.layout, Range(bucket.gradient.buffer, lo, hi)
 
+        @KernelCalls
         def accumulate(staged: Tensor, total: Tensor) -> None:
             kernels.accumulate(total, staged, first)
 
+        @KernelCalls
         def measure(staged: Tensor, total: Tensor, squares: Tensor) -> None:
-            _store(squares, bucket, kernels.accumulate(total, staged, first, layout))
+            kernels.accumulate_squares(total, staged, first, layout, squares)
 
         if first:
             self._wait_free(bucket, Lane.HOST)
@@ -254,9 +257,8 @@ class Gradients:
     def _complete(self, bucket: Bucket) -> None:
         if not bucket.touched:
             self._wait_free(bucket, Lane.HOST)
-            self._lanes.launch(
-                Lane.HOST, f"no gradient {bucket.name}", torch.Tensor.zero_, (), [bucket.gradient]
-            )
+            name = f"no gradient {bucket.name}"
+            self._lanes.launch(Lane.HOST, name, KernelCalls(kernels.zero), (), [bucket.gradient])
             bucket.touched, bucket.normed = True, False
         if not bucket.normed:
             self._measure(bucket)
@@ -266,20 +268,14 @@ class Gradients:
         self._lanes.wait(Lane.HOST, self._lanes.record(Lane.D2H), f"gradients of {bucket.name}")
         layout = bucket.layout
 
+        @KernelCalls
         def measure(flat: Tensor, squares: Tensor) -> None:
-            _store(squares, bucket, kernels.sum_squares_many(flat, layout))
+            kernels.sum_squares_many(flat, layout, squares)
 
         self._lanes.launch(
             Lane.HOST, f"norm {bucket.name}", measure, [bucket.gradient], [self._squares.whole]
         )
         bucket.normed = True
-
-
-def _store(squares: Tensor, bucket: Bucket, sums: Sequence[float] | None) -> None:
-    """Each parameter's sum of squares, to its place in the order of the parameters."""
-    assert sums is not None
-    for slot, value in zip(bucket.slots, sums, strict=True):
-        squares[slot.index] = value
 
 
 def _check_gradient(slot: Slot) -> None:

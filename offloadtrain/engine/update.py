@@ -11,6 +11,7 @@ from offloadtrain import kernels
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.ring import Lease, Ring
+from offloadtrain.kernels import KernelCalls
 from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Event, Lane, Lanes, Range, copy
 
@@ -92,7 +93,8 @@ class Updates:
         if bucket.shown is not None:
             self._wait_read(bucket)
             name, shown = f"show {bucket.name}", bucket.shown.whole
-            self._lanes.launch(Lane.HOST, name, copy, [staged.range], [shown])
+            show = KernelCalls(kernels.copy)
+            self._lanes.launch(Lane.HOST, name, show, [staged.range], [shown])
             staged.release(self._lanes.record(Lane.HOST))
             staged.filled = self._lanes.record(Lane.HOST)
         bucket.weight_ready = staged.filled
@@ -127,7 +129,8 @@ class Updates:
 
     def _cast(self, bucket: Bucket, staged: Range) -> None:
         master = bucket.state[0].whole
-        self._lanes.launch(Lane.HOST, f"cast {bucket.name}", kernels.cast, [master], [staged])
+        cast = KernelCalls(kernels.cast)
+        self._lanes.launch(Lane.HOST, f"cast {bucket.name}", cast, [master], [staged])
 
     def _launch_adam(
         self, bucket: Bucket, staged: Range, step: int, grad_scale: float, beside: bool
@@ -155,7 +158,8 @@ class Updates:
         written = [staged] if emits else []
         after = [buffer.whole for buffer in bucket.other] if beside else state
         reads = [bucket.gradient, *state] if beside else [bucket.gradient]
-        self._lanes.launch(Lane.HOST, f"adam {bucket.name}", adam, reads, [*written, *after])
+        update = KernelCalls(adam) if rule.calls_only_kernels else adam
+        self._lanes.launch(Lane.HOST, f"adam {bucket.name}", update, reads, [*written, *after])
 
 
 class _OverGradient(Lease):

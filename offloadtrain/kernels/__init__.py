@@ -23,6 +23,7 @@ from offloadtrain.kernels.checks import (
     describe,
 )
 from offloadtrain.kernels.codec import from_fp32, master_of, set_master, to_fp32
+from offloadtrain.kernels.deferred import KernelCalls, capture, native_lane
 from offloadtrain.kernels.scalars import AdamScalars
 from offloadtrain.kernels.selection import (
     Backend,
@@ -50,19 +51,24 @@ __all__ = [
     "Backend",
     "Fp32State",
     "Int8State",
+    "KernelCalls",
     "KernelError",
     "Layout",
     "Split16State",
     "State",
     "accumulate",
+    "accumulate_squares",
     "adam",
     "available",
     "backend",
     "blocks",
+    "capture",
     "cast",
+    "copy",
     "first_touch",
     "from_fp32",
     "master_of",
+    "native_lane",
     "place",
     "set_master",
     "set_threads",
@@ -71,6 +77,7 @@ __all__ = [
     "to_fp32",
     "traffic",
     "use",
+    "zero",
 ]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -111,26 +118,28 @@ def adam(
     kernels_in_force().adam(state, target, grad, working, layout, scalars)
 
 
-def accumulate(
-    total: Tensor, grad: Tensor, first: bool, layout: Layout | None = None
-) -> list[float] | None:
+def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
     """total = grad (first) or total + grad, in fp32.
 
     Args:
         total: (n,) fp32.
         grad: (n,) fp32, bf16 or fp16.
-        layout: given, only its parameters are summed, and in the same pass squared.
-
-    Returns:
-        With a layout the sum of squares of each parameter's new total, see [Note: The norm].
     """
     _check_pair(total, grad)
-    if layout is None:
-        kernels_in_force().accumulate(total, grad, first)
-        return None
-    _check_inside(layout, grad)
-    sums: list[float] = kernels_in_force().accumulate_squares(total, grad, layout, first)
-    return sums
+    kernels_in_force().accumulate(total, grad, first)
+
+
+def accumulate_squares(
+    total: Tensor, grad: Tensor, first: bool, layout: Layout, squares: Tensor
+) -> None:
+    """`accumulate` of the parameters of a layout, and in the same pass their sums of squares.
+
+    Args:
+        squares: (m,) fp64; the element of each parameter's id is written.
+    """
+    _check_pair(total, grad)
+    _check_squares(layout, grad, squares)
+    kernels_in_force().accumulate_squares(total, grad, layout, first, squares)
 
 
 def cast(source: Tensor, target: Tensor) -> None:
@@ -146,19 +155,35 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 def sum_squares(values: Tensor) -> float:
     """Of one parameter, fp64; see [Note: The norm]. Not finite if a value is not."""
-    return sum_squares_many(values, Layout.of_one(values.numel()))[0]
+    squares = torch.zeros(1, dtype=torch.float64)
+    sum_squares_many(values, Layout.of_one(values.numel()), squares)
+    return squares.item()
 
 
-def sum_squares_many(flat: Tensor, layout: Layout) -> list[float]:
+def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     """`sum_squares` of each parameter in a flat buffer.
 
     Args:
         flat: (n,) fp32, bf16 or fp16.
+        squares: (m,) fp64; the element of each parameter's id is written.
     """
     check_operand("flat", flat, _FLOATS)
-    _check_inside(layout, flat)
-    sums: list[float] = kernels_in_force().sum_squares(flat, layout)
-    return sums
+    _check_squares(layout, flat, squares)
+    kernels_in_force().sum_squares(flat, layout, squares)
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """target = source, of one dtype and size, on the kernels' threads."""
+    check_operand("source", source, _FLOATS)
+    check_operand("target", target, (source.dtype,), source.numel())
+    check_disjoint({"source": source, "target": target})
+    kernels_in_force().copy_flat(source, target)
+
+
+def zero(memory: Tensor) -> None:
+    """memory = 0, on the kernels' threads."""
+    check_operand("memory", memory, _FLOATS)
+    kernels_in_force().zero_flat(memory)
 
 
 def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
@@ -198,7 +223,10 @@ def _check_pair(full: Tensor, other: Tensor) -> None:
     check_disjoint({"the fp32 operand": full, "the other operand": other})
 
 
-def _check_inside(layout: Layout, flat: Tensor) -> None:
+def _check_squares(layout: Layout, flat: Tensor, squares: Tensor) -> None:
+    check_operand("squares", squares, (torch.float64,))
+    if layout.last_id >= squares.numel():
+        raise ValueError(f"squares has {squares.numel()} elements, no place for {layout.last_id}")
     if layout.extent > flat.numel():
         raise ValueError(
             f"the layout ends at element {layout.extent}, which is not in a buffer of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,21 +61,41 @@ class Native:
         self._module.accumulate(total.data_ptr(), _described(grad), total.numel(), first)
 
     def accumulate_squares(
-        self, total: Tensor, grad: Tensor, layout: Layout, first: bool
-    ) -> list[float]:
+        self, total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
+    ) -> None:
         slots = (layout.address, layout.count)
-        sums: list[float] = self._module.accumulate_squares(
-            total.data_ptr(), _described(grad), slots, first
+        self._module.accumulate_squares(
+            total.data_ptr(), _described(grad), slots, first, squares.data_ptr()
         )
-        return sums
 
     def cast(self, source: Tensor, target: Tensor) -> None:
         self._module.cast(source.data_ptr(), *_described(target), source.numel())
 
-    def sum_squares(self, flat: Tensor, layout: Layout) -> list[float]:
+    def copy_flat(self, source: Tensor, target: Tensor) -> None:
+        self._module.copy(source.data_ptr(), target.data_ptr(), source.nbytes)
+
+    def zero_flat(self, memory: Tensor) -> None:
+        self._module.zero(memory.data_ptr(), memory.nbytes)
+
+    def sum_squares(self, flat: Tensor, layout: Layout, squares: Tensor) -> None:
         slots = (layout.address, layout.count)
-        sums: list[float] = self._module.sum_squares(_described(flat), slots)
-        return sums
+        self._module.sum_squares(_described(flat), slots, squares.data_ptr())
+
+    def capture(self, calls: Callable[[], object]) -> Any:
+        """The native calls that `calls` makes on this thread, not made yet."""
+        captured = self._module.Calls()
+        captured.begin()
+        try:
+            calls()
+        finally:
+            captured.end()
+        return captured
+
+    def make_queue(self) -> Any:
+        return self._module.Queue()
+
+    def make_flag(self) -> Any:
+        return self._module.Flag()
 
     def traffic(self, state: Fp32State, grad: Tensor, working: Tensor) -> None:
         addresses = tuple(tensor.data_ptr() for tensor in state)

@@ -311,15 +311,17 @@ def cast(source: Tensor, target: Tensor) -> None:
     threads.run(source.numel(), _GRAIN, lambda lo, hi: _cast(array, operand, lo, hi))
 
 
-def accumulate_squares(total: Tensor, grad: Tensor, layout: Layout, first: bool) -> list[float]:
+def accumulate_squares(
+    total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
+) -> None:
     """See `kernels.accumulate`."""
     for offset, numel, _ in layout.rows():
         piece = slice(offset, offset + numel)
         accumulate(total[piece], grad[piece], first)
-    return sum_squares(total, layout)
+    sum_squares(total, layout, squares)
 
 
-def sum_squares(flat: Tensor, layout: Layout) -> list[float]:
+def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     """See `kernels.sum_squares_many`."""
     pairs = [
         (offset + done, min(SEGMENT, numel - done))
@@ -332,13 +334,21 @@ def sum_squares(flat: Tensor, layout: Layout) -> list[float]:
     body = lambda lo, hi: _segments(operand, starts, counts, sums, lo, hi)  # noqa: E731
     threads.run(len(pairs), _GRAIN // SEGMENT, body)
     values = iter(sums.tolist())
-    totals = []
-    for _, numel, _ in layout.rows():
+    for _, numel, id in layout.rows():
         total = 0.0
         for _ in range(-(-numel // SEGMENT)):
             total += next(values)
-        totals.append(total)
-    return totals
+        squares[id] = total
+
+
+def copy_flat(source: Tensor, target: Tensor) -> None:
+    """See `kernels.copy`."""
+    target.copy_(source)
+
+
+def zero_flat(memory: Tensor) -> None:
+    """See `kernels.zero`."""
+    memory.zero_()
 
 
 def first_touch(memory: Tensor) -> None:

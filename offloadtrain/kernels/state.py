@@ -77,9 +77,10 @@ class Layout:
     Attributes:
         table: (parameters, 3) int64 rows of offset, numel, id, in the order of the offsets.
         extent: elements up to the end of the last parameter.
+        last_id: the largest id; -1 if there is no parameter.
     """
 
-    __slots__ = ("address", "count", "extent", "table")
+    __slots__ = ("address", "count", "extent", "last_id", "table")
 
     def __init__(self, offsets: Sequence[int], numels: Sequence[int], ids: Sequence[int]) -> None:
         """Describe a bucket.
@@ -87,7 +88,7 @@ class Layout:
         Args:
             offsets: elements, multiples of BLOCK, ascending.
             numels: elements of each parameter.
-            ids: what stochastic rounding knows each parameter by.
+            ids: what stochastic rounding and sums of squares know each parameter by.
 
         Raises:
             ValueError: if parameters overlap, or one starts within a block.
@@ -103,6 +104,7 @@ class Layout:
             self.extent = offset + numel
         self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
         self.count = len(rows)
+        self.last_id = max(ids, default=-1)
         self.address = self.table.data_ptr()
 
     @classmethod

@@ -109,17 +109,30 @@ def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
             total[lo:hi] += grad[lo:hi].float()
 
 
-def accumulate_squares(total: Tensor, grad: Tensor, layout: Layout, first: bool) -> list[float]:
+def accumulate_squares(
+    total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
+) -> None:
     """See `kernels.accumulate`."""
     for offset, numel, _ in layout.rows():
         piece = slice(offset, offset + numel)
         accumulate(total[piece], grad[piece], first)
-    return sum_squares(total, layout)
+    sum_squares(total, layout, squares)
 
 
-def sum_squares(flat: Tensor, layout: Layout) -> list[float]:
+def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     """See `kernels.sum_squares_many`."""
-    return [_sum_squares(flat[offset : offset + numel]) for offset, numel, _ in layout.rows()]
+    for offset, numel, id in layout.rows():
+        squares[id] = _sum_squares(flat[offset : offset + numel])
+
+
+def copy_flat(source: Tensor, target: Tensor) -> None:
+    """See `kernels.copy`."""
+    target.copy_(source)
+
+
+def zero_flat(memory: Tensor) -> None:
+    """See `kernels.zero`."""
+    memory.zero_()
 
 
 def cast(source: Tensor, target: Tensor) -> None:

@@ -32,6 +32,7 @@ class Adam:
     weight_decay: float = 0.0
 
     decoupled: ClassVar[bool] = False
+    calls_only_kernels: ClassVar[bool] = True
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:

@@ -17,6 +17,12 @@ class UpdateRule(Protocol):
     hyperparameters."""
 
     @property
+    def calls_only_kernels(self) -> bool:
+        """Whether `update` does nothing but call `offloadtrain.kernels`: it then runs without the
+        interpreter's lock."""
+        ...
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """What is kept per parameter beside the master weight, e.g. ("exp_avg", …)."""
         ...

@@ -4,8 +4,9 @@
 * compute and d2h operations are launched by the thread that runs the user's code (in backward: the
   autograd thread of the device, while the training thread waits inside backward), straight onto
   their streams.
-* host, h2d and load operations go to a thread of their lane each. The host thread computes; the two
-  others launch copies onto their streams. A stream cannot wait for CPU work that has not happened,
+* host, h2d and load operations go to a thread of their lane each. The host thread computes, without
+  the interpreter's lock where the kernels are native; the two others launch copies onto their
+  streams. A stream cannot wait for CPU work that has not happened,
   and waiting on a CUDA event that was never recorded is a silent no-op: so whoever waits for an
   event first blocks its thread until the event is *issued* (for the host lane: has happened), then
   makes its stream wait for the rest.
@@ -14,7 +15,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from offloadtrain import cuda_driver
 from offloadtrain.transfer.base import (
     Event,
     Interval,
@@ -34,17 +35,25 @@ from offloadtrain.transfer.base import (
     now_ms,
     views,
 )
+from offloadtrain.transfer.host_lane import Endable, Flag, make_host_lane
 from offloadtrain.transfer.worker import Failure, Worker
 
 
 class _CudaEvent(Event):
     """`cuda` is None for the host lane; `issued` is set once there is something to wait for."""
 
-    __slots__ = ("cuda", "issued")
+    __slots__ = ("cuda", "handle", "issued")
 
-    def __init__(self, cuda: torch.cuda.Event | None) -> None:
+    def __init__(self, cuda: torch.cuda.Event | None, issued: Flag) -> None:
         self.cuda = cuda
-        self.issued = threading.Event()
+        self.issued = issued
+        self.handle = torch.zeros(1, dtype=torch.int64) if cuda is not None else None
+        """The event's address, once it is issued, for threads without Python."""
+
+    def issue(self, stream: torch.cuda.Stream) -> None:
+        assert self.cuda is not None and self.handle is not None
+        self.cuda.record(stream)
+        self.handle[0] = self.cuda.cuda_event
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +79,14 @@ class CudaLanes(Lanes):
         }
         self._failure = Failure()
         begin = partial(torch.cuda.set_device, device)
-        self._workers = {
-            lane: Worker(lane, self._failure, begin) for lane in (Lane.HOST, Lane.H2D, Lane.LOAD)
-        }
+        self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
+        self._workers = {lane: Worker(lane, self._failure, begin) for lane in (Lane.H2D, Lane.LOAD)}
         self._closed = False
         self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
         """Not known to have ended; each lane's by their order."""
         self._open_spans = 0
         self._computes_since: torch.cuda.Event | None = None
-        self._timeline: list[Interval | _StreamInterval] | None = None
+        self._timeline: list[_StreamInterval] | None = None
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def launch(
@@ -92,21 +100,22 @@ class CudaLanes(Lanes):
         self._failure.check()
         self._count(lane, writes)
         operands = views(reads, writes)
-        run = self._run_on_host if lane is Lane.HOST else partial(self._run_on_stream, lane)
         worker = self._workers.get(lane)
-        if worker is None:
-            run(name, fn, operands)
+        if lane is Lane.HOST:
+            self._host.compute(name, fn, operands)
+        elif worker is None:
+            self._run_on_stream(lane, name, fn, operands)
         else:
-            worker.put(lambda: run(name, fn, operands))
+            worker.put(lambda: self._run_on_stream(lane, name, fn, operands))
 
     def record(self, lane: Lane) -> Event:
         self._failure.check()
         if lane is Lane.HOST:
-            event = _CudaEvent(None)
-            self._workers[lane].put(event.issued.set, always=True)
+            event = _CudaEvent(None, self._host.make_flag())
+            self._host.set(event.issued)
             return event
         # blocking: the host thread sleeps in synchronize() and leaves its core to Adam.
-        event = _CudaEvent(torch.cuda.Event(blocking=True))
+        event = _CudaEvent(torch.cuda.Event(blocking=True), self._host.make_flag())
         worker = self._workers.get(lane)
         if worker is None:
             self._issue(event, lane)
@@ -119,12 +128,18 @@ class CudaLanes(Lanes):
         event = _own(event)
         worker = self._workers.get(lane)
         if lane is Lane.HOST:
-            self._workers[lane].put(lambda: self._block_on(event))
+            self._host_waits(event)
         elif worker is not None:
             worker.put(lambda: self._stream_wait(lane, event))
         else:
             self._block_until_issued(event)
             self._stream_wait(lane, event)
+
+    def _host_waits(self, event: _CudaEvent) -> None:
+        if event.handle is None:
+            self._host.wait(event.issued)
+        else:
+            self._host.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
     def host_wait(self, event: Event, why: str) -> None:
         start_ms = now_ms()
@@ -140,7 +155,8 @@ class CudaLanes(Lanes):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            for worker in self._workers.values():
+            workers: list[Endable] = [self._host, *self._workers.values()]
+            for worker in workers:
                 worker.end()
             for stream in self._streams.values():
                 stream.synchronize()
@@ -148,12 +164,17 @@ class CudaLanes(Lanes):
     def start_timeline(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
+        event.synchronize()  # its time is then that of the clock below, to a few microseconds
         self._timeline, self._origin = [], (now_ms(), event)
+        self._host.keep_intervals(True)
 
     def take_timeline(self) -> list[Interval]:
         self.synchronize()
         taken, self._timeline = self._timeline or [], None
+        assert self._origin is not None
         resolved = [self._resolve(entry) for entry in taken]
+        resolved += self._host.take_intervals(self._origin[0])
+        self._host.keep_intervals(False)
         return sorted(resolved, key=lambda interval: interval.start_ms)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
@@ -178,12 +199,16 @@ class CudaLanes(Lanes):
             while running and running[0].end.query():
                 interval = running.popleft()
                 self.totals.busy_ms[lane] += interval.start.elapsed_time(interval.end)
+        self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
         return super().read_totals()
 
     def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
         def fill(memory: torch.Tensor) -> None:
             memory.fill_(float("nan"))
 
+        if lane is Lane.HOST:
+            self._host.compute("poison", fill, [memory])
+            return
         run = partial(self._run_on_stream, lane, "poison", fill, [memory])
         worker = self._workers.get(lane)
         if worker is None:
@@ -205,18 +230,10 @@ class CudaLanes(Lanes):
             self._running[lane].append(interval)
         self._sample(interval)
 
-    def _run_on_host(self, name: str, fn: Operation, operands: list[torch.Tensor]) -> None:
-        start_ms = now_ms()
-        fn(*operands)
-        end_ms = now_ms()
-        self.totals.busy_ms[Lane.HOST] += end_ms - start_ms
-        if (origin := self._origin) is not None:
-            self._sample(Interval(Lane.HOST, name, start_ms - origin[0], end_ms - start_ms))
-
     def _issue(self, event: _CudaEvent, lane: Lane) -> None:
         try:
-            if event.cuda is not None and self._failure.error is None:
-                event.cuda.record(self._stream(lane))
+            if self._failure.error is None:
+                event.issue(self._stream(lane))
         finally:
             event.issued.set()
 
@@ -242,14 +259,12 @@ class CudaLanes(Lanes):
         event.record(self._stream(lane))
         return event
 
-    def _sample(self, interval: Interval | _StreamInterval) -> None:
+    def _sample(self, interval: _StreamInterval) -> None:
         if (timeline := self._timeline) is not None:
             timeline.append(interval)
 
-    def _resolve(self, entry: Interval | _StreamInterval) -> Interval:
-        if isinstance(entry, Interval) or self._origin is None:
-            assert isinstance(entry, Interval)
-            return entry
+    def _resolve(self, entry: _StreamInterval) -> Interval:
+        assert self._origin is not None
         start_ms = self._origin[1].elapsed_time(entry.start)
         return Interval(entry.lane, entry.name, start_ms, entry.start.elapsed_time(entry.end))
 

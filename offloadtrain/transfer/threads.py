@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from offloadtrain.transfer.base import Event, Lane, Operation, Range, now_ms, views
+from offloadtrain.transfer.base import (
+    Event,
+    Interval,
+    Lane,
+    LaneTotals,
+    Operation,
+    Range,
+    now_ms,
+    views,
+)
 from offloadtrain.transfer.clocked import ClockedLanes
+from offloadtrain.transfer.host_lane import Endable, Flag, make_host_lane
 from offloadtrain.transfer.worker import Failure, Worker
 
 
 class _Flag(Event):
     __slots__ = ("happened",)
 
-    def __init__(self) -> None:
-        self.happened = threading.Event()
+    def __init__(self, happened: Flag) -> None:
+        self.happened = happened
 
 
 class ThreadLanes(ClockedLanes):
@@ -38,8 +47,9 @@ class ThreadLanes(ClockedLanes):
         self._draw = random.Random(seed)
         self._longest_s = longest_delay_ms / 1e3
         self._pace = pace
+        self._host = make_host_lane(self._failure)
         self._workers = {
-            lane: Worker(lane, self._failure) for lane in Lane if lane is not Lane.COMPUTE
+            lane: Worker(lane, self._failure) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD)
         }
         self._closed = False
 
@@ -54,6 +64,10 @@ class ThreadLanes(ClockedLanes):
         self._failure.check()
         self._count(lane, writes)
         operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
+        if lane is Lane.HOST:
+            least_s = 0.0 if self._pace is None else self._pace(name) / 1e3
+            self._host.compute(name, fn, operands, pause_s=pause_s, least_s=least_s)
+            return
 
         def task() -> None:
             time.sleep(pause_s)
@@ -69,9 +83,11 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(task)
 
     def record(self, lane: Lane) -> Event:
-        event = _Flag()
+        event = _Flag(self._host.make_flag())
         if lane is Lane.COMPUTE:
             event.happened.set()
+        elif lane is Lane.HOST:
+            self._host.set(event.happened)
         else:
             self._workers[lane].put(event.happened.set, always=True)
         return event
@@ -80,6 +96,8 @@ class ThreadLanes(ClockedLanes):
         flag = _own(event)
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
+        elif lane is Lane.HOST:
+            self._host.wait(flag.happened)
         else:
             self._workers[lane].put(lambda: _block_on(flag))
 
@@ -90,18 +108,36 @@ class ThreadLanes(ClockedLanes):
         self._failure.check()
 
     def synchronize(self) -> None:
-        for lane in self._workers:
+        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD):
             self.host_wait(self.record(lane), "synchronize")
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            for worker in self._workers.values():
+            workers: list[Endable] = [*self._workers.values(), self._host]
+            for worker in workers:
                 worker.end()
+
+    def read_totals(self) -> LaneTotals:
+        self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
+        return super().read_totals()
+
+    def start_timeline(self) -> None:
+        super().start_timeline()
+        self._host.keep_intervals(True)
+
+    def take_timeline(self) -> list[Interval]:
+        rest = super().take_timeline()
+        self._host.keep_intervals(False)
+        host = self._host.take_intervals(self._origin_ms)
+        return sorted([*rest, *host], key=lambda interval: interval.start_ms)
 
     def _poison(self, lane: Lane, memory: Tensor) -> None:
         if lane is Lane.COMPUTE:
             super()._poison(lane, memory)
+        elif lane is Lane.HOST:
+            poison = super()._poison
+            self._host.compute("poison", lambda memory: poison(lane, memory), [memory])
         else:
             self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))
 

@@ -14,9 +14,23 @@ class Failure:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self._watched: list[tuple[Callable[[], str], Callable[[], None]]] = []
+
+    def watch(self, error: Callable[[], str], stop: Callable[[], None]) -> None:
+        """Of a native queue: what it has failed with, "" if it has not, and how to stop it."""
+        self._watched.append((error, stop))
+
+    def fail(self, error: BaseException) -> None:
+        """Everybody stops; the launching thread will raise."""
+        self.error = self.error or error
+        for _, stop in self._watched:
+            stop()
 
     def check(self) -> None:
         """Raises LaneError if there is one."""
+        for error, _ in self._watched:
+            if (message := error()) and self.error is None:
+                self.fail(RuntimeError(message))
         if self.error is not None:
             raise LaneError(f"a lane failed: {self.error}") from self.error
 
@@ -55,4 +69,4 @@ class Worker:
             try:
                 task()
             except BaseException as error:  # raised by the next call of the launching thread
-                self._failure.error = error
+                self._failure.fail(error)

@@ -12,6 +12,7 @@ from offloadtrain import config
 from offloadtrain.assembly import assemble
 from offloadtrain.cli import main
 from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.errors import ConfigError
 from offloadtrain.footprint import state_bytes
 from offloadtrain.optim import FORMATS
 from offloadtrain.shapes import num_params
@@ -104,7 +105,8 @@ def test_the_bytes_are_those_of_the_engine(overrides: list[str], tmp_path: Path)
                 continue
             found = held[tier, owners.get(owner, owner)]
             assert size <= found <= 1.02 * size, (tier, owner)
-    assert {owner for _, owner in held} - {"gradient staging", "host staging", "norms", "padding"} <= {
+    beside = {"gradient staging", "host staging", "norms", "padding"}
+    assert {owner for _, owner in held} - beside <= {
         owners.get(owner, owner) for states in told.values() for owner in states
     } | {"exp_avg_scale", "exp_avg_sq_scale"}
 
@@ -115,3 +117,10 @@ def test_the_bytes_are_those_of_the_formats(name: str) -> None:
     host = state_bytes(job)["host"]
     size = FORMATS[name].bytes_per_param(("exp_avg", "exp_avg_sq"), 2)
     assert sum(host.values()) - host["gradients"] == round(size * num_params(job.model))
+
+
+def test_a_limit_of_the_gpu_is_refused_on_a_cpu() -> None:
+    job = config.load(shipped_jobs()["debug"], ["device.kind=cpu"])
+    limited = replace(job, device=replace(job.device, process_memory_limit="8 GiB"))
+    with pytest.raises(ConfigError, match=r"device\.process_memory_limit bounds the memory of a GPU"):
+        assemble(limited)

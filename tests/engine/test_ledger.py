@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
 class CountedMap(mmap.mmap):
     """What the arena asks the kernel for."""
 
-    lengths: list[int] = []
+    lengths: ClassVar[list[int]] = []
 
     def __new__(cls, fileno: int, length: int, **options: Any) -> CountedMap:
         cls.lengths.append(length)

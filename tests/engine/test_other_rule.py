@@ -23,6 +23,7 @@ class Lion:
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
+    calls_only_kernels: ClassVar[bool] = False
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def defaults(self) -> dict[str, Any]:

@@ -66,6 +66,8 @@ def test_sums_beyond_2_31_elements() -> None:
     grad[3] = grad[LARGE - 1] = grad[LARGE + 5] = 2.0
     layout = Layout([0, LARGE], [LARGE, TAIL], [0, 1])
     with kernels.use(preferred()):
-        assert kernels.accumulate(total, grad, False, layout) == [8.0, 4.0]
-        assert kernels.sum_squares_many(grad, layout) == [8.0, 4.0]
+        squares = torch.zeros(2, 2, dtype=torch.float64)
+        kernels.accumulate_squares(total, grad, False, layout, squares[0])
+        kernels.sum_squares_many(grad, layout, squares[1])
+        assert squares.tolist() == [[8.0, 4.0]] * 2
     assert total[LARGE + 5] == 2.0

@@ -1,5 +1,5 @@
-"""The kernels under AddressSanitizer and UBSan, the pool under ThreadSanitizer; and proof that the
-runs see a fault. The pool where threads are refused."""
+"""The kernels under AddressSanitizer and UBSan, the pool and the queue under
+ThreadSanitizer; and proof that the runs see a fault. The pool where threads are refused."""
 
 from __future__ import annotations
 
@@ -51,15 +51,17 @@ def test_a_buffer_too_short_by_one_is_seen() -> None:
 
 
 @needs_tsan
-def test_the_pool_has_no_race() -> None:
-    done = run("pool")
+@pytest.mark.parametrize("part", ["pool", "queue"])
+def test_pool_and_queue_have_no_race(part: str) -> None:
+    done = run(part)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pool: clean" in done.stdout
+    assert f"{part}: clean" in done.stdout
 
 
 @needs_tsan
-def test_a_race_in_a_loop_body_is_seen() -> None:
-    done = run("pool", "-DPLANT_RACE")
+@pytest.mark.parametrize("part", ["pool", "queue"])
+def test_a_race_is_seen(part: str) -> None:
+    done = run(part, "-DPLANT_RACE")
     assert done.returncode != 0
     assert "data race" in done.stderr
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from offloadtrain import events
+from offloadtrain.assembly import assemble
+from offloadtrain.errors import ConfigError
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes
 
@@ -37,3 +40,17 @@ def test_resume_is_bit_exact_on_a_gpu(
     assert losses[-1] < losses[0] - 1.0
     owners = {(row.owner, row.tier) for row in events_of(whole, events.Memory)[-1].rows}
     assert ("activations and gradients", "device") in owners
+
+
+def test_the_process_stays_below_its_limit(tmp_path: Path) -> None:
+    job = small_job(tmp_path, "device.kind=cuda", "device.process_memory_limit=2 GiB")
+    optimizer = assemble(job).optimizer
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    finally:
+        optimizer.close()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with pytest.raises(ConfigError, match="the GPU has"):
+        assemble(small_job(tmp_path, "device.kind=cuda", "device.process_memory_limit=9999 GiB"))

@@ -415,6 +415,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 resident_blocks=st.integers(-1, 9 if working == "host" else 0),
                 memory_limit=sizes,
                 host_memory_limit=sizes,
+                process_memory_limit=sizes,
             )
         ),
         train=draw(

@@ -1,0 +1,275 @@
+"""The host lane's worker: a native queue where the kernels are native, else a thread of Python.
+
+Both run what they are given in order, set and wait for flags, and say how long they computed.
+See [Note: Without the interpreter] in `kernels/deferred.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from offloadtrain import kernels
+from offloadtrain.transfer.base import Interval, Lane, Operation, now_ms
+from offloadtrain.transfer.worker import Failure, Worker
+
+
+class Flag(Protocol):
+    """Set once; `threading.Event` is one, and so is the native queue's."""
+
+    def set(self) -> None: ...
+    def is_set(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+class Endable(Protocol):
+    """A worker."""
+
+    def end(self) -> None:
+        """Run what is queued, then stop."""
+        ...
+
+
+class HostLane(Endable, Protocol):
+    """What both workers are."""
+
+    def make_flag(self) -> Flag: ...
+
+    def compute(
+        self,
+        name: str,
+        fn: Operation,
+        operands: Sequence[Tensor],
+        *,
+        pause_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> None:
+        """Call `fn` with the operands; counted. It is preceded by a pause and takes at least
+        `least_s`: for tests and measurements."""
+        ...
+
+    def set(self, flag: Flag) -> None:
+        """Also after a failure."""
+        ...
+
+    def wait(self, flag: Flag) -> None: ...
+
+    def wait_event(self, issued: Flag, handle: Tensor, block: Callable[[], None]) -> None:
+        """Wait for an event of CUDA: `block` does it from Python; `handle`, (1,) int64, holds the
+        event's address once `issued` is set."""
+        ...
+
+    def busy_ms(self) -> float: ...
+
+    def keep_intervals(self, keep: bool) -> None: ...
+
+    def take_intervals(self, origin_ms: float) -> list[Interval]: ...
+
+
+def make_host_lane(
+    failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
+) -> HostLane:
+    """A worker of the kernels in force.
+
+    Args:
+        begin: run first on its thread.
+        synchronize_event: address of the CUDA driver's cuEventSynchronize.
+    """
+    native = kernels.native_lane()
+    if native is None:
+        return PythonHostLane(failure, begin)
+    return NativeHostLane(native, failure, begin, synchronize_event)
+
+
+class _Timed:
+    """A computation of Python on either worker, counted."""
+
+    def __init__(self) -> None:
+        self.busy_ms = 0.0
+        self.keeping = False
+        self.kept: list[tuple[str, float, float]] = []
+
+    def run(self, name: str, fn: Callable[[], object]) -> None:
+        start_ms = now_ms()
+        fn()
+        spent_ms = now_ms() - start_ms
+        self.busy_ms += spent_ms
+        if self.keeping:
+            self.kept.append((name, start_ms, spent_ms))
+
+    def take(self, origin_ms: float) -> list[Interval]:
+        taken, self.kept = self.kept, []
+        return [Interval(Lane.HOST, name, start - origin_ms, spent) for name, start, spent in taken]
+
+
+class PythonHostLane:
+    """A thread that takes the interpreter's lock between two kernels."""
+
+    def __init__(self, failure: Failure, begin: Callable[[], None] | None) -> None:
+        self._worker = Worker(Lane.HOST, failure, begin)
+        self._timed = _Timed()
+
+    def make_flag(self) -> Flag:
+        return threading.Event()
+
+    def compute(
+        self,
+        name: str,
+        fn: Operation,
+        operands: Sequence[Tensor],
+        *,
+        pause_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> None:
+        task = _paced(lambda: fn(*operands), least_s)
+        self._worker.put(_delayed(lambda: self._timed.run(name, task), pause_s))
+
+    def set(self, flag: Flag) -> None:
+        self._worker.put(flag.set, always=True)
+
+    def wait(self, flag: Flag) -> None:
+        self._worker.put(lambda: _wait(flag))
+
+    def wait_event(self, issued: Flag, handle: Tensor, block: Callable[[], None]) -> None:
+        self._worker.put(block)
+
+    def busy_ms(self) -> float:
+        return self._timed.busy_ms
+
+    def keep_intervals(self, keep: bool) -> None:
+        self._timed.keeping = keep
+
+    def take_intervals(self, origin_ms: float) -> list[Interval]:
+        return self._timed.take(origin_ms)
+
+    def end(self) -> None:
+        self._worker.end()
+
+
+class NativeHostLane:
+    """A native queue. Operations that only call kernels are captured when they are launched and run
+    without the interpreter's lock; any other takes it.
+
+    The queue borrows what it is given: `_held` keeps each task's objects alive until it is done.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        failure: Failure,
+        begin: Callable[[], None] | None,
+        synchronize_event: int,
+    ) -> None:
+        self._native = native
+        self._queue = native.make_queue()
+        self._failure = failure
+        self._synchronize_event = synchronize_event
+        self._timed = _Timed()
+        self._held: deque[tuple[int, object]] = deque()
+        self._launching = threading.Lock()
+        failure.watch(self._queue.error, self._queue.fail)
+        if begin is not None:
+            self._run(begin)
+
+    def make_flag(self) -> Flag:
+        flag: Flag = self._native.make_flag()
+        return flag
+
+    def compute(
+        self,
+        name: str,
+        fn: Operation,
+        operands: Sequence[Tensor],
+        *,
+        pause_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> None:
+        calls = kernels.capture(fn, operands)
+        if calls is None:
+            task, timed = _paced(lambda: fn(*operands), least_s), self._timed
+            self._run(_delayed(lambda: timed.run(name, task), pause_s))
+        else:
+            held = (calls, fn, operands)
+            self._push(lambda: self._queue.call(calls, name, pause_s, least_s), held)
+
+    def set(self, flag: Flag) -> None:
+        self._push(lambda: self._queue.set(flag), flag)
+
+    def wait(self, flag: Flag) -> None:
+        self._push(lambda: self._queue.wait(flag), flag)
+
+    def wait_event(self, issued: Flag, handle: Tensor, block: Callable[[], None]) -> None:
+        address, synchronize = handle.data_ptr(), self._synchronize_event
+        held = (issued, handle, block)
+        self._push(lambda: self._queue.wait_event(issued, address, synchronize), held)
+
+    def busy_ms(self) -> float:
+        return self._timed.busy_ms + 1e3 * float(self._queue.busy_s())
+
+    def keep_intervals(self, keep: bool) -> None:
+        self._timed.keeping = keep
+        self._queue.keep_stretches(keep)
+
+    def take_intervals(self, origin_ms: float) -> list[Interval]:
+        native = [
+            Interval(Lane.HOST, name, 1e3 * start_s - origin_ms, 1e3 * seconds)
+            for name, start_s, seconds in self._queue.take_stretches()
+        ]
+        return native + self._timed.take(origin_ms)
+
+    def end(self) -> None:
+        self._queue.end()
+
+    def __del__(self) -> None:
+        self._queue.end()  # its destructor would join the thread with the interpreter's lock held
+
+    def _run(self, task: Callable[[], None]) -> None:
+        failure = self._failure  # the lane itself must not be held by what it holds
+
+        def guarded() -> None:
+            try:
+                task()
+            except BaseException as error:
+                failure.fail(error)
+
+        self._push(lambda: self._queue.run(guarded, False), guarded)
+
+    def _push(self, push: Callable[[], int], held: object) -> None:
+        with self._launching:  # the training thread, or autograd's: the numbers must ascend
+            self._held.append((push(), held))
+            done = self._queue.done()
+            while self._held and self._held[0][0] <= done:
+                self._held.popleft()
+
+
+def _paced(task: Callable[[], object], least_s: float) -> Callable[[], object]:
+    if least_s <= 0:
+        return task
+
+    def run() -> None:
+        start_ms = now_ms()
+        task()
+        _sleep(least_s - (now_ms() - start_ms) / 1e3)
+
+    return run
+
+
+def _delayed(task: Callable[[], None], pause_s: float) -> Callable[[], None]:
+    def run() -> None:
+        _sleep(pause_s)
+        task()
+
+    return run if pause_s > 0 else task
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(max(seconds, 0.0))
+
+
+def _wait(flag: Flag) -> None:
+    flag.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offloadtrain import kernels, optim, rng
-from offloadtrain.config import Config
+from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
@@ -41,7 +41,7 @@ class Parts:
     batches: Batches
     train_tokens: TokenFile
     val_tokens: TokenFile | None
-    precision: str
+    precision: Precision
     why: str
 
 
@@ -153,7 +153,7 @@ def resolve_device(kind: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def resolve_precision(asked: str, device: torch.device) -> tuple[str, str]:
+def resolve_precision(asked: Precision, device: torch.device) -> tuple[Precision, str]:
     """Return the precision of the working weights and, for "auto", why it is this one.
 
     On a CPU without bf16 matrix instructions a bf16 model is ten times slower than an fp32 one.

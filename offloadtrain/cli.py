@@ -107,6 +107,16 @@ app.command(
         "offloadtrain trace runs/20261121-080000-demo --out /tmp/trace.json",
     ),
 )
+# By name: nothing of the trainer imports the monitor.
+app.command(
+    "offloadtrain_tui.command:tui",
+    name="tui",
+    help="Watch runs in the terminal.",
+    help_epilogue=_examples(
+        "offloadtrain tui",
+        "offloadtrain tui runs/20261121-080000-demo --replay --speed 20",
+    ),
+)
 app.command(
     "offloadtrain.commands.version:version",
     name="version",

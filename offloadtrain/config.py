@@ -35,6 +35,8 @@ _MAX_JOB_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
 
+Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
+
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]
 
 
@@ -113,7 +115,7 @@ class DeviceConfig:
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    precision: Precision = "auto"
     threads: int = 0
     pin_memory: bool = True
     working: Literal["device", "host"] = "device"

@@ -140,7 +140,12 @@ class Span(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One GPU as NVML sees it, all processes included; None: the driver does not tell."""
+    """One GPU as NVML sees it, all processes included; None: the driver does not tell.
+
+    Attributes:
+        pcie_tx_bytes_per_s: sent by the GPU (to the host) since the last sample; rx: received.
+        throttle: why its clocks are held back, "" if they are not.
+    """
 
     index: int
     name: str
@@ -150,6 +155,13 @@ class GpuSample:
     utilization_percent: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    pcie_rx_bytes_per_s: float | None = None
+    throttle: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +219,43 @@ class Warning_(Event):  # noqa: N801 (the builtin has the name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alert(Event):
+    """A rule of the trainer's says that something needs a person, or that it is over.
+
+    Attributes:
+        code: of the rule, short and stable; at most one alert of it is active.
+        state: "raised" or "cleared".
+        level: "warning" or "error".
+        message: what is, what was expected, and what to do.
+    """
+
+    KIND: ClassVar[str] = "alert"
+    code: str
+    state: str
+    message: str
+    level: str = "warning"
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control(Event):
+    """What became of a request from outside; `state` is "accepted", "done" or "refused".
+
+    Attributes:
+        id: of the request: its file's name.
+        action: "checkpoint", "stop", "abort", "note", "acknowledge" or "trace".
+        message: the note, or why it was refused.
+    """
+
+    KIND: ClassVar[str] = "control"
+    id: str
+    action: str
+    state: str
+    message: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Event):
     """Text that the model generated."""
 
@@ -231,7 +280,8 @@ class RunEnded(Event):
 KINDS: dict[str, type[Event]] = {
     kind.KIND: kind
     for kind in (
-        RunStarted, Step, Memory, Span, System, Eval, Checkpoint, Warning_, Sample, RunEnded,
+        RunStarted, Step, Memory, Span, System, Eval, Checkpoint, Warning_, Alert, Control, Sample,
+        RunEnded,
     )
 }  # fmt: skip
 

@@ -34,7 +34,8 @@ def state_bytes(config: Config) -> dict[str, dict[str, int]]:
         slots = min(config.device.slots, streamed // num_block_params(config.model))
         device["streaming slots"] = working * slots * num_block_params(config.model)
     host = {state: size * params for state, size in _HOST_BYTES[config.optim.state].items()}
-    host["gradients"] = gradient * params
+    sums = config.train.grad_accum_steps > 1
+    host["gradient sums" if sums else "gradients"] = gradient * params
     for owner, count in _waiting_params(config, params, streamed).items():
         if count:
             host[owner] = working * count

@@ -7,6 +7,7 @@ runs/<UTC time>-<name>/
     lock                flock held for the run's life: who can take it knows the run is over
     events/rank000.jsonl
     checkpoints/
+    control/            requests from outside (control.py)
 runs/latest             → the newest
 """
 

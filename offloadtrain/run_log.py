@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from offloadtrain import events, kernels
+from offloadtrain.alerts import Alerts
 from offloadtrain.assembly import Parts
 from offloadtrain.checkpoint import CheckpointError, Saved
 from offloadtrain.config import Config
 from offloadtrain.console import Console, StepLine
+from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
+from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import Tier
+from offloadtrain.nvml import Nvml
 from offloadtrain.peaks import peak_flops
 from offloadtrain.progress import Progress, StepClock
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.shapes import flops_per_token, num_params
-from offloadtrain.telemetry import Machine, Nvml, Sampler, probe
+from offloadtrain.telemetry import Machine, Sampler, probe
 from offloadtrain.units import format_bytes, format_count, format_duration
 
 _TIMELINE_EVERY_S = 10.0
@@ -41,7 +46,8 @@ class RunLog:
         self._began_s = time.monotonic()
         self._nvml = Nvml()
         self._writer = events.EventWriter(run.events(), on_error=self._cannot_write)
-        self._sampler = Sampler(self._writer.emit, nvml=self._nvml)
+        self._alerts = Alerts(self._alert, time.monotonic)
+        self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._progress = Progress()
         self._peak_flops: float | None = None
         self._recent_ms: deque[float] = deque(maxlen=50)
@@ -82,7 +88,7 @@ class RunLog:
                 run_id=self._run.run_id,
                 pid=os.getpid(),
                 config=asdict(config),
-                plan={"device": str(device), "precision": parts.precision, "why": parts.why},
+                plan=self._plan(parts),
                 backend=asdict(kernels.backend()),
                 machine=asdict(machine),
                 start_step=progress.step,
@@ -91,6 +97,15 @@ class RunLog:
             )
         )
         self._introduce(parts, machine, device_name)
+
+    def _plan(self, parts: Parts) -> dict[str, Any]:
+        """Where this run computes, and the bytes of its model states by tier and owner."""
+        device = parts.optimizer.device
+        plan = {"device": str(device), "precision": parts.precision, "why": parts.why}
+        if device.type == "cuda":
+            plan["gpu_uuid"] = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        chosen = replace(self._config.device, precision=parts.precision)
+        return plan | {"memory": state_bytes(replace(self._config, device=chosen))}
 
     def _introduce(self, parts: Parts, machine: Machine, device_name: str) -> None:
         config, backend = self._config, kernels.backend()
@@ -163,6 +178,7 @@ class RunLog:
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )
         self._writer.emit(step)
+        self._alerts.step(step)
         for interval in report.timeline:
             self._writer.emit(events.Span(step=number, **asdict(interval)))
         if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:
@@ -246,6 +262,7 @@ class RunLog:
         self._console.say(f"step {progress.step}: validation loss {progress.val_loss:.4f}")
 
     def saved(self, step: int, saved: Saved) -> None:
+        self._alerts.checkpoint(saved.num_bytes)
         self._writer.emit(
             events.Checkpoint(
                 step=step,
@@ -264,6 +281,16 @@ class RunLog:
         self._writer.emit(events.Checkpoint(step=step, path=str(path), state="failed"))
         self.warn("checkpoint-failed", f"training goes on without a checkpoint: {error}", step)
 
+    def control(self, request: Request, state: str, step: int, message: str = "") -> None:
+        """What becomes of a request; `state` as in `events.Control`."""
+        text = message or request.refused or request.message
+        self._writer.emit(
+            events.Control(
+                id=request.id, action=request.action, state=state, message=text, step=step
+            )
+        )
+        self._console.say(f"request: {request.action} {state}{f': {text}' if text else ''}")
+
     def sampled(self, step: int, prompt: str, text: str) -> None:
         self._writer.emit(events.Sample(step=step, prompt=prompt, text=text))
 
@@ -271,6 +298,21 @@ class RunLog:
         """Something a person should know; `code` is short and stable."""
         self._writer.emit(events.Warning_(code=code, message=message, step=step))
         self._console.say(f"warning: {message}")
+
+    def _sampled(self, event: events.Event) -> None:
+        """On the sampler's thread."""
+        self._writer.emit(event)
+        if isinstance(event, events.System):
+            try:
+                free_bytes = shutil.disk_usage(self._run.checkpoints).free
+            except OSError:
+                free_bytes = None
+            self._alerts.system(event, free_bytes)
+
+    def _alert(self, alert: events.Alert) -> None:
+        self._writer.emit(alert)
+        sign = "alert" if alert.state == "raised" else "alert over"
+        self._console.say(f"{sign}: {alert.code}: {alert.message}")
 
     def _cannot_write(self, error: OSError) -> None:
         self._console.say(f"warning: the event log is not written any more: {error.strerror}")

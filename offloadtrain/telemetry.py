@@ -1,4 +1,4 @@
-"""What the machine is and how it does: the only door to NVML and psutil.
+"""What the machine is and how it does: the only door to psutil.
 
 Nothing here may fail a run. A GPU library that is missing, has no driver, or refuses a query is a
 state with a reason, shown to the user.
@@ -13,43 +13,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 
 from offloadtrain import cgroup
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.events import Event, GpuSample, System
+from offloadtrain.events import Event, System
 from offloadtrain.memory import available_bytes
+from offloadtrain.nvml import Gpu, Nvml
 
 _T = TypeVar("_T")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _UNREADABLE = (psutil.Error, OSError, ValueError, OffloadTrainError)
-
-_NVML_STATES = {
-    4: "NVML: this user may not ask the driver",
-    9: "the NVIDIA driver is not loaded",
-    12: "no NVIDIA driver on this machine (libnvidia-ml is missing)",
-    13: "the NVIDIA driver is too old for NVML",
-    15: "a GPU is lost: the machine must be restarted",
-    18: "the NVIDIA driver was updated and is not loaded yet: the machine must be restarted",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One NVIDIA GPU as NVML tells; None is what it would not tell, `index` is NVML's."""
-
-    index: int
-    name: str
-    uuid: str
-    memory_bytes: int | None = None
-    pcie_generation: int | None = None
-    pcie_generation_max: int | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,94 +54,6 @@ class Machine:
     driver: str
     gpus: tuple[Gpu, ...]
     gpu_state: str
-
-
-class Nvml:
-    """NVML behind guarded calls.
-
-    Attributes:
-        state: "" if every GPU could be opened, otherwise why not.
-    """
-
-    def __init__(self, load: Callable[[], Any] = lambda: import_module("pynvml")) -> None:
-        """`load`: returns the module `pynvml`."""
-        self._module: Any = None
-        self._handles: dict[int, Any] = {}
-        self.state = self._start(load)
-
-    def _start(self, load: Callable[[], Any]) -> str:
-        try:
-            module = load()
-            module.nvmlInit()
-            count = int(module.nvmlDeviceGetCount())
-        except ImportError as error:
-            return f"the module pynvml is not installed ({error})"
-        except Exception as error:  # NVMLError classes are made at run time, one per code
-            return _nvml_state(error)
-        self._module = module
-        lost = [f"GPU {i}: {why}" for i in range(count) if (why := self._open(i))]
-        return "; ".join(lost) if count else "NVML sees no GPU"
-
-    def _open(self, index: int) -> str:
-        """Return why this GPU cannot be asked, "" if it can."""
-        try:
-            self._handles[index] = self._module.nvmlDeviceGetHandleByIndex(index)
-        except Exception as error:
-            return _nvml_state(error)
-        return ""
-
-    def ask(self, function: str, *args: Any) -> Any:
-        """The answer of one NVML call, None where it is not supported."""
-        if self._module is None:
-            return None
-        try:
-            return getattr(self._module, function)(*args)
-        except Exception:  # a card that does not answer one question answers the others
-            return None
-
-    def driver(self) -> str:
-        return _text(self.ask("nvmlSystemGetDriverVersion"))
-
-    def describe(self) -> tuple[Gpu, ...]:
-        """What does not change."""
-        return tuple(self._describe(i, handle) for i, handle in self._handles.items())
-
-    def sample(self) -> tuple[GpuSample, ...]:
-        """Memory, load, power and temperature now."""
-        return tuple(self._sample(i, handle) for i, handle in self._handles.items())
-
-    def _describe(self, index: int, handle: Any) -> Gpu:
-        memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
-        return Gpu(
-            index=index,
-            name=_text(self.ask("nvmlDeviceGetName", handle)),
-            uuid=_text(self.ask("nvmlDeviceGetUUID", handle)),
-            memory_bytes=None if memory is None else int(memory.total),
-            pcie_generation=self.ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
-            pcie_generation_max=self.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
-            pcie_width=self.ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
-            pcie_width_max=self.ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
-        )
-
-    def _sample(self, index: int, handle: Any) -> GpuSample:
-        memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
-        load = self.ask("nvmlDeviceGetUtilizationRates", handle)
-        milliwatts = self.ask("nvmlDeviceGetPowerUsage", handle)
-        celsius = self.ask("nvmlDeviceGetTemperature", handle, 0)
-        return GpuSample(
-            index=index,
-            name=_text(self.ask("nvmlDeviceGetName", handle)),
-            uuid=_text(self.ask("nvmlDeviceGetUUID", handle)),
-            memory_used_bytes=None if memory is None else int(memory.used),
-            memory_total_bytes=None if memory is None else int(memory.total),
-            utilization_percent=None if load is None else float(load.gpu),
-            power_w=None if milliwatts is None else milliwatts / 1e3,
-            temperature_c=None if celsius is None else float(celsius),
-        )
-
-
-def _nvml_state(error: Exception) -> str:
-    return _NVML_STATES.get(getattr(error, "value", 0), f"NVML: {error}")
 
 
 def probe(nvml: Nvml | None = None) -> Machine:
@@ -269,9 +159,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -27,6 +27,7 @@ from offloadtrain import checkpoint, rng
 from offloadtrain.assembly import Parts
 from offloadtrain.checkpoint import CheckpointError, DamagedCheckpointError
 from offloadtrain.config import Config
+from offloadtrain.control import Requests
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
@@ -46,6 +47,10 @@ class TrainingError(OffloadTrainError):
     """Training cannot go on: the numbers are not finite any more."""
 
 
+class AbortedError(OffloadTrainError):
+    """Somebody asked to end the run at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a start of a run ended: all steps done, or stopped on request and resumable."""
@@ -58,7 +63,9 @@ class Outcome:
 class Trainer:
     """One run, from its first or latest step to its last, or until it is asked to stop."""
 
-    def __init__(self, config: Config, parts: Parts, folder: Path, log: RunLog) -> None:
+    def __init__(
+        self, config: Config, parts: Parts, folder: Path, log: RunLog, requests: Requests
+    ) -> None:
         """`folder`: for checkpoints; only this trainer writes it."""
         self.config = config
         self.model, self.optimizer = parts.model, parts.optimizer
@@ -68,6 +75,7 @@ class Trainer:
         self._tokenizer = parts.train_tokens.header.tokenizer
         self._folder = folder
         self._log = log
+        self._requests = requests
         self._loss = _LateLoss(self.optimizer.device)
         self._saved_step = -1
 
@@ -124,6 +132,7 @@ class Trainer:
             while self.progress.step < config.steps and not stop.requested:
                 if self._step():
                     self._between_steps()
+                self._answer(stop)
             if self.progress.step < config.steps:
                 self._save()
                 return Outcome("stopped", self.progress.step, self.progress.val_loss)
@@ -208,6 +217,27 @@ class Trainer:
             )
 
     # ---- between steps
+
+    def _answer(self, stop: StopRequests) -> None:
+        """Do what was asked from outside, here where the state is whole.
+
+        Raises:
+            AbortedError: that is what was asked.
+        """
+        for request in self._requests.poll():
+            step = self.progress.step
+            if request.refused:
+                self._log.control(request, "refused", step)
+                continue
+            if request.action in ("checkpoint", "stop"):
+                self._log.control(request, "accepted", step)
+            if request.action == "checkpoint":
+                self._save_or_warn()
+            elif request.action == "stop":
+                stop.requested = "request"
+            self._log.control(request, "done", step)
+            if request.action == "abort":
+                raise AbortedError(f"aborted on request after step {step}; nothing was saved")
 
     def _between_steps(self) -> None:
         step, config = self.progress.step, self.config.train

@@ -76,8 +76,8 @@ def test_the_check_of_loaded_modules_sees_torch() -> None:
 def test_single_doors() -> None:
     assert _importers("numba") <= {"numba_numbers.py"}
     assert _importers("llvmlite") <= {"numba_numbers.py"}
-    assert _importers("pynvml") <= {"telemetry.py"}
-    assert _importers("psutil") <= {"telemetry.py"}
+    assert _importers("pynvml") <= {"nvml.py"}
+    assert _importers("psutil") <= {"telemetry.py", "machine.py"}
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}
 

@@ -67,6 +67,7 @@ def run_job(config: Config, job_text: str, *, run_dir: Path | None, resume: str)
     from offloadtrain import closing
     from offloadtrain.assembly import assemble
     from offloadtrain.console import Console
+    from offloadtrain.control import Requests
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
     from offloadtrain.trainer import Trainer
@@ -77,7 +78,7 @@ def run_job(config: Config, job_text: str, *, run_dir: Path | None, resume: str)
     with run, RunLog(run, config, console) as log:
         parts = assemble(config, bar.show)
         bar.end()
-        trainer = Trainer(config, parts, run.checkpoints, log)
+        trainer = Trainer(config, parts, run.checkpoints, log, Requests(run.path))
         if resumes:
             trainer.resume()
         log.started(parts, trainer.progress)

@@ -16,7 +16,8 @@ import pytest
 
 from offloadtrain import telemetry
 from offloadtrain.events import Event, System, from_line, to_line
-from offloadtrain.telemetry import Nvml, Sampler, probe
+from offloadtrain.nvml import Nvml
+from offloadtrain.telemetry import Sampler, probe
 
 GIB = 2**30
 

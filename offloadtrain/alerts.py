@@ -1,0 +1,237 @@
+"""Rules that say when a run needs a person; evaluated in the trainer, so that they work unwatched.
+
+Each rule raises its alert once, and clears it when what it watches has been well for a while: a
+value that trembles around a limit is one alert. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from offloadtrain.events import Alert, GpuSample, Step, System
+from offloadtrain.units import format_bytes, format_duration
+
+SPIKE_SCORE, SPIKE_HISTORY = 8.0, 100
+SLOWER_THAN, WELL_AGAIN = 0.8, 0.9
+STALL_S, STALL_FACTOR = 30.0, 4.0
+LOW_MEMORY, ENOUGH_MEMORY = 0.05, 0.08
+SWAPPED_BYTES = 64 << 20
+SKIPS_IN_A_ROW = 4
+CHECKPOINT_ROOM = 1.2
+_MAD_TO_SIGMA = 1.4826
+
+
+@dataclass(slots=True)
+class _Switch:
+    """An alert that is raised or not; cleared after `patience` good reports in a row."""
+
+    code: str
+    level: str = "warning"
+    patience: int = 1
+    raised: bool = False
+    message: str = ""
+    _good: int = 0
+
+    def report(self, problem: str, step: int | None = None) -> Iterable[Alert]:
+        """`problem`: "" if all is well."""
+        if problem:
+            self._good, self.message = 0, problem
+            if not self.raised:
+                self.raised = True
+                yield self._alert("raised", step)
+        elif self.raised:
+            self._good += 1
+            if self._good >= self.patience:
+                self.raised = False
+                yield self._alert("cleared", step)
+
+    def _alert(self, state: str, step: int | None) -> Alert:
+        return Alert(code=self.code, state=state, message=self.message, level=self.level, step=step)
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What the rules remember of steps."""
+
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_HISTORY))
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    skipped: int = 0
+    last: Step | None = None
+    last_s: float | None = None
+
+
+class Alerts:
+    """All rules of one run. Steps and samples may come from two threads."""
+
+    def __init__(self, emit: Callable[[Alert], None], clock: Callable[[], float]) -> None:
+        """`clock`: monotonic seconds."""
+        self._emit = emit
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._steps = _Steps()
+        self._swap_at_start: int | None = None
+        self._switches: dict[str, _Switch] = {}
+        self._bad_samples: dict[str, int] = {}
+        self._checkpoint_bytes = 0
+
+    def step(self, step: Step) -> None:
+        """A step was tried."""
+        with self._lock:
+            told = list(self._of_step(step))
+        for alert in told:
+            self._emit(alert)
+
+    def system(self, sample: System, free_disk_bytes: int | None = None) -> None:
+        """The machine was looked at, some seconds after the last time."""
+        with self._lock:
+            told = list(self._of_system(sample, free_disk_bytes))
+        for alert in told:
+            self._emit(alert)
+
+    def checkpoint(self, num_bytes: int) -> None:
+        """One was saved: the next will be as large."""
+        self._checkpoint_bytes = num_bytes
+
+    # ---- steps
+
+    def _of_step(self, step: Step) -> Iterable[Alert]:
+        steps, number = self._steps, step.step
+        steps.skipped = steps.skipped + 1 if step.skipped else 0
+        yield from self._switch("stall").report("", number)
+        yield from self._switch("not-finite", "error", 10).report(_not_finite(step), number)
+        yield from self._switch("skips", patience=1).report(_skips(steps.skipped), number)
+        yield from self._switch("loss-scale-floor", "error").report(_floor(step), number)
+        yield from self._switch("loss-spike", patience=20).report(_spike(step, steps), number)
+        steps.rates.append(step.tokens_per_s)
+        yield from self._throughput(number)
+        steps.step_ms.append(step.step_ms)
+        steps.last, steps.last_s = step, self._clock()
+
+    def _throughput(self, number: int) -> Iterable[Alert]:
+        rates = list(self._steps.rates)
+        if len(rates) < 60:
+            return
+        usual, now = statistics.median(rates[:-10]), statistics.median(rates[-10:])
+        switch = self._switch("slower", patience=10)
+        limit = WELL_AGAIN if switch.raised else SLOWER_THAN
+        slow = now < limit * usual
+        text = f"{now:.0f} tokens/s over ten steps, {usual:.0f} before; look for other load"
+        yield from switch.report(text if slow else "", number)
+
+    # ---- the machine
+
+    def _of_system(self, sample: System, free_disk_bytes: int | None) -> Iterable[Alert]:
+        last = self._steps.last
+        number = last.step if last else None
+        yield from self._switch("stall", "error").report(self._stall(), number)
+        yield from self._memory(sample, number)
+        yield from self._swap(sample, number)
+        yield from self._switch("disk", "error").report(self._disk(free_disk_bytes), number)
+        for gpu in sample.gpus:
+            yield from self._gpu(gpu, number)
+
+    def _stall(self) -> str:
+        steps = self._steps
+        if steps.last_s is None or not steps.step_ms:
+            return ""
+        usual_s = statistics.median(steps.step_ms) / 1e3
+        silent_s = self._clock() - steps.last_s
+        if silent_s < max(STALL_S, STALL_FACTOR * usual_s):
+            return ""
+        return (
+            f"no step for {format_duration(silent_s)}, and a step takes {format_duration(usual_s)}"
+        )
+
+    def _memory(self, sample: System, number: int | None) -> Iterable[Alert]:
+        switch = self._switch("host-memory", "error")
+        limit = ENOUGH_MEMORY if switch.raised else LOW_MEMORY
+        total, available = sample.host_total_bytes, sample.host_available_bytes
+        low = 0 < total and 0 < available < limit * total
+        text = (
+            f"{format_bytes(available)} of {format_bytes(total)} of host memory are available: the "
+            "kernel may end the run; free memory, or take a narrower optim.state"
+        )
+        yield from switch.report(text if low else "", number)
+
+    def _swap(self, sample: System, number: int | None) -> Iterable[Alert]:
+        if self._swap_at_start is None:
+            self._swap_at_start = sample.swap_used_bytes
+        grown = sample.swap_used_bytes - self._swap_at_start
+        text = f"{format_bytes(grown)} were swapped out since the run began: steps will be slow"
+        yield from self._switch("swap").report(text if grown > SWAPPED_BYTES else "", number)
+
+    def _disk(self, free_bytes: int | None) -> str:
+        needed = CHECKPOINT_ROOM * self._checkpoint_bytes
+        if free_bytes is None or free_bytes >= needed:
+            return ""
+        return (
+            f"{format_bytes(free_bytes)} are free on the disk, and the next checkpoint needs "
+            f"{format_bytes(needed)}: free some, or lower train.keep_last"
+        )
+
+    def _gpu(self, gpu: GpuSample, number: int | None) -> Iterable[Alert]:
+        """Only what lasts: a link is narrow and clocks are low wherever a GPU rests."""
+        busy = (gpu.utilization_percent or 0.0) > 50.0
+        if not busy:
+            return
+        for code, problem in (("link", _narrow(gpu)), ("throttle", gpu.throttle)):
+            switch = self._switch(f"{code}-gpu{gpu.index}", patience=3)
+            text = f"GPU {gpu.index}: {problem}" if problem else ""
+            yield from self._after_three(switch, text, number)
+
+    def _after_three(self, switch: _Switch, text: str, number: int | None) -> Iterable[Alert]:
+        count = self._bad_samples.get(switch.code, 0) + 1 if text else 0
+        self._bad_samples[switch.code] = count
+        if not text or count >= 3:
+            yield from switch.report(text, number)
+
+    def _switch(self, code: str, level: str = "warning", patience: int = 1) -> _Switch:
+        return self._switches.setdefault(code, _Switch(code, level, patience))
+
+
+def _not_finite(step: Step) -> str:
+    return "" if math.isfinite(step.loss) else f"the loss of step {step.step} is {step.loss}"
+
+
+def _skips(count: int) -> str:
+    if count < SKIPS_IN_A_ROW:
+        return ""
+    return f"{count} steps in a row were skipped: gradients are not finite"
+
+
+def _floor(step: Step) -> str:
+    if step.loss_scale is None or step.loss_scale > 1.0:
+        return ""
+    return f"the loss scale has fallen to {step.loss_scale:g}: fp16 is too narrow for this run"
+
+
+def _spike(step: Step, steps: _Steps) -> str:
+    """By a robust score against the last losses, which then take this one up."""
+    losses = list(steps.losses)
+    if math.isfinite(step.loss):
+        steps.losses.append(step.loss)
+    if len(losses) < 30 or not math.isfinite(step.loss):
+        return ""
+    middle = statistics.median(losses)
+    spread = statistics.median(abs(loss - middle) for loss in losses) * _MAD_TO_SIGMA
+    spread = max(spread, 1e-3 * abs(middle))
+    score = (step.loss - middle) / spread if spread else 0.0
+    if score < SPIKE_SCORE:
+        return ""
+    return f"loss {step.loss:.4g} at step {step.step}, {middle:.4g} before (score {score:.0f})"
+
+
+def _narrow(gpu: GpuSample) -> str:
+    width, most = gpu.pcie_width, gpu.pcie_width_max
+    generation, best = gpu.pcie_generation, gpu.pcie_generation_max
+    if width is not None and most is not None and width < most:
+        return f"its link has {width} lanes of {most}"
+    if generation is not None and best is not None and generation < best:
+        return f"its link runs at PCIe {generation} of {best}"
+    return ""

@@ -1,0 +1,94 @@
+"""Requests from outside to a running job: files in its folder, looked for between two steps.
+
+    control/<time>-<random>.json        {"action": "checkpoint", "message": "", …}
+    control/done/                       what has been answered
+
+Whoever may write the folder may ask; nothing in a request is run or followed. One `stat` per step
+tells that there is nothing new.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ACTIONS = ("checkpoint", "stop", "abort", "note", "acknowledge")
+_MOST_BYTES = 1 << 16
+_MOST_AT_ONCE = 100
+_SETTLED_S = 0.1
+"""A folder's time is that of a clock that ticks some hundred times a second: what was changed so
+recently may change again without another time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody asks; `refused` says why it will not be done."""
+
+    id: str
+    action: str
+    message: str = ""
+    refused: str = ""
+
+
+class Requests:
+    """The control folder of one run."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / "control"
+        self._done = self._folder / "done"
+        self._done.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._seen_ns = 0
+
+    def poll(self) -> list[Request]:
+        """New requests, the oldest first; each is moved away and handed out once."""
+        try:
+            changed_ns = os.stat(self._folder).st_mtime_ns
+        except OSError:  # somebody removed it: then nobody asks
+            return []
+        if changed_ns == self._seen_ns:
+            return []
+        found = [self._take(path) for path in sorted(self._folder.glob("*.json"))[:_MOST_AT_ONCE]]
+        settled = not found and time.time_ns() - changed_ns > _SETTLED_S * 1e9
+        self._seen_ns = changed_ns if settled else 0
+        return found
+
+    def _take(self, path: Path) -> Request:
+        """Read it, and put it away whatever it says."""
+        try:
+            return _understood(path.stem, _read(path))
+        except (OSError, ValueError, RecursionError) as error:
+            return Request(path.stem[:80], "unknown", refused=f"it cannot be read: {error}")
+        finally:
+            self._put_away(path)
+
+    def _put_away(self, path: Path) -> None:
+        try:
+            path.rename(self._done / path.name)
+        except OSError:
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Any:
+    """Raises OSError or ValueError for anything but a small file of this user's own."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MOST_BYTES:
+            raise ValueError("it is no small file")
+        if facts.st_uid not in (os.getuid(), 0):
+            raise ValueError(f"it belongs to user {facts.st_uid}")
+        return json.loads(file.read(_MOST_BYTES))
+
+
+def _understood(id: str, asked: Any) -> Request:
+    if not isinstance(asked, dict):
+        raise ValueError("it is no JSON object")
+    action, message = asked.get("action"), asked.get("message", "")
+    if action not in ACTIONS:
+        return Request(id[:80], str(action)[:40], refused=f"there are only {', '.join(ACTIONS)}")
+    return Request(id[:80], action, str(message)[:1000])

@@ -1,0 +1,195 @@
+"""NVIDIA GPUs through NVML: the only door to the module `pynvml`.
+
+Nothing here may fail who asks. A library that is missing, has no driver, or refuses a question is a
+state with a reason. Devices are known by their UUID: NVML's index is not CUDA's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from offloadtrain.events import GpuSample
+
+_PCIE_COUNTERS = (197, 198)
+"""NVML_FI_DEV_PCIE_COUNT_TX_BYTES and …_RX_BYTES."""
+
+_WIDE = (2, 3)
+"""Value types of 64 bits: unsigned long on Linux, and unsigned long long."""
+
+_THROTTLES = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+_NVML_STATES = {
+    4: "NVML: this user may not ask the driver",
+    9: "the NVIDIA driver is not loaded",
+    12: "no NVIDIA driver on this machine (libnvidia-ml is missing)",
+    13: "the NVIDIA driver is too old for NVML",
+    15: "a GPU is lost: the machine must be restarted",
+    18: "the NVIDIA driver was updated and is not loaded yet: the machine must be restarted",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU as NVML tells; None is what it would not tell, `index` is NVML's."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+
+
+class Nvml:
+    """NVML behind guarded calls.
+
+    Attributes:
+        state: "" if every GPU could be opened, otherwise why not.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Any] = lambda: import_module("pynvml"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`load`: returns the module `pynvml`. `clock`: seconds."""
+        self._clock = clock
+        self._module: Any = None
+        self._handles: dict[int, Any] = {}
+        self._counted: dict[tuple[int, int], tuple[float, int]] = {}
+        """(GPU, field) → when its counter was read last, and what it was."""
+        self.state = self._start(load)
+
+    def _start(self, load: Callable[[], Any]) -> str:
+        try:
+            module = load()
+            module.nvmlInit()
+            count = int(module.nvmlDeviceGetCount())
+        except ImportError as error:
+            return f"the module pynvml is not installed ({error})"
+        except Exception as error:  # NVMLError classes are made at run time, one per code
+            return _nvml_state(error)
+        self._module = module
+        lost = [f"GPU {i}: {why}" for i in range(count) if (why := self._open(i))]
+        return "; ".join(lost) if count else "NVML sees no GPU"
+
+    def _open(self, index: int) -> str:
+        """Return why this GPU cannot be asked, "" if it can."""
+        try:
+            self._handles[index] = self._module.nvmlDeviceGetHandleByIndex(index)
+        except Exception as error:
+            return _nvml_state(error)
+        return ""
+
+    def ask(self, function: str, *args: Any) -> Any:
+        """The answer of one NVML call, None where it is not supported."""
+        if self._module is None:
+            return None
+        try:
+            return getattr(self._module, function)(*args)
+        except Exception:  # a card that does not answer one question answers the others
+            return None
+
+    def driver(self) -> str:
+        return _text(self.ask("nvmlSystemGetDriverVersion"))
+
+    def describe(self) -> tuple[Gpu, ...]:
+        """What does not change."""
+        return tuple(self._describe(i, handle) for i, handle in self._handles.items())
+
+    def sample(self) -> tuple[GpuSample, ...]:
+        """Memory, load, power, temperature and link now; takes about a millisecond per GPU."""
+        return tuple(self._sample(i, handle) for i, handle in self._handles.items())
+
+    def _describe(self, index: int, handle: Any) -> Gpu:
+        memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
+        return Gpu(
+            index=index,
+            name=_text(self.ask("nvmlDeviceGetName", handle)),
+            uuid=_text(self.ask("nvmlDeviceGetUUID", handle)),
+            memory_bytes=None if memory is None else int(memory.total),
+            **_link(self.ask, handle),
+        )
+
+    def _pcie_rates(self, index: int, handle: Any) -> tuple[float | None, float | None]:
+        """Bytes per second that the GPU has sent and received since the last sample.
+
+        From the byte counters: NVML's own rate blocks for 20 ms per direction.
+        """
+        values = self.ask("nvmlDeviceGetFieldValues", handle, list(_PCIE_COUNTERS))
+        if values is None:
+            return None, None
+        sent, received = (self._rate(index, value) for value in values)
+        return sent, received
+
+    def _rate(self, index: int, value: Any) -> float | None:
+        # 32-bit counters wrap several times a second at the speed of a bus: they tell nothing.
+        if value.nvmlReturn != 0 or value.valueType not in _WIDE:
+            return None
+        now, count = self._clock(), int(value.value.ullVal)
+        key = (index, int(value.fieldId))
+        before = self._counted.get(key)
+        self._counted[key] = (now, count)
+        if before is None or now <= before[0] or count < before[1]:
+            return None
+        return (count - before[1]) / (now - before[0])
+
+    def _throttle(self, handle: Any) -> str:
+        """Why the clocks are held back, in words; "" if they are not."""
+        reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:
+            reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        held = [word for bit, word in _THROTTLES.items() if (reasons or 0) & bit]
+        return ", ".join(held)
+
+    def _sample(self, index: int, handle: Any) -> GpuSample:
+        memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
+        load = self.ask("nvmlDeviceGetUtilizationRates", handle)
+        milliwatts = self.ask("nvmlDeviceGetPowerUsage", handle)
+        celsius = self.ask("nvmlDeviceGetTemperature", handle, 0)
+        rates = self._pcie_rates(index, handle)
+        return GpuSample(
+            **_link(self.ask, handle),
+            throttle=self._throttle(handle),
+            pcie_tx_bytes_per_s=rates[0],
+            pcie_rx_bytes_per_s=rates[1],
+            index=index,
+            name=_text(self.ask("nvmlDeviceGetName", handle)),
+            uuid=_text(self.ask("nvmlDeviceGetUUID", handle)),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            utilization_percent=None if load is None else float(load.gpu),
+            power_w=None if milliwatts is None else milliwatts / 1e3,
+            temperature_c=None if celsius is None else float(celsius),
+        )
+
+
+def _nvml_state(error: Exception) -> str:
+    return _NVML_STATES.get(getattr(error, "value", 0), f"NVML: {error}")
+
+
+def _link(ask: Callable[..., Any], handle: Any) -> dict[str, int | None]:
+    return {
+        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+        "pcie_generation_max": ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+        "pcie_width_max": ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

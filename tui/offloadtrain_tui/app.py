@@ -1,0 +1,409 @@
+"""The monitor: a reader thread's snapshots, one state, nine screens.
+
+Everything that is seen follows from one `Shown`. It changes when the reader has news, when the
+clock has moved a second, or when a key is pressed; then the panel that is seen is given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher, Footer, Static
+
+from offloadtrain import events
+from offloadtrain_tui import requests, runs
+from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
+from offloadtrain_tui.dialogs import Ask, Confirm, Raw
+from offloadtrain_tui.history import History, View
+from offloadtrain_tui.listing import list_runs
+from offloadtrain_tui.machine import MachineSampler
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.panels.events import EventsPanel
+from offloadtrain_tui.panels.job import JobPanel
+from offloadtrain_tui.panels.memory import MemoryPanel
+from offloadtrain_tui.panels.overview import Overview
+from offloadtrain_tui.panels.plots import PlotsPanel
+from offloadtrain_tui.panels.ranks import Ranks
+from offloadtrain_tui.panels.runs import RunsPanel
+from offloadtrain_tui.panels.timeline import TimelinePanel
+from offloadtrain_tui.panels.transfers import Transfers
+from offloadtrain_tui.runs import RunPath
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.source import Reader, Snapshot
+from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.themes import COLOR_BLIND
+from offloadtrain_tui.widgets.styles import STATE_COLORS
+
+PANELS: dict[str, type[Panel]] = {
+    "overview": Overview,
+    "memory": MemoryPanel,
+    "transfers": Transfers,
+    "timeline": TimelinePanel,
+    "plots": PlotsPanel,
+    "ranks": Ranks,
+    "events": EventsPanel,
+    "job": JobPanel,
+    "runs": RunsPanel,
+}
+WIDE, NARROW, SHORT = 160, 100, 30
+RUNS_EVERY_S = 3.0
+
+
+class Monitor(App[None]):
+    """Watches runs; the only thing it writes are requests, when a person asks for them."""
+
+    class News(Message):
+        """The reader has read something."""
+
+    class Sampled(Message):
+        """The machine was looked at."""
+
+        def __init__(self, system: events.System) -> None:
+            super().__init__()
+            self.system = system
+
+    class Listed(Message):
+        """The folder of runs was looked at."""
+
+        def __init__(self, rows: list[object]) -> None:
+            super().__init__()
+            self.rows = rows
+
+    CSS_PATH = "monitor.tcss"
+    TITLE = "offloadtrain"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(str(number), f"panel('{name}')", name, show=number in (1, 2, 3, 4, 5, 7, 9))
+            for number, name in enumerate(PANELS, 1)
+        ),
+        Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
+        Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
+        Binding("comma", "move(-100)", "100 back", show=False),
+        Binding("full_stop", "move(100)", "100 on", show=False),
+        Binding("left_curly_bracket", "jump(-1)", "last mark", key_display="{", show=False),
+        Binding("right_curly_bracket", "jump(1)", "next mark", key_display="}", show=False),
+        Binding("g", "step", "go to step", show=False),
+        Binding("end", "live", "live", show=False),
+        Binding("space", "pause", "pause", show=False),
+        Binding("plus,equals_sign", "zoom(1)", "zoom in", show=False),
+        Binding("minus", "zoom(-1)", "zoom out", show=False),
+        Binding("y", "log_axis", "log axis", show=False),
+        Binding("m", "mean", "mean", show=False),
+        Binding("tab", "next_run", "next run", show=False, priority=True),
+        Binding("c", "checkpoint", "checkpoint"),
+        Binding("S", "stop", "stop"),
+        Binding("n", "note", "note", show=False),
+        Binding("a", "acknowledge", "acknowledge", show=False),
+        Binding("ctrl+s", "screenshot", "screenshot", show=False),
+        Binding("question_mark", "show_help_panel", "help", key_display="?"),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(
+        self,
+        found: list[RunPath],
+        *,
+        runs_dir: Path = Path("runs"),
+        clock: Clock | None = None,
+        readonly: bool = False,
+        watch_machine: bool = True,
+    ) -> None:
+        super().__init__()
+        self.clock: Clock = clock or LiveClock()
+        self.runs_dir = runs_dir
+        self.reader = Reader(found, self.clock, lambda: self.post_message(self.News()))
+        self._selected = 0
+        self._beside: set[Path] = set()
+        self._snapshots: list[Snapshot] = []
+        self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
+        self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
+        self.first_panel = "overview"
+        self._listed = False
+        empty = Snapshot("no run", None, (View.at(History()),), "unknown")
+        self.shown = Shown(empty, self.clock.now_s(), readonly=readonly)
+
+    # ---- life
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="headline")
+        yield Static(id="numbers")
+        yield Static(id="when")
+        with ContentSwitcher(initial="overview", id="panels"):
+            for name, panel in PANELS.items():
+                yield panel(id=name)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.register_theme(COLOR_BLIND)
+        self.reader.start()
+        if self._watch_machine:
+            self._machine.start()
+        self.set_interval(1.0 if not isinstance(self.clock, ReplayClock) else 0.25, self._tick)
+        self.set_interval(RUNS_EVERY_S, self._look_for_runs)
+        self._look_for_runs()
+        if self.first_panel != "overview":
+            self.action_panel(self.first_panel)
+
+    def on_unmount(self) -> None:
+        self.reader.close()
+        self._machine.close()
+
+    def on_resize(self) -> None:
+        width, height = self.size
+        self.screen.set_class(width >= WIDE, "wide")
+        self.screen.set_class(width < NARROW, "narrow")
+        self.screen.set_class(height < SHORT, "short")
+
+    # ---- news
+
+    def on_monitor_news(self) -> None:
+        self._snapshots = self.reader.take()
+        self._show()
+
+    def on_monitor_sampled(self, message: Monitor.Sampled) -> None:
+        self.shown = replace(self.shown, machine=message.system)
+        self._show()
+
+    def on_monitor_listed(self, message: Monitor.Listed) -> None:
+        self._listed = True
+        self.query_one(RunsPanel).list_runs(message.rows)  # type: ignore[arg-type]
+
+    @property
+    def is_settled(self) -> bool:
+        """Everything that was there at the start has been read."""
+        sampled = self.shown.machine is not None or not self._watch_machine
+        logs = not self.reader.readers or (
+            bool(self._snapshots) and all(one.whole for one in self._snapshots)
+        )
+        return self._listed and sampled and logs
+
+    def settle(self) -> None:
+        """Draw what is known now."""
+        self._tick()
+
+    def _tick(self) -> None:
+        self._snapshots = self.reader.take()
+        self._show()
+
+    def _look_for_runs(self) -> None:
+        """Off this thread: a folder of a hundred runs on a slow disk takes its time."""
+
+        def look() -> None:
+            rows: list[object] = [*list_runs(self.runs_dir, self.clock.now_s())]
+            self.post_message(self.Listed(rows))
+
+        self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
+
+    def _show(self) -> None:
+        """Bring the screen to the newest state."""
+        if self._snapshots:
+            self._selected = min(self._selected, len(self._snapshots) - 1)
+            chosen = self._snapshots[self._selected]
+            others = tuple(
+                one
+                for one in self._snapshots
+                if one is not chosen and (one.folder is None or one.folder in self._beside)
+            )
+            self.shown = replace(self.shown, snapshot=chosen, others=others)
+        now_s = self.clock.now_s()
+        at_s = now_s if isinstance(self.clock, ReplayClock) else None
+        self.shown = replace(self.shown, now_s=now_s, at_s=at_s)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        variables = self.theme_variables
+        colors = {state: variables.get(name, "") for state, name in STATE_COLORS.items()}
+        with self.batch_update():
+            self._line("headline", headline(self.shown, colors))
+            self._line("numbers", numbers(self.shown))
+            text = when(self.shown)
+            self.query_one("#when").display = bool(text.plain)
+            self._line("when", text)
+            self.panel.show(self.shown)
+
+    def _line(self, name: str, text: Text) -> None:
+        widget = self.query_one(f"#{name}", Static)
+        if widget.content != text:
+            widget.update(text)
+
+    @property
+    def panel(self) -> Panel:
+        switcher = self.query_one(ContentSwitcher)
+        return switcher.query_one(f"#{switcher.current}", Panel)
+
+    # ---- keys
+
+    def action_panel(self, name: str) -> None:
+        self.query_one(ContentSwitcher).current = name
+        self._refresh()
+        focusable = self.panel.query("DataTable")
+        if self.panel.can_focus:
+            self.panel.focus()
+        elif focusable:
+            focusable.first().focus()
+        else:
+            self.set_focus(None)
+
+    def _change(self, shown: Shown) -> None:
+        self.shown = shown
+        self._refresh()
+
+    def action_move(self, by: int) -> None:
+        if isinstance(self.clock, ReplayClock):
+            self._replay_to(self.shown.moved(by))
+        else:
+            self._change(self.shown.moved(by))
+
+    def action_jump(self, direction: int) -> None:
+        if isinstance(self.clock, ReplayClock):
+            self._replay_to(self.shown.jumped(direction))
+        else:
+            self._change(self.shown.jumped(direction))
+
+    def _replay_to(self, shown: Shown) -> None:
+        assert isinstance(self.clock, ReplayClock)
+        moment = shown.moment_s
+        self.clock.move(self.clock.end_s if shown.cursor is None or moment is None else moment)
+        self._show()
+
+    def action_live(self) -> None:
+        if isinstance(self.clock, ReplayClock):
+            self.clock.move(self.clock.end_s)
+        self._change(replace(self.shown, cursor=None))
+
+    def action_pause(self) -> None:
+        """A replay stands still; a live run is held at its newest step."""
+        if isinstance(self.clock, ReplayClock):
+            self.clock.pause(not self.clock.paused)
+        elif self.shown.cursor is not None:
+            self.action_live()
+        elif self.shown.newest.length:
+            self._change(replace(self.shown, cursor=self.shown.newest.length - 1))
+
+    def action_step(self) -> None:
+        def go(answer: str | None) -> None:
+            if answer and answer.strip().isdigit():
+                self._go_to_step(int(answer))
+
+        self.push_screen(Ask("go to step"), go)
+
+    def _go_to_step(self, step: int) -> None:
+        view = self.shown.newest
+        numbers = view.history.steps.values[: view.length]
+        if numbers:
+            nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
+            self._change(replace(self.shown, cursor=nearest))
+
+    def action_zoom(self, by: int) -> None:
+        self._change(self.shown.zoomed(by))
+
+    def action_log_axis(self) -> None:
+        self._change(replace(self.shown, log=not self.shown.log))
+
+    def action_mean(self) -> None:
+        self._change(replace(self.shown, smooth=not self.shown.smooth))
+
+    def action_next_run(self) -> None:
+        if self._snapshots:
+            self._selected = (self._selected + 1) % len(self._snapshots)
+            self.shown = replace(self.shown, cursor=None)
+            self._show()
+
+    def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
+        self.notify(f"saved {self.save_screenshot(filename, path)}")
+
+    # ---- requests
+
+    def action_checkpoint(self) -> None:
+        self._request("save a checkpoint after this step?", {"checkpoint": "save"})
+
+    def action_stop(self) -> None:
+        choices = {"stop": "stop after this step, with a checkpoint", "abort": "abort, without"}
+        self._request("end the run?", choices)
+
+    def action_note(self) -> None:
+        def send(text: str | None) -> None:
+            if text:
+                self._send("note", text)
+
+        if self._may_ask():
+            self.push_screen(Ask("a note for the run's log"), send)
+
+    def action_acknowledge(self) -> None:
+        alerts = self.shown.view.active_alerts()
+        if alerts and self._may_ask():
+            self._send("acknowledge", alerts[-1].code)
+
+    def _request(self, question: str, choices: dict[str, str]) -> None:
+        def send(answer: str | None) -> None:
+            if answer:
+                self._send(answer)
+
+        if self._may_ask():
+            name = self.shown.snapshot.name
+            self.push_screen(Confirm(f"{name}: {question}", choices), send)
+
+    def _may_ask(self) -> bool:
+        snapshot = self.shown.snapshot
+        if self.shown.readonly:
+            self.notify("--readonly: nothing is asked of the run", severity="warning")
+        elif snapshot.folder is None or snapshot.state not in runs.ALIVE:
+            self.notify(f"the run is not running ({snapshot.state})", severity="warning")
+        else:
+            return True
+        return False
+
+    def _send(self, action: str, message: str = "") -> None:
+        folder = self.shown.snapshot.folder
+        if folder is None:
+            return
+        try:
+            requests.write(folder, action, message)
+        except requests.RequestError as error:
+            self.notify(str(error), severity="error")
+        else:
+            self.notify(f"{action}: asked; the answer is an event")
+
+    # ---- from the panels
+
+    def on_events_panel_chosen(self, message: EventsPanel.Chosen) -> None:
+        if message.jump:
+            self._change(self.shown.to_time(message.moment.time_s))
+        else:
+            self.push_screen(Raw(message.moment))
+
+    def on_runs_panel_asked(self, message: RunsPanel.Asked) -> None:
+        if message.beside:
+            self._beside ^= {message.folder}
+        self.reader.add(runs.open_run(message.folder))
+        if not message.beside:
+            folders = [reader.run.folder for reader in self.reader.readers]
+            self._selected = folders.index(message.folder)
+            self._snapshots = self.reader.read_newest()
+            self.shown = replace(self.shown, cursor=None)
+            self.action_panel("overview")
+        self._show()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        yield from super().get_system_commands(screen)
+        for number, name in enumerate(PANELS, 1):
+            yield SystemCommand(
+                f"Screen {number}: {name}", "", lambda name=name: self.action_panel(name)
+            )
+        for title, action in (
+            ("Save a checkpoint", self.action_checkpoint),
+            ("Stop or abort the run", self.action_stop),
+            ("Write a note into the log", self.action_note),
+            ("Go to a step", self.action_step),
+            ("Back to live", self.action_live),
+        ):
+            yield SystemCommand(title, "", action)

@@ -1,0 +1,51 @@
+"""The one clock of a monitor: live, of a replay, or of a test."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Unix seconds as the screen knows them."""
+
+    def now_s(self) -> float: ...
+
+
+class LiveClock:
+    """The time of the machine."""
+
+    def now_s(self) -> float:
+        return time.time()
+
+
+class ReplayClock:
+    """Runs over a recorded stretch of time, at a speed, and can be paused and moved."""
+
+    def __init__(self, start_s: float, end_s: float, *, speed: float = 1.0) -> None:
+        self.start_s, self.end_s, self.speed = start_s, end_s, speed
+        self.paused = False
+        self._at_s = start_s
+        self._since = time.monotonic()
+
+    def now_s(self) -> float:
+        moved = 0.0 if self.paused else (time.monotonic() - self._since) * self.speed
+        return min(self._at_s + moved, self.end_s)
+
+    def move(self, to_s: float) -> None:
+        """Go on from there."""
+        self._at_s, self._since = min(max(to_s, self.start_s), self.end_s), time.monotonic()
+
+    def pause(self, paused: bool) -> None:
+        self.move(self.now_s())
+        self.paused = paused
+
+
+class ManualClock:
+    """Stands still until it is moved."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.value_s = now_s
+
+    def now_s(self) -> float:
+        return self.value_s

@@ -1,0 +1,114 @@
+"""`offloadtrain tui`: Textual is imported here and nowhere before."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from offloadtrain_tui import runs
+from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
+from offloadtrain_tui.source import Reader
+
+ONCE_SIZE = (120, 40)
+
+
+def tui(
+    run: Annotated[list[Path] | None, Parameter(negative="")] = None,
+    /,
+    *,
+    runs_dir: Path = Path("runs"),
+    once: Annotated[bool, Parameter(negative="")] = False,
+    screenshot: Path | None = None,
+    replay: Annotated[bool, Parameter(negative="")] = False,
+    speed: float = 8.0,
+    readonly: Annotated[bool, Parameter(negative="")] = False,
+    screen: str = "overview",
+    theme: str = "",
+    size: str = "",
+) -> int:
+    """Watch runs: the newest by default, also finished ones and several at once.
+
+    Without a run it shows this machine and its GPUs. Keys: 1-9 screens, [ ] steps, { } marks, End
+    live, c checkpoint, S stop, ? help, q quit.
+
+    Parameters
+    ----------
+    run
+        Run folders, folders of runs (their newest is meant), or event files.
+    runs_dir
+        Where the list of runs looks.
+    once
+        Print one frame and exit.
+    screenshot
+        Write one frame as SVG and exit.
+    replay
+        Play a run from its beginning.
+    speed
+        Of a replay, against the run's own time.
+    readonly
+        Ask nothing of the run.
+    screen
+        The first screen: overview, memory, transfers, timeline, plots, ranks, events, job or runs.
+    theme
+        A theme of Textual, "color-blind-safe", or "ansi-dark" for the terminal's own colors.
+    size
+        Of the frame for --once and --screenshot, as 160x45.
+    """
+    from offloadtrain_tui.app import PANELS, Monitor
+
+    if screen not in PANELS:
+        return _refuse(f"--screen {screen}: there are {', '.join(PANELS)}")
+    try:
+        found = runs.find(run or [], runs_dir)
+    except runs.RunError as error:
+        return _refuse(str(error))
+    clock: Clock = LiveClock()
+    if replay:
+        if not found:
+            return _refuse("--replay: there is no run to replay")
+        clock = _replay_clock(found[0], speed)
+    app = Monitor(found, runs_dir=runs_dir, clock=clock, readonly=readonly)
+    if theme:
+        if theme not in (*app.available_themes, "color-blind-safe"):
+            return _refuse(f"--theme {theme}: there are {', '.join(sorted(app.available_themes))}")
+        app.call_later(setattr, app, "theme", theme)
+    if once or screenshot is not None:
+        from offloadtrain_tui.frame import frame
+
+        width, height = _parsed(size)
+        text, svg = asyncio.run(frame(app, screen, width, height))
+        if screenshot is not None:
+            screenshot.write_text(svg)
+            print(screenshot)
+        else:
+            print(text)
+        return 0
+    if not sys.stdout.isatty():
+        return _refuse("stdout is no terminal: use --once, --screenshot, or `offloadtrain status`")
+    app.first_panel = screen
+    app.run()
+    return app.return_code or 0
+
+
+def _replay_clock(run: runs.RunPath, speed: float) -> ReplayClock:
+    snapshot = Reader([run], LiveClock(), lambda: None).read_once()[0]
+    history = snapshot.first.history
+    return ReplayClock(history.first_time_s, history.last_time_s, speed=speed)
+
+
+def _parsed(size: str) -> tuple[int, int]:
+    if not size:
+        return ONCE_SIZE
+    width, _, height = size.partition("x")
+    if not (width.isdigit() and height.isdigit()):
+        raise SystemExit(_refuse(f"--size {size}: give columns and lines as 160x45"))
+    return min(max(int(width), 40), 400), min(max(int(height), 12), 200)
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2

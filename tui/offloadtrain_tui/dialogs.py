@@ -1,0 +1,86 @@
+"""Questions and long texts over the screen."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+from rich.syntax import Syntax
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static
+
+from offloadtrain_tui.history import Moment
+from offloadtrain_tui.text import clean
+
+
+class Confirm(ModalScreen[str]):
+    """Asks once; the answer is the chosen button's name, "" for none."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
+
+    def __init__(self, question: str, choices: dict[str, str]) -> None:
+        """`choices`: answer → what its button says; the first one is the least harmful."""
+        super().__init__()
+        self._question = question
+        self._choices = choices
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(self._question)
+            with Horizontal():
+                for answer, text in self._choices.items():
+                    danger = answer in ("stop", "abort")
+                    yield Button(text, id=answer, variant="error" if danger else "primary")
+                yield Button("cancel", id="cancel")
+
+    def on_mount(self) -> None:
+        self.query_one("#cancel", Button).focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss("" if event.button.id == "cancel" else event.button.id or "")
+
+
+class Ask(ModalScreen[str]):
+    """A line of text; "" for none."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(self._question)
+            yield Input()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value)
+
+
+class Raw(ModalScreen[None]):
+    """A record as it is in the log."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "dismiss", "close")]
+
+    def __init__(self, moment: Moment) -> None:
+        super().__init__()
+        self._moment = moment
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog wide"):
+            yield Static(Text(f"{self._moment.kind}, rank {self._moment.rank}", "bold"))
+            yield Static(Syntax(pretty(self._moment.raw), "json", word_wrap=True))
+
+
+def pretty(raw: bytes) -> str:
+    """JSON on several lines; whatever else it is, as it is."""
+    try:
+        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=True)
+    except (ValueError, RecursionError):
+        text = raw.decode(errors="replace")
+    return "\n".join(clean(line, 4000) for line in text[:200_000].splitlines())

@@ -1,0 +1,29 @@
+"""One frame of the monitor without a terminal: as text, and as SVG."""
+
+from __future__ import annotations
+
+import asyncio
+
+from offloadtrain_tui.app import Monitor
+
+_SETTLE_S, _MOST_S = 0.05, 10.0
+
+
+async def frame(app: Monitor, screen: str, width: int, height: int) -> tuple[str, str]:
+    """Run the app without a terminal until everything is read and drawn."""
+    async with app.run_test(size=(width, height)) as pilot:
+        app.action_panel(screen)
+        waited_s = 0.0
+        while waited_s < _MOST_S and not app.is_settled:
+            await asyncio.sleep(_SETTLE_S)
+            waited_s += _SETTLE_S
+        await pilot.pause()
+        app.settle()
+        await pilot.pause()
+        return screen_text(app), app.export_screenshot()
+
+
+def screen_text(app: Monitor) -> str:
+    """The screen as lines of text."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join(strip.text.rstrip() for strip in strips)

@@ -1,0 +1,64 @@
+"""A line per run of a folder, from the ends of their logs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offloadtrain_tui import runs
+from offloadtrain_tui.history import History, View
+
+_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run as a list shows it; None is what its log does not tell."""
+
+    folder: Path
+    state: str
+    step: int
+    total: int | None
+    loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    last_s: float | None
+
+
+def list_runs(runs_dir: Path, now_s: float, most: int = 200) -> list[RunRow]:
+    """The runs of a folder, the newest first."""
+    return [row_of(folder, now_s) for folder in runs.all_runs(runs_dir)[:most]]
+
+
+def row_of(folder: Path, now_s: float) -> RunRow:
+    """From the first and the last records of rank 0."""
+    view = View.at(_glance(folder))
+    return RunRow(
+        folder=folder,
+        state=runs.state_of(view, runs.is_alive(folder), now_s),
+        step=view.step,
+        total=view.total_steps,
+        loss=view.last("loss"),
+        val_loss=view.val_loss,
+        tokens_per_s=view.last("tokens_per_s"),
+        last_s=view.step_time_s,
+    )
+
+
+def _glance(folder: Path) -> History:
+    history = History()
+    logs = runs.open_run(folder).logs
+    if not logs:
+        return history
+    with suppress(OSError), open(logs[0], "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        head = log.read(_HEAD_BYTES)
+        lines = head.split(b"\n")[:-1] if size > len(head) else head.split(b"\n")
+        if size > _HEAD_BYTES:
+            log.seek(max(size - _TAIL_BYTES, _HEAD_BYTES))
+            lines += log.read(_TAIL_BYTES).split(b"\n")[1:]
+        for line in lines:
+            history.feed_line(line)
+    return history

@@ -1,0 +1,61 @@
+"""This machine, looked at by the monitor itself: host memory, and GPUs through NVML; no torch.
+
+On a thread of its own: drivers answer late, or never.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import psutil
+
+from offloadtrain.events import System
+from offloadtrain.nvml import Nvml
+
+SAMPLE_S = 1.0
+
+
+class MachineSampler:
+    """Hands a sample to `on_sample` every second; nothing that fails here reaches the screen's
+    thread."""
+
+    def __init__(
+        self,
+        on_sample: Callable[[System], object],
+        *,
+        interval_s: float = SAMPLE_S,
+        make_nvml: Callable[[], Nvml] = Nvml,
+    ) -> None:
+        self._on_sample = on_sample
+        self._interval_s = interval_s
+        self._make_nvml = make_nvml
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="machine-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Does not wait for a driver that hangs."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        nvml = self._make_nvml()
+        while not self._ended.is_set():
+            self._on_sample(sample(nvml))
+            self._ended.wait(self._interval_s)
+
+
+def sample(nvml: Nvml) -> System:
+    """The machine now; of this process only what belongs to no run: nothing."""
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    return System(
+        cpu_percent=psutil.cpu_percent(),
+        rss_bytes=0,
+        host_available_bytes=int(memory.available),
+        host_total_bytes=int(memory.total),
+        swap_used_bytes=int(swap.used),
+        gpus=nvml.sample(),
+        gpu_state=nvml.state,
+    )

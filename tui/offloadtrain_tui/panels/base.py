@@ -1,0 +1,17 @@
+"""What all screens are."""
+
+from __future__ import annotations
+
+from textual.containers import Container
+
+from offloadtrain_tui.shown import Shown
+
+
+class Panel(Container):
+    """A screen: shows what it is given."""
+
+    DEFAULT_CSS = "Panel { height: 1fr; }"
+
+    def show(self, shown: Shown) -> None:
+        """Only called while the panel is seen."""
+        raise NotImplementedError

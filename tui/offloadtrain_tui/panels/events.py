@@ -1,0 +1,97 @@
+"""7: what happened: a list with a filter, newest first, and each record as it is in the log."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import DataTable, Input
+
+from offloadtrain_tui.history import Moment
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.widgets.table import Cell, fill
+
+COLUMNS = ("time", "step", "rank", "kind", "what")
+MOST = 500
+_STYLES = {"good": "green", "warning": "yellow", "error": "bold red", "info": ""}
+
+
+class EventsPanel(Panel):
+    """All moments of all ranks; Enter shows the record, `j` goes to its step."""
+
+    class Chosen(Message):
+        """A moment to look at; `jump`: with the whole screen."""
+
+        def __init__(self, moment: Moment, *, jump: bool) -> None:
+            super().__init__()
+            self.moment = moment
+            self.jump = jump
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "filter"),
+        Binding("j", "jump", "go to its step"),
+        Binding("escape", "leave", show=False),
+    ]
+
+    def compose(self) -> ComposeResult:
+        yield Input(placeholder="filter: words, kinds or levels", id="events-filter")
+        yield DataTable(id="events-rows", cursor_type="row", zebra_stripes=True)
+
+    def on_mount(self) -> None:
+        self._shown: Shown | None = None
+        self._moments: list[Moment] = []
+
+    def show(self, shown: Shown) -> None:
+        self._shown = shown
+        words = self.query_one(Input).value.lower().split()
+        found = [moment for view in shown.views for moment in view.moments]
+        found.sort(key=lambda moment: -moment.time_s)
+        self._moments = [moment for moment in found if matches(moment, words)][:MOST]
+        fill(self.query_one(DataTable), COLUMNS, [_cells(moment) for moment in self._moments])
+
+    def action_filter(self) -> None:
+        self.query_one(Input).focus()
+
+    def action_leave(self) -> None:
+        self.query_one(DataTable).focus()
+
+    def action_jump(self) -> None:
+        self._choose(self.query_one(DataTable).cursor_row, jump=True)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        if self._shown is not None:
+            self.show(self._shown)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.query_one(DataTable).focus()
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        event.stop()
+        self._choose(event.cursor_row, jump=False)
+
+    def _choose(self, row: int, *, jump: bool) -> None:
+        if 0 <= row < len(self._moments):
+            self.post_message(self.Chosen(self._moments[row], jump=jump))
+
+
+def matches(moment: Moment, words: list[str]) -> bool:
+    """Whether every word is in it."""
+    text = f"{moment.kind} {moment.level} {moment.text} {moment.step} rank{moment.rank}".lower()
+    return all(word in text for word in words)
+
+
+def _cells(moment: Moment) -> tuple[Cell, ...]:
+    try:
+        time = datetime.fromtimestamp(moment.time_s).strftime("%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):  # a log may say anything
+        time = "?"
+    step = "" if moment.step is None else str(moment.step)
+    what = Text(moment.text, _STYLES[moment.level] if moment.level in _STYLES else "")
+    return time, step, str(moment.rank), moment.kind, what

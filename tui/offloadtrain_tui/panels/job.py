@@ -1,0 +1,63 @@
+"""8: the job as it was resolved, the plan, the machine and the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from offloadtrain import units
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.text import clean, short
+
+
+class JobPanel(Panel):
+    """What the run said of itself when it started."""
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="job-scroll"):
+            yield Static(id="job-text")
+
+    def show(self, shown: Shown) -> None:
+        self.query_one("#job-text", Static).update(_told(shown))
+
+
+def _told(shown: Shown) -> Text:
+    start = shown.view.start
+    text = Text()
+    if start is None:
+        text.append(" the run has not said what it is", "dim")
+        return text
+    text.append(f" {clean(start.name)}", "bold")
+    text.append(f"  {short(start.num_params)} parameters  pid {start.pid}")
+    text.append(f"  {start.world_size} rank{'s' if start.world_size != 1 else ''}\n")
+    for title, values in (
+        ("job", start.config),
+        ("plan", start.plan),
+        ("kernels", start.backend),
+        ("machine", start.machine),
+    ):
+        text.append(f"\n {title}\n", "bold")
+        for key, value in flat(values):
+            text.append(f"   {clean(key, 60):<36} ")
+            text.append(f"{value}\n")
+    return text
+
+
+def flat(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Nested data as dotted keys and short values."""
+    if isinstance(values, dict) and depth < 6:
+        for key, value in values.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    elif isinstance(values, list) and values and depth < 6 and isinstance(values[0], dict):
+        for number, value in enumerate(values[:16]):
+            yield from flat(value, f"{prefix}[{number}]", depth + 1)
+    elif prefix.endswith("_bytes") and isinstance(values, int):
+        yield prefix, units.format_bytes(values)
+    else:
+        yield prefix, clean(str(values), 200)

@@ -1,0 +1,39 @@
+"""1: everything at a glance."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Grid, Vertical
+
+from offloadtrain_tui import memory
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.widgets.bars import StackBar, Tier
+from offloadtrain_tui.widgets.chart import Chart, Plot
+from offloadtrain_tui.widgets.lanes import Lanes, Timeline
+
+CHARTS = ("loss", "tokens_per_s", "step_ms", "grad_norm")
+
+
+class Overview(Panel):
+    """Memory, the lanes of the newest sampled step, four charts."""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="overview-bars"):
+            yield StackBar(Tier("DEVICE"), legend=1, id="overview-device")
+            yield StackBar(Tier("HOST"), legend=2, id="overview-host")
+        yield Timeline(Lanes(0), id="overview-lanes")
+        with Grid(id="overview-charts"):
+            for name in CHARTS:
+                yield Chart(Plot(KINDS[name].title), id=f"overview-{name}")
+
+    def show(self, shown: Shown) -> None:
+        view = shown.view
+        machine = shown.machine if shown.is_live else None
+        self.query_one("#overview-device", StackBar).show(memory.devices(view, machine)[0])
+        self.query_one("#overview-host", StackBar).show(memory.host(view, None))
+        step = view.spans[0].step if view.spans else 0
+        self.query_one("#overview-lanes", Timeline).show(Lanes(step, tuple(view.spans)))
+        for name in CHARTS:
+            self.query_one(f"#overview-{name}", Chart).show(plot(name, shown))

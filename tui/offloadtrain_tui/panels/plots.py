@@ -1,0 +1,32 @@
+"""5: all curves, with one cursor."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Grid
+
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.widgets.chart import Chart, Plot
+
+CHARTS = (
+    "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phases", "mfu", "loss_scale", "exposed",
+)  # fmt: skip
+_ALWAYS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phases", "exposed")
+
+
+class PlotsPanel(Panel):
+    """A grid of charts; those that have nothing to show are left out."""
+
+    def compose(self) -> ComposeResult:
+        with Grid(id="plots-charts"):
+            for name in CHARTS:
+                yield Chart(Plot(KINDS[name].title), id=f"plots-{name}")
+
+    def show(self, shown: Shown) -> None:
+        for name in CHARTS:
+            chart = self.query_one(f"#plots-{name}", Chart)
+            field = KINDS[name].fields[0][0]
+            chart.display = name in _ALWAYS or shown.newest.last(field) is not None
+            chart.show(plot(name, shown))

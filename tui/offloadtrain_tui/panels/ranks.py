@@ -1,0 +1,96 @@
+"""6: ranks and GPUs: who is behind, who is slow."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.widgets import DataTable, Static
+
+from offloadtrain import events, units
+from offloadtrain_tui.history import View
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.widgets.table import Cell, fill
+
+RANKS = ("rank", "step", "behind", "step time", "skew", "exposed", "host busy", "loss", "memory")
+GPUS = ("GPU", "name", "memory", "busy", "power", "heat")
+
+
+class Ranks(Panel):
+    """A row per rank, and a row per GPU of the machine."""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="ranks-text")
+        yield DataTable(id="ranks-rows", cursor_type="row", zebra_stripes=True)
+        yield Static(id="ranks-gpu-text")
+        yield DataTable(id="ranks-gpus", cursor_type="row", zebra_stripes=True)
+
+    def show(self, shown: Shown) -> None:
+        views = shown.views
+        self.query_one("#ranks-text", Static).update(skew(views))
+        fill(self.query_one("#ranks-rows", DataTable), RANKS, rank_rows(views))
+        system = (shown.machine if shown.is_live else None) or shown.view.system
+        gpus = system.gpus if system else ()
+        state = clean(system.gpu_state) if system and not gpus else ""
+        where = "live" if shown.machine is not None and shown.is_live else "as logged"
+        text = f" GPUs, {where}" if gpus else f" no GPU to show: {state or 'none was sampled'}"
+        self.query_one("#ranks-gpu-text", Static).update(text)
+        fill(self.query_one("#ranks-gpus", DataTable), GPUS, [_gpu(gpu) for gpu in gpus])
+
+
+def rank_rows(views: Sequence[View]) -> list[tuple[Cell, ...]]:
+    newest = max((view.step for view in views), default=0)
+    middle = _middle(views)
+    rows: list[tuple[Cell, ...]] = []
+    for view in views:
+        own = view.median_step_ms()
+        apart = f"{100 * (own / middle - 1):+.1f} %" if own and middle else "-"
+        behind = newest - view.step
+        held = sum(row.num_bytes for row in view.memory if row.tier == "device")
+        rows.append(
+            (
+                str(view.history.rank),
+                str(view.step),
+                f"{behind} steps" if behind else "",
+                milliseconds(own),
+                apart,
+                milliseconds(view.last("exposed_ms")),
+                milliseconds(view.busy_ms("host")),
+                short(view.last("loss")),
+                units.format_bytes(held),
+            )
+        )
+    return rows
+
+
+def skew(views: Sequence[View]) -> str:
+    """The slowest rank against the median, in a line."""
+    middle = _middle(views)
+    if len(views) < 2 or not middle:
+        return " one rank"
+    slowest = max(views, key=lambda view: view.median_step_ms() or 0.0)
+    over = (slowest.median_step_ms() or 0.0) / middle - 1
+    return (
+        f" {len(views)} ranks; the slowest is rank {slowest.history.rank}, {100 * over:.1f} % over"
+    )
+
+
+def _middle(views: Sequence[View]) -> float:
+    known = [found for view in views if (found := view.median_step_ms()) is not None]
+    return statistics.median(known) if known else 0.0
+
+
+def _gpu(gpu: events.GpuSample) -> tuple[Cell, ...]:
+    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+    held = "-" if used is None else units.format_bytes(used)
+    return (
+        str(gpu.index),
+        clean(gpu.name),
+        f"{held} of {units.format_bytes(total)}" if total else held,
+        "-" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
+        "-" if gpu.power_w is None else f"{gpu.power_w:.0f} W",
+        "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C",
+    )

@@ -1,0 +1,84 @@
+"""9: the runs of a folder: open one, or draw its curves beside this one's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import DataTable, Static
+
+from offloadtrain import units
+from offloadtrain_tui.listing import RunRow
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.text import clean, short
+from offloadtrain_tui.widgets.table import Cell, fill
+
+COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
+_STATES = {"running": "green", "done": "green", "failed": "bold red", "killed": "bold red"}
+
+
+class RunsPanel(Panel):
+    """Enter opens a run; `o` draws it beside."""
+
+    class Asked(Message):
+        """`beside`: its curves too; otherwise this run in place of the one that is shown."""
+
+        def __init__(self, folder: Path, *, beside: bool) -> None:
+            super().__init__()
+            self.folder = folder
+            self.beside = beside
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "beside", "draw beside")]
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="runs-text")
+        yield DataTable(id="runs-rows", cursor_type="row", zebra_stripes=True)
+
+    def on_mount(self) -> None:
+        self._rows: list[RunRow] = []
+        self._shown: Shown | None = None
+
+    def list_runs(self, rows: list[RunRow]) -> None:
+        """What the reader has found; shown at once."""
+        self._rows = rows
+        if self._shown is not None:
+            self.show(self._shown)
+
+    def show(self, shown: Shown) -> None:
+        self._shown = shown
+        drawn = {other.folder for other in shown.others}
+        cells = [_cells(row, shown, row.folder in drawn) for row in self._rows]
+        fill(self.query_one(DataTable), COLUMNS, cells)
+        where = f" {self._rows[0].folder.parent}" if self._rows else " no runs found"
+        self.query_one("#runs-text", Static).update(where)
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        event.stop()
+        self._ask(event.cursor_row, beside=False)
+
+    def action_beside(self) -> None:
+        self._ask(self.query_one(DataTable).cursor_row, beside=True)
+
+    def _ask(self, row: int, *, beside: bool) -> None:
+        if 0 <= row < len(self._rows):
+            self.post_message(self.Asked(self._rows[row].folder, beside=beside))
+
+
+def _cells(row: RunRow, shown: Shown, drawn: bool) -> tuple[Cell, ...]:
+    sign = "▶" if row.folder == shown.snapshot.folder else "+" if drawn else ""
+    ago = "" if row.last_s is None else units.format_duration(max(shown.now_s - row.last_s, 0.0))
+    return (
+        sign,
+        clean(row.folder.name),
+        Text(row.state, _STATES.get(row.state, "yellow")),
+        f"{row.step}/{row.total}" if row.total else str(row.step),
+        short(row.loss),
+        short(row.val_loss),
+        short(row.tokens_per_s),
+        f"{ago} ago" if ago else "",
+    )

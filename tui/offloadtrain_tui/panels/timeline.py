@@ -1,0 +1,47 @@
+"""4: the lanes of the newest sampled step, with zoom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.widgets.lanes import Lanes, Timeline
+
+_FURTHEST = 64.0
+
+
+class TimelinePanel(Panel):
+    """Who worked when, and what compute waited for."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "stretch(2)", "zoom in", show=False),
+        Binding("down,j", "stretch(0.5)", "zoom out", show=False),
+        Binding("left,h", "shift(-1)", "earlier", show=False),
+        Binding("right,l", "shift(1)", "later", show=False),
+    ]
+    can_focus = True
+
+    def compose(self) -> ComposeResult:
+        yield Timeline(Lanes(0), waits=12, id="timeline-lanes")
+
+    def show(self, shown: Shown) -> None:
+        widget = self.query_one(Timeline)
+        spans = tuple(shown.view.spans)
+        widget.show(replace(widget.lanes, step=spans[0].step if spans else 0, spans=spans))
+
+    def action_stretch(self, factor: float) -> None:
+        widget = self.query_one(Timeline)
+        zoom = min(max(widget.lanes.zoom * factor, 1.0), _FURTHEST)
+        widget.show(replace(widget.lanes, zoom=zoom))
+
+    def action_shift(self, direction: int) -> None:
+        widget = self.query_one(Timeline)
+        if widget.lanes.zoom > 1:
+            step = direction * 0.25 / (widget.lanes.zoom - 1)
+            offset = min(max(widget.lanes.offset + step, 0.0), 1.0)
+            widget.show(replace(widget.lanes, offset=offset))

@@ -1,0 +1,86 @@
+"""3: the bus and the host: bytes, bandwidth, CPU Adam, what was hidden and what was not."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import Grid
+from textual.widgets import Static
+
+from offloadtrain import events, units
+from offloadtrain_tui.history import LANES, View
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.plots import KINDS, lane_plot, plot
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.text import clean, milliseconds
+from offloadtrain_tui.widgets.chart import Chart, Plot
+from offloadtrain_tui.widgets.styles import LANE_COLORS
+
+CHARTS = ("bus", "bytes", "exposed")
+
+
+class Transfers(Panel):
+    """Charts of the bus, and a table of lanes in words."""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="transfers-text")
+        with Grid(id="transfers-charts"):
+            for name in CHARTS:
+                yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
+            yield Chart(Plot("host busy"), id="transfers-host")
+
+    def show(self, shown: Shown) -> None:
+        self.query_one("#transfers-text", Static).update(_told(shown))
+        for name in CHARTS:
+            self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
+        host = lane_plot("host", shown, LANE_COLORS["host"])
+        self.query_one("#transfers-host", Chart).show(host)
+
+
+def _told(shown: Shown) -> Text:
+    view = shown.view
+    text = Text()
+    step_ms = view.last("step_ms") or 0.0
+    for lane in LANES:
+        busy_ms = view.busy_ms(lane)
+        share = f"{100 * busy_ms / step_ms:3.0f} % of the step" if step_ms else ""
+        text.append(f" {lane:<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
+    exposed = view.last("exposed_ms") or 0.0
+    hidden = max(view.busy_ms("host") - exposed, 0.0)
+    told = f" compute waited {milliseconds(exposed)}; of the host's work {milliseconds(hidden)}"
+    text.append(f"{told} was hidden at least\n", "bold")
+    text.append(_links(shown), "dim")
+    return text
+
+
+def _moved(lane: str, view: View) -> str:
+    field = {"d2h": "d2h_bytes", "h2d": "h2d_bytes"}.get(lane)
+    if field is None:
+        return ""
+    nbytes, busy_ms = view.last(field) or 0.0, view.busy_ms(lane)
+    if lane == "h2d":
+        busy_ms += view.busy_ms("load")
+    rate = f" at {nbytes / busy_ms / 1e6:.1f} GB/s" if busy_ms else ""
+    return f"{units.format_bytes(nbytes)}{rate}"
+
+
+def _links(shown: Shown) -> str:
+    """What NVML says of each link."""
+    system = (shown.machine if shown.is_live else None) or shown.view.system
+    if system is None or not system.gpus:
+        return f" links: {system.gpu_state if system and system.gpu_state else 'no GPU'}"
+    return "\n".join(f" GPU {gpu.index} {link(gpu)}" for gpu in system.gpus)
+
+
+def link(gpu: events.GpuSample) -> str:
+    """PCIe generation and width now and at most, and what NVML counts."""
+    found = []
+    if gpu.pcie_generation is not None:
+        found.append(f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}")
+        found.append(f"(at most {gpu.pcie_generation_max} x{gpu.pcie_width_max})")
+    for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
+        if rate is not None:
+            found.append(f"NVML {label} {rate / 1e9:.1f} GB/s")
+    if gpu.throttle:
+        found.append(f"held back: {clean(gpu.throttle)}")
+    return " ".join(found) or "the driver tells nothing of its link"

@@ -1,0 +1,160 @@
+"""Which charts there are, built from what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offloadtrain import units
+from offloadtrain_tui.history import View
+from offloadtrain_tui.series import Window
+from offloadtrain_tui.shown import Shown, marks
+from offloadtrain_tui.text import milliseconds, short
+from offloadtrain_tui.widgets.chart import Curve, Mark, Plot
+
+_RUN_COLORS = ("secondary", "warning", "accent", "success")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A chart of one or more series of the steps.
+
+    Attributes:
+        fields: (series, label, color, mirrored) of each curve.
+        log: whether `y` makes its axis logarithmic.
+        smoothed: the first curve gets a moving average over it.
+    """
+
+    title: str
+    fields: tuple[tuple[str, str, str, bool], ...]
+    unit: str = ""
+    log: bool = False
+    smoothed: bool = False
+    form: Callable[[float | None], str] = short
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g}%"
+
+
+def _bytes(value: float | None) -> str:
+    return "-" if value is None else units.format_bytes(value)
+
+
+def _one(field: str, color: str = "primary") -> tuple[tuple[str, str, str, bool], ...]:
+    return ((field, "", color, False),)
+
+
+KINDS: dict[str, Kind] = {
+    "loss": Kind(
+        "loss",
+        (("loss", "", "primary", False), ("val_loss", "val", "warning", False)),
+        log=True,
+        smoothed=True,
+    ),
+    "grad_norm": Kind("gradient norm", _one("grad_norm", "accent"), log=True),
+    "lr": Kind("learning rate", _one("lr", "secondary"), log=True),
+    "loss_scale": Kind("loss scale", _one("loss_scale", "warning"), log=True),
+    "tokens_per_s": Kind("tokens/s", _one("tokens_per_s", "success"), smoothed=True),
+    "mfu": Kind("MFU", _one("mfu", "success"), form=_percent),
+    "step_ms": Kind(
+        "step",
+        (("step_ms", "", "primary", False), ("exposed_ms", "exposed", "error", False)),
+        form=milliseconds,
+    ),
+    "phases": Kind(
+        "forward, backward, optimizer",
+        (
+            ("forward_ms", "f", "success", False),
+            ("backward_ms", "b", "primary", False),
+            ("optimizer_ms", "o", "warning", False),
+            ("data_ms", "data", "secondary", False),
+        ),
+        form=milliseconds,
+    ),
+    "bus": Kind(
+        "bus while it worked",
+        (("h2d_gbps", "up", "primary", False), ("d2h_gbps", "down", "warning", True)),
+        unit=" GB/s",
+    ),
+    "bytes": Kind(
+        "moved per step",
+        (("h2d_bytes", "up", "primary", False), ("d2h_bytes", "down", "warning", True)),
+        form=_bytes,
+    ),
+    "exposed": Kind("exposed share of a step", _one("exposed_share", "error"), form=_percent),
+}
+
+
+def plot(name: str, shown: Shown) -> Plot:
+    """A chart of the steps of rank 0."""
+    kind, view = KINDS[name], shown.newest
+    series = view.history.series
+    curves = [
+        Curve(label, series[field], view.length, color, mirrored)
+        for field, label, color, mirrored in kind.fields
+    ]
+    if kind.smoothed and shown.smooth:
+        field, _, color, _ = kind.fields[0]
+        curves[0] = Curve("", series[field], view.length, "foreground")
+        curves.insert(0, Curve("mean", view.history.smoothed[field], view.length, color))
+    curves += _of_others(kind.fields[0][0], shown)
+    steps, window = view.history.steps.values, shown.window
+    return Plot(
+        title=kind.title,
+        curves=tuple(curves),
+        window=window,
+        marks=tuple(Mark(*mark) for mark in marks(view)),
+        cursor=shown.cursor,
+        log=shown.log and kind.log,
+        unit=kind.unit,
+        axis=(f"step {steps[window.lo]}", f"{steps[window.hi - 1]}") if view.length else ("", ""),
+        form=kind.form,
+    )
+
+
+def _of_others(field: str, shown: Shown) -> list[Curve]:
+    """The same series of the other runs, by position."""
+    found = []
+    for number, other in enumerate(shown.others):
+        view = other.first
+        color = _RUN_COLORS[number % len(_RUN_COLORS)]
+        found.append(Curve(other.name[-12:], view.history.series[field], view.length, color))
+    return found
+
+
+def lane_plot(lane: str, shown: Shown, color: str) -> Plot:
+    """How long a lane worked in each step."""
+    view, window = shown.newest, shown.window
+    steps = view.history.steps.values
+    return Plot(
+        title=f"{lane} busy",
+        curves=(Curve("", view.history.busy[lane], view.length, color),),
+        window=window,
+        cursor=shown.cursor,
+        axis=(f"step {steps[window.lo]}", f"{steps[window.hi - 1]}") if view.length else ("", ""),
+        form=milliseconds,
+    )
+
+
+def sample_plot(title: str, names: dict[str, str], view: View, now_s: float) -> Plot:
+    """A chart over the samples of the machine.
+
+    Args:
+        names: of the samples → their labels.
+    """
+    systems = view.history.systems
+    length = systems.count(view.time_s)
+    colors = ("primary", "warning", "accent")
+    curves = tuple(
+        Curve(label, view.history.samples[name], length, colors[i])
+        for i, (name, label) in enumerate(names.items())
+    )
+    ago = units.format_duration(max(now_s - systems.times[0], 0.0)) if length else ""
+    return Plot(
+        title=title,
+        curves=curves,
+        window=Window(0, length),
+        axis=(f"{ago} ago" if ago else "", "now"),
+        form=_bytes,
+    )

@@ -1,0 +1,168 @@
+"""Run folders: where they are, and whether somebody is at work in them.
+
+A run folder is data of somebody: nothing in it is believed, run or followed out of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offloadtrain_tui.history import View
+
+SLOW_S, SLOW_FACTOR = 30.0, 4.0
+"""A run is slow after this long without a step, and this many times its median step."""
+
+SILENT_S = 60.0
+"""On another host, where no lock can be seen: silent for this long is not known to live."""
+
+_RUN_JSON_BYTES = 1 << 20
+
+ALIVE = ("starting", "running", "slow")
+STATES = (*ALIVE, "done", "stopped", "failed", "killed", "unknown")
+
+
+class RunError(Exception):
+    """What was asked for is no run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPath:
+    """A run folder, or one log by itself."""
+
+    folder: Path | None
+    logs: tuple[Path, ...]
+
+    @property
+    def name(self) -> str:
+        return (self.folder or self.logs[0]).name
+
+
+def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
+    """The runs that were asked for; without arguments the newest of `runs_dir`, or none.
+
+    Args:
+        arguments: run folders, folders of runs (their newest is meant), or event files.
+
+    Raises:
+        RunError: one of them is none of these.
+    """
+    if not arguments:
+        return [open_run(path) for path in all_runs(runs_dir)[:1]]
+    return [_named(path) for path in arguments]
+
+
+def all_runs(runs_dir: Path) -> list[Path]:
+    """The run folders in a folder, the newest first."""
+    with suppress(OSError):
+        found = [path for path in runs_dir.iterdir() if is_run(path) and not path.is_symlink()]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+    return []
+
+
+def is_run(path: Path) -> bool:
+    return (path / "events").is_dir()
+
+
+def open_run(path: Path) -> RunPath:
+    return RunPath(path, tuple(sorted((path / "events").glob("rank*.jsonl"))))
+
+
+def _named(path: Path) -> RunPath:
+    if path.is_file():
+        return RunPath(None, (path,))
+    if is_run(path):
+        return open_run(path.resolve())
+    if newest := all_runs(path)[:1]:
+        return open_run(newest[0])
+    what = "a folder without runs" if path.is_dir() else "not there"
+    raise RunError(
+        f"{path} is {what}: give a run folder (with events/rank000.jsonl), a folder of runs, or an "
+        "event file"
+    )
+
+
+def facts(folder: Path | None) -> dict[str, Any]:
+    """What run.json says; {} if nothing that can be read."""
+    if folder is None:
+        return {}
+    with suppress(OSError, ValueError, RecursionError), open(folder / "run.json", "rb") as file:
+        values = json.loads(file.read(_RUN_JSON_BYTES))
+        return values if isinstance(values, dict) else {}
+    return {}
+
+
+def is_alive(folder: Path | None) -> bool | None:
+    """Whether the process that runs in the folder lives; None if that cannot be told from here.
+
+    The lock alone would not do: a child that was forked off keeps the lock of an owner that was
+    killed. So where the owner is of this machine, its pid and its start time must be there too.
+    """
+    if folder is None:
+        return None
+    known = facts(folder)
+    if known.get("host") not in (None, socket.gethostname()):
+        return None
+    if not _is_locked(folder / "lock"):
+        return False
+    pid, ticks = known.get("pid"), known.get("pid_start_ticks")
+    if not isinstance(pid, int) or not isinstance(ticks, int):
+        return True  # locked, and about to write run.json
+    return _runs(pid, ticks) or _owner(folder / "lock") not in (None, pid)
+
+
+def state_of(view: View, alive: bool | None, now_s: float) -> str:
+    """One word of `STATES` for a run as its log and its lock show it."""
+    if view.end is not None:
+        return view.end.status if view.end.status in STATES else "failed"
+    if alive is False:
+        return "killed" if view.start is not None else "failed"
+    silent_s = now_s - (view.step_time_s or view.history.last_time_s or now_s)
+    if alive is None and silent_s > _patience_s(view, SILENT_S):
+        return "unknown"
+    if view.length == 0:
+        return "starting"
+    return "slow" if silent_s > _patience_s(view, SLOW_S) else "running"
+
+
+def _patience_s(view: View, least_s: float) -> float:
+    return max(least_s, SLOW_FACTOR * (view.median_step_ms() or 0.0) / 1e3)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def _owner(lock: Path) -> int | None:
+    """The pid that took the lock last."""
+    with suppress(OSError, ValueError), open(lock, "rb") as file:
+        return int(file.read(32))
+    return None
+
+
+def _runs(pid: int, start_ticks: int) -> bool:
+    """Whether this very process is there, and not only waiting to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    state, *rest = stat.rpartition(")")[2].split()
+    return state not in ("Z", "X") and len(rest) > 18 and rest[18] == str(start_ticks)

@@ -1,0 +1,128 @@
+"""What the screen shows: a run, the moment, and how the charts are looked at."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+
+from offloadtrain import events
+from offloadtrain_tui.history import View
+from offloadtrain_tui.series import Window
+from offloadtrain_tui.source import Snapshot
+
+ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Equal states of this give equal screens.
+
+    Attributes:
+        snapshot: of the run that is looked at, the newest.
+        others: runs whose curves are drawn beside it.
+        now_s: the clock.
+        cursor: a position in the steps of rank 0 that is looked at; None: the newest.
+        at_s: in a replay, the moment that has been reached.
+        zoom: index into ZOOMS.
+        log: charts of positive numbers have a logarithmic axis.
+        smooth: moving averages are drawn over the raw curves.
+        machine: what the monitor itself has measured of this machine last.
+    """
+
+    snapshot: Snapshot
+    now_s: float
+    others: tuple[Snapshot, ...] = ()
+    cursor: int | None = None
+    at_s: float | None = None
+    zoom: int = 0
+    log: bool = False
+    smooth: bool = True
+    machine: events.System | None = None
+    readonly: bool = False
+
+    @property
+    def newest(self) -> View:
+        """Rank 0, with all that has happened (in a replay: until now)."""
+        first = self.snapshot.first
+        return first if self.at_s is None else View.at(first.history, self.at_s)
+
+    @property
+    def view(self) -> View:
+        """Rank 0 at the cursor."""
+        return self.of(self.snapshot.first)
+
+    @property
+    def views(self) -> list[View]:
+        """All ranks at the cursor."""
+        return [self.of(view) for view in self.snapshot.views]
+
+    @property
+    def is_live(self) -> bool:
+        return self.cursor is None and self.at_s is None
+
+    @property
+    def window(self) -> Window:
+        """Positions that charts show: the end of the run, or around the cursor."""
+        length = self.newest.length
+        size = max(length // ZOOMS[self.zoom], min(length, 16))
+        hi = length
+        if self.cursor is not None:
+            hi = min(max(self.cursor + size // 2, size), length)
+        return Window(max(hi - size, 0), hi)
+
+    def of(self, view: View) -> View:
+        """A rank at the moment that is looked at."""
+        moment = self.moment_s
+        return view if moment is None else View.at(view.history, moment)
+
+    @property
+    def moment_s(self) -> float | None:
+        """None: the newest."""
+        if self.cursor is None or not self.newest.length:
+            return self.at_s
+        position = min(self.cursor, self.newest.length - 1)
+        return self.newest.history.steps.times[position]
+
+    # ---- moving
+
+    def moved(self, by: int) -> Shown:
+        """The cursor `by` steps on; beyond the newest it is live again."""
+        length = self.newest.length
+        if not length:
+            return self
+        position = (length - 1 if self.cursor is None else self.cursor) + by
+        return replace(self, cursor=None if position >= length - 1 else max(position, 0))
+
+    def jumped(self, direction: int) -> Shown:
+        """To the next or the last mark."""
+        found = sorted({position for position, _, _ in marks(self.newest)})
+        here = self.newest.length - 1 if self.cursor is None else self.cursor
+        if direction < 0:
+            index = bisect_left(found, here) - 1
+            return replace(self, cursor=found[index]) if index >= 0 else self
+        index = bisect_right(found, here)
+        return replace(self, cursor=found[index] if index < len(found) else None)
+
+    def to_time(self, time_s: float) -> Shown:
+        """The cursor on the step that was the newest at a time."""
+        count = self.newest.history.steps.count(time_s)
+        return replace(self, cursor=max(min(count, self.newest.length) - 1, 0))
+
+    def zoomed(self, by: int) -> Shown:
+        return replace(self, zoom=min(max(self.zoom + by, 0), len(ZOOMS) - 1))
+
+
+def marks(view: View) -> list[tuple[int, str, str]]:
+    """(position, sign, color) of what happened beside steps, until the moment of the view."""
+    history = view.history
+    found = [(position, "✗", "error") for position in history.skipped if position < view.length]
+    for timed, sign, color in (
+        (history.checkpoints, "▾", "success"),
+        (history.starts, "▸", "secondary"),
+        (history.alerts, "!", "warning"),
+    ):
+        for time_s in timed.times[: timed.count(view.time_s)]:
+            position = max(history.steps.count(time_s) - 1, 0)
+            if position < view.length:
+                found.append((position, sign, color))
+    return found

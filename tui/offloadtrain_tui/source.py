@@ -1,0 +1,174 @@
+"""From run folders to snapshots: one thread reads, everybody else gets what it has read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offloadtrain_tui import runs
+from offloadtrain_tui.clock import Clock
+from offloadtrain_tui.history import History, View
+from offloadtrain_tui.runs import RunPath
+from offloadtrain_tui.tail import Tail
+
+POLL_S = 0.2
+_LINES_AT_ONCE = 5000
+_LOOK_FOR_RANKS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run at one moment: what every widget is drawn from.
+
+    Attributes:
+        name: of its folder or file.
+        views: by rank; rank 0, or the least that has a log, first.
+        state: one word of `runs.STATES`.
+        whole: whether the logs have been read to their end.
+    """
+
+    name: str
+    folder: Path | None
+    views: tuple[View, ...]
+    state: str
+    whole: bool = True
+
+    @property
+    def first(self) -> View:
+        return self.views[0]
+
+    @property
+    def changed(self) -> tuple[object, ...]:
+        """Equal as long as nothing in the logs has changed."""
+        return (self.state, *((v.length, v.time_s, v.history.last_time_s) for v in self.views))
+
+
+@dataclass(slots=True)
+class RunReader:
+    """The logs of one run, read as they grow."""
+
+    run: RunPath
+    histories: dict[Path, History] = field(default_factory=dict)
+    whole: bool = False
+    _tails: dict[Path, Tail] = field(default_factory=dict)
+    _looked_s: float = 0.0
+
+    def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
+        """Take up new lines of every rank; whether there were any."""
+        self._find_ranks()
+        found = False
+        self.whole = True
+        for path, tail in self._tails.items():
+            before = tail.restarts
+            lines = tail.poll(most=most_lines * 400)
+            if tail.restarts != before or path not in self.histories:
+                self.histories[path] = History(_rank_of(path))
+            for line in lines:
+                self.histories[path].feed_line(line)
+            found |= bool(lines)
+            self.whole &= len(lines) < most_lines // 2
+        return found
+
+    def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
+        """`at_s`: as it was then; None: the newest."""
+        ordered = sorted(list(self.histories.values()), key=lambda history: history.rank)
+        views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
+        alive = runs.is_alive(self.run.folder) if at_s is None else None
+        state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
+        return Snapshot(self.run.name, self.run.folder, views, state, self.whole)
+
+    def close(self) -> None:
+        for tail in self._tails.values():
+            tail.close()
+
+    def _find_ranks(self) -> None:
+        now_s = time.monotonic()
+        if self._tails and (self.run.folder is None or now_s - self._looked_s < _LOOK_FOR_RANKS_S):
+            return
+        self._looked_s = now_s
+        if self.run.folder is not None:
+            self.run = runs.open_run(self.run.folder)
+        for path in self.run.logs:
+            self._tails.setdefault(path, Tail(path))
+
+
+def _rank_of(path: Path) -> int:
+    digits = path.stem.removeprefix("rank")
+    return int(digits) if digits.isdigit() else 0
+
+
+class Reader:
+    """Reads runs on a thread of its own and tells when there is news: once, until it is taken."""
+
+    def __init__(
+        self,
+        found: Sequence[RunPath],
+        clock: Clock,
+        on_news: Callable[[], object],
+        *,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self.readers = [RunReader(run) for run in found]
+        self._clock = clock
+        self._on_news = on_news
+        self._poll_s = poll_s
+        self._lock = threading.Lock()
+        self._snapshots: list[Snapshot] = []
+        self._told = False
+        self._ended = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="run-reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[Snapshot]:
+        """The newest snapshot of each run; news after this is told again."""
+        with self._lock:
+            self._told = False
+            return list(self._snapshots)
+
+    def add(self, run: RunPath) -> None:
+        """Read this one too, from now on."""
+        if all(reader.run.folder != run.folder for reader in self.readers):
+            self.readers = [*self.readers, RunReader(run)]
+            self._wake.set()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def read_newest(self) -> list[Snapshot]:
+        """As far as the thread has read, now."""
+        return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
+
+    def read_once(self) -> list[Snapshot]:
+        """Everything there is, on this thread."""
+        for reader in self.readers:
+            while reader.read() or not reader.whole:
+                pass
+        return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            busy = any([reader.read() and not reader.whole for reader in self.readers])
+            self._publish([reader.snapshot(self._clock.now_s()) for reader in self.readers])
+            if not busy:
+                self._wake.wait(self._poll_s)
+                self._wake.clear()
+        for reader in self.readers:
+            reader.close()
+
+    def _publish(self, snapshots: list[Snapshot]) -> None:
+        with self._lock:
+            news = [one.changed for one in snapshots] != [one.changed for one in self._snapshots]
+            self._snapshots = snapshots
+            tell = news and not self._told
+            self._told |= tell
+        if tell:
+            self._on_news()

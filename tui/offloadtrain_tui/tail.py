@@ -1,0 +1,72 @@
+"""New lines of a file that another process appends to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CHUNK = 1 << 20
+_LONGEST_LINE = 1 << 22
+
+
+class Tail:
+    """Reads what was appended since the last call; a torn last line waits for its end.
+
+    A file that was replaced (another inode) or cut is read again from its beginning. Nothing of the
+    file is believed: a line that never ends is dropped and counted.
+
+    Attributes:
+        dropped: bytes of lines longer than 4 MiB.
+        restarts: how many times the file was replaced or cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dropped = 0
+        self.restarts = 0
+        self._fd = -1
+        self._inode: tuple[int, int] | None = None
+        self._offset = 0
+        self._torn = b""
+
+    def poll(self, most: int = 16 * _CHUNK) -> list[bytes]:
+        """Whole lines, at most about `most` bytes of them; [] if there is nothing new."""
+        if not self._ready():
+            return []
+        lines: list[bytes] = []
+        taken = 0
+        while taken < most and (data := os.pread(self._fd, _CHUNK, self._offset)):
+            self._offset += len(data)
+            taken += len(data)
+            *whole, self._torn = (self._torn + data).split(b"\n")
+            lines += whole
+            self._drop_endless()
+        return lines
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _ready(self) -> bool:
+        """Open the file, or open it again where another one has its name."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return self._fd >= 0 and self._inode is not None
+        inode = (now.st_dev, now.st_ino)
+        if self._fd >= 0 and inode == self._inode and now.st_size >= self._offset:
+            return True
+        self.restarts += self._inode is not None
+        self.close()
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return False
+        self._inode, self._offset, self._torn = inode, 0, b""
+        return True
+
+    def _drop_endless(self) -> None:
+        if len(self._torn) > _LONGEST_LINE:
+            self.dropped += len(self._torn)
+            self._torn = b""

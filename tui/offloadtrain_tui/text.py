@@ -1,0 +1,50 @@
+"""Text of others made safe to show, and numbers made short."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+_KEPT = {"\n", "\t"}
+
+
+def clean(text: str, limit: int = 2000) -> str:
+    """Without control characters, terminal escapes and marks that turn the writing direction.
+
+    Logs, names and messages come from files that anything may have written.
+    """
+    shown = []
+    for character in text[:limit]:
+        if character in _KEPT:
+            shown.append(" ")
+        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
+            shown.append("\N{REPLACEMENT CHARACTER}")
+        else:
+            shown.append(character)
+    return "".join(shown) + ("…" if len(text) > limit else "")
+
+
+def short(value: float | None) -> str:
+    """Four digits or so: 2.314, 0.0003 → "3e-4", 65536 → "65.5k"; "-" if there is none."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-3:
+        digits, _, exponent = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if size >= factor:
+            scale = 1e3 if unit == "k" else factor
+            return (
+                f"{value / scale:.3g}{unit}" if size < 1e3 * scale else f"{value / scale:.0f}{unit}"
+            )
+    return f"{value:.4g}"
+
+
+def milliseconds(value: float | None) -> str:
+    """12.3 → "12.3 ms", 2310 → "2.31 s"."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value / 1e3:.3g} s" if abs(value) >= 1e3 else f"{value:.3g} ms"

@@ -1,0 +1,179 @@
+"""A chart of curves over steps: own braille through `render_line`, drawn anew only on news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from offloadtrain_tui.braille import Canvas, bounds, logarithmic
+from offloadtrain_tui.series import NOTHING, Extent, Series, Smoothed, Window
+from offloadtrain_tui.text import short
+from offloadtrain_tui.widgets.styles import styled
+
+LABEL_WIDTH = 8
+NO_WINDOW = Window(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a chart.
+
+    Attributes:
+        length: how many values of the series have happened.
+        color: a variable of the theme.
+        mirrored: drawn below zero.
+    """
+
+    label: str
+    series: Series
+    length: int
+    color: str = "primary"
+    mirrored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something at a position: a checkpoint, a resume, a skipped step."""
+
+    position: int
+    sign: str
+    color: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Everything that a chart shows; equal plots look the same.
+
+    Attributes:
+        window: positions of the first curve that are shown.
+        cursor: a position that all charts show together.
+        axis: what stands below the left and the right end.
+    """
+
+    title: str
+    curves: tuple[Curve, ...] = ()
+    window: Window = NO_WINDOW
+    marks: tuple[Mark, ...] = ()
+    cursor: int | None = None
+    log: bool = False
+    unit: str = ""
+    axis: tuple[str, str] = ("", "")
+    form: Callable[[float | None], str] = short
+
+
+class Chart(Widget):
+    """Shows a `Plot`."""
+
+    DEFAULT_CSS = "Chart { height: 1fr; min-height: 4; }"
+
+    def __init__(self, plot: Plot, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._plot = plot
+        self._strips: list[Strip] = []
+        self._drawn: tuple[object, ...] = ()
+
+    @property
+    def plot(self) -> Plot:
+        return self._plot
+
+    def show(self, plot: Plot) -> None:
+        """Draw anew if it is another one."""
+        if plot != self._plot:
+            self._plot = plot
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width, height = self.size
+        key = (self._plot, width, height, self.app.theme)
+        if key != self._drawn:
+            self._strips, self._drawn = self._draw(width, height), key
+        return self._strips[y] if y < len(self._strips) else Strip.blank(width)
+
+    def _draw(self, width: int, height: int) -> list[Strip]:
+        inner, rows = width - LABEL_WIDTH, height - 2
+        if inner < 8 or rows < 1:
+            return [Strip([Segment(self._plot.title[:width])]).adjust_cell_length(width)]
+        extents = [_extents(curve, self._plot, inner * 2) for curve in self._plot.curves]
+        low, high = bounds(extents)
+        canvas = Canvas(inner, rows)
+        for number in reversed(range(len(extents))):  # the first one on top
+            canvas.draw(extents[number], low, high, number)
+        body = [self._row(canvas, y, rows, low, high) for y in range(rows)]
+        lines = [self._title(), *body, self._axis(inner)]
+        return [Strip(segments).adjust_cell_length(width) for segments in lines]
+
+    def _style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
+        return styled(self.app.theme_variables.get(color, ""), bold, dim)
+
+    def _title(self) -> list[Segment]:
+        plot = self._plot
+        found = [Segment(f" {plot.title}", self._style("foreground", bold=True))]
+        at = plot.window.hi if plot.cursor is None else plot.cursor + 1
+        for curve in plot.curves:
+            value = curve.series.last(min(at, curve.length))
+            label = f" {curve.label}" if curve.label else ""
+            found.append(
+                Segment(f"{label} {plot.form(value)}{plot.unit}", self._style(curve.color))
+            )
+        if plot.log:
+            found.append(Segment(" log", self._style("foreground", dim=True)))
+        return found
+
+    def _row(self, canvas: Canvas, y: int, rows: int, low: float, high: float) -> list[Segment]:
+        value = high - (high - low) * y / max(rows - 1, 1)
+        labelled = y in (0, rows - 1) or (rows > 4 and y == rows // 2)
+        shown = 10**value if self._plot.log else value
+        if any(curve.mirrored for curve in self._plot.curves):
+            shown = abs(shown)
+        text = self._plot.form(shown) if labelled else ""
+        label = f"{text[: LABEL_WIDTH - 1]:>{LABEL_WIDTH - 1}}│"
+        segments = [Segment(label, self._style("foreground", dim=True))]
+        colors = [curve.color for curve in self._plot.curves]
+        for run, curve in canvas.row(y):
+            segments.append(Segment(run, self._style(colors[curve]) if curve >= 0 else None))
+        return self._with_signs(segments, y, canvas.width)
+
+    def _with_signs(self, segments: list[Segment], y: int, inner: int) -> list[Segment]:
+        """Marks in the highest row, and the cursor through all of them."""
+        signs: dict[int, tuple[str, Style]] = {}
+        if y == 0:
+            for mark in self._plot.marks:
+                if (column := self._column(mark.position, inner)) is not None:
+                    signs[column] = (mark.sign, self._style(mark.color, bold=True))
+        if self._plot.cursor is not None:
+            column = self._column(self._plot.cursor, inner)
+            if column is not None:
+                signs.setdefault(column, ("│", self._style("accent")))
+        if not signs:
+            return segments
+        text = [(character, segment.style) for segment in segments for character in segment.text]
+        for column, sign in signs.items():
+            text[LABEL_WIDTH + column] = sign
+        return [Segment(character, style) for character, style in text]
+
+    def _column(self, position: int, inner: int) -> int | None:
+        window = self._plot.window
+        size = window.hi - window.lo
+        inside = window.lo <= position < window.hi
+        return min((position - window.lo) * inner // size, inner - 1) if inside else None
+
+    def _axis(self, inner: int) -> list[Segment]:
+        left, right = self._plot.axis
+        text = f"{left}{right:>{max(inner - len(left), 1)}}" if inner > 20 else right
+        return [Segment(" " * LABEL_WIDTH + text[:inner], self._style("foreground", dim=True))]
+
+
+def _extents(curve: Curve, plot: Plot, count: int) -> list[Extent]:
+    if isinstance(curve.series, Smoothed):
+        curve.series.catch_up(curve.length)
+    found = [
+        curve.series.extent(lo, min(hi, curve.length)) for lo, hi in plot.window.columns(count)
+    ]
+    if curve.mirrored:
+        found = [(-high, -low) if low <= high else NOTHING for low, high in found]
+    return [logarithmic(extent) for extent in found] if plot.log else found

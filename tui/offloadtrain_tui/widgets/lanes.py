@@ -1,0 +1,187 @@
+"""The lanes of one sampled step, side by side in time, and what compute waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from offloadtrain import events
+from offloadtrain_tui.history import LANES
+from offloadtrain_tui.text import clean, milliseconds
+from offloadtrain_tui.widgets.styles import LANE_COLORS, styled
+
+_SHADES = " ▏▎▍▌▋▊▉█"
+_NAME_WIDTH = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stretch in which compute did nothing, and what ended at its end."""
+
+    start_ms: float
+    duration_ms: float
+    lane: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What a timeline shows.
+
+    Attributes:
+        zoom: how many times the whole step is stretched.
+        offset: of the left edge, 0 to 1, in what the zoom leaves out.
+    """
+
+    step: int
+    spans: tuple[events.Span, ...] = ()
+    zoom: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def end_ms(self) -> float:
+        return max((span.start_ms + span.duration_ms for span in self.spans), default=0.0)
+
+    @property
+    def shown(self) -> tuple[float, float]:
+        """From when to when, milliseconds."""
+        width = self.end_ms / self.zoom
+        start = self.offset * (self.end_ms - width)
+        return start, start + width
+
+    def lane(self, name: str) -> list[events.Span]:
+        return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)
+
+
+class Timeline(Widget):
+    """One row per lane, an axis, and where room is left the longest waits of compute."""
+
+    DEFAULT_CSS = "Timeline { height: 1fr; min-height: 6; }"
+
+    def __init__(self, lanes: Lanes, *, waits: int = 0, id: str | None = None) -> None:
+        """`waits`: at most so many waits of compute are told below."""
+        super().__init__(id=id)
+        self._lanes = lanes
+        self._waits = waits
+
+    @property
+    def lanes(self) -> Lanes:
+        return self._lanes
+
+    def show(self, lanes: Lanes) -> None:
+        if lanes != self._lanes:
+            self._lanes = lanes
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        if not self._lanes.spans:
+            text = " no step has been sampled yet" if y == 0 else ""
+            return Strip([Segment(text)]).adjust_cell_length(width)
+        if y == 0:
+            segments = self._axis(width)
+        elif y <= len(LANES):
+            segments = self._row(LANES[y - 1], width)
+        else:
+            segments = self._wait(y - len(LANES) - 1)
+        return Strip(segments).adjust_cell_length(width)
+
+    def _style(self, color: str, **options: bool) -> Style:
+        return styled(self.app.theme_variables.get(color, ""), **options)
+
+    def _axis(self, width: int) -> list[Segment]:
+        start, end = self._lanes.shown
+        left, right = f" step {self._lanes.step}", f"{milliseconds(end)}"
+        middle = f"from {milliseconds(start)}" if self._lanes.zoom > 1 else ""
+        room = max(width - len(left) - len(right) - 1, 0)
+        return [Segment(f"{left}{middle:^{room}}{right}", self._style("foreground", dim=True))]
+
+    def _row(self, lane: str, width: int) -> list[Segment]:
+        spans = self._lanes.lane(lane)
+        busy = union_ms(spans)
+        inner = max(width - _NAME_WIDTH - 9, 1)
+        start, end = self._lanes.shown
+        style = self._style(LANE_COLORS[lane])
+        bar = labelled(spans, start, end, inner)
+        return [
+            Segment(f" {lane:<{_NAME_WIDTH - 2}} ", style),
+            Segment(bar, style),
+            Segment(f" {milliseconds(busy):>8}", self._style("foreground", dim=True)),
+        ]
+
+    def _wait(self, number: int) -> list[Segment]:
+        waits = sorted(waits_of(self._lanes.spans), key=lambda wait: -wait.duration_ms)
+        if number == 0 and self._waits:
+            total = sum(wait.duration_ms for wait in waits)
+            return [Segment(f" compute waited {milliseconds(total)}", self._style("foreground"))]
+        if 0 < number <= min(self._waits, len(waits)):
+            wait = waits[number - 1]
+            text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
+            why = f"  for {wait.lane}: {clean(wait.name)}" if wait.lane else "  nothing ran"
+            color = LANE_COLORS.get(wait.lane, "foreground")
+            return [Segment(text), Segment(why, self._style(color))]
+        return []
+
+
+def union_ms(spans: Sequence[events.Span]) -> float:
+    """How long at least one of them ran; by start. Spans of compute lie in each other."""
+    total = done_ms = 0.0
+    for span in spans:
+        end_ms = span.start_ms + span.duration_ms
+        total += max(end_ms - max(span.start_ms, done_ms), 0.0)
+        done_ms = max(done_ms, end_ms)
+    return total
+
+
+def labelled(spans: Sequence[events.Span], start: float, end: float, width: int) -> str:
+    """A lane as `width` characters: filled where it worked, with names where these fit."""
+    scale = width / (end - start) if end > start else 0.0
+    filled = [0.0] * width
+    for span in spans:
+        _fill(filled, (span.start_ms - start) * scale, span.duration_ms * scale)
+    cells = [_SHADES[min(int(part * 8 + 0.5), 8)] for part in filled]
+    for span in spans:
+        first = round((span.start_ms - start) * scale)
+        room = round(span.duration_ms * scale) - 2
+        text = clean(span.name)
+        if 0 <= first and first + room + 2 <= width and len(text) <= room:
+            begin = first + 1 + (room - len(text)) // 2
+            cells[begin : begin + len(text)] = text
+    return "".join(cells)
+
+
+def _fill(cells: list[float], start: float, length: float) -> None:
+    stop = min(start + length, float(len(cells)))
+    start = max(start, 0.0)
+    for cell in range(int(start), min(int(stop) + 1, len(cells))):
+        covered = min(stop, cell + 1.0) - max(start, float(cell))
+        cells[cell] = min(cells[cell] + max(covered, 0.0), 1.0)
+
+
+def waits_of(spans: Iterable[events.Span], least_ms: float = 0.05) -> list[Wait]:
+    """The gaps of the compute lane, each with what of another lane ended in it last."""
+    ordered = sorted(spans, key=lambda span: span.start_ms)
+    others = [span for span in ordered if span.lane != "compute"]
+    waits, done_ms = [], None
+    for span in ordered:
+        if span.lane != "compute":
+            continue
+        if done_ms is not None and span.start_ms - done_ms >= least_ms:
+            waits.append(_wait_between(done_ms, span.start_ms, others))
+        done_ms = max(done_ms or 0.0, span.start_ms + span.duration_ms)
+    return waits
+
+
+def _wait_between(start_ms: float, end_ms: float, others: Sequence[events.Span]) -> Wait:
+    slack_ms = 0.1 + 0.05 * (end_ms - start_ms)
+    ended = [
+        span for span in others if start_ms < span.start_ms + span.duration_ms <= end_ms + slack_ms
+    ]
+    last = max(ended, key=lambda span: span.start_ms + span.duration_ms, default=None)
+    lane, name = (last.lane, last.name) if last else ("", "")
+    return Wait(start_ms, end_ms - start_ms, lane, name)

@@ -1,0 +1,27 @@
+"""Tables that are changed cell by cell, so that neither cursor nor scroll position is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+from textual.widgets import DataTable
+
+Cell = str | Text
+
+
+def fill(table: DataTable[Cell], columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    """Make the table show these rows."""
+    if len(table.columns) != len(columns):
+        table.clear(columns=True)
+        for column in columns:
+            table.add_column(column, key=column)
+    while table.row_count > len(rows):
+        table.remove_row(str(table.row_count - 1))
+    for number, row in enumerate(rows):
+        if number >= table.row_count:
+            table.add_row(*row, key=str(number))
+            continue
+        for column, cell in zip(columns, row, strict=True):
+            if table.get_cell(str(number), column) != cell:
+                table.update_cell(str(number), column, cell, update_width=True)

@@ -118,6 +118,33 @@ app.command(
     ),
 )
 app.command(
+    "offloadtrain_tui.reports:status",
+    name="status",
+    help="Print how a run is.",
+    help_epilogue=_examples("offloadtrain status", "offloadtrain status runs/latest --json"),
+)
+app.command(
+    "offloadtrain_tui.reports:list_all",
+    name="runs",
+    help="List runs, what became of them, and their losses.",
+    help_epilogue=_examples("offloadtrain runs", "offloadtrain runs /data/runs --json"),
+)
+app.command(
+    "offloadtrain_tui.reports:show_events",
+    name="events",
+    help="Print what happened in a run.",
+    help_epilogue=_examples("offloadtrain events", "offloadtrain events runs/latest -f --json"),
+)
+app.command(
+    "offloadtrain_tui.reports:ctl",
+    name="ctl",
+    help="Ask a running job for a checkpoint, to stop, or to note something.",
+    help_epilogue=_examples(
+        "offloadtrain ctl runs/latest checkpoint",
+        "offloadtrain ctl runs/latest note 'the disk was changed'",
+    ),
+)
+app.command(
     "offloadtrain.commands.version:version",
     name="version",
     help="Print the versions that matter in a report.",

@@ -311,7 +311,14 @@ def to_line(event: Event, rank: int, time_s: float, monotonic_ns: int = 0) -> by
 def from_line(line: bytes | str) -> Record | None:
     """Return the record, or None for a torn or foreign line and for a kind of a later version."""
     try:
-        values = json.loads(line)
+        return from_values(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+def from_values(values: Any) -> Record | None:
+    """As `from_line`, of JSON that is parsed already."""
+    try:
         event: Event = json_codec.decode(KINDS[values["k"]], values)
         envelope: _Envelope = json_codec.decode(_Envelope, values)
     except (ValueError, TypeError, KeyError, RecursionError):

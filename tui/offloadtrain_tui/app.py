@@ -23,7 +23,7 @@ from offloadtrain_tui import requests, runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.history import History, View
-from offloadtrain_tui.listing import list_runs
+from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.machine import MachineSampler
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
@@ -73,7 +73,7 @@ class Monitor(App[None]):
     class Listed(Message):
         """The folder of runs was looked at."""
 
-        def __init__(self, rows: list[object]) -> None:
+        def __init__(self, rows: list[RunRow]) -> None:
             super().__init__()
             self.rows = rows
 
@@ -98,7 +98,7 @@ class Monitor(App[None]):
         Binding("minus", "zoom(-1)", "zoom out", show=False),
         Binding("y", "log_axis", "log axis", show=False),
         Binding("m", "mean", "mean", show=False),
-        Binding("tab", "next_run", "next run", show=False, priority=True),
+        Binding("r", "next_run", "next run", show=False),
         Binding("c", "checkpoint", "checkpoint"),
         Binding("S", "stop", "stop"),
         Binding("n", "note", "note", show=False),
@@ -170,12 +170,12 @@ class Monitor(App[None]):
         self._show()
 
     def on_monitor_sampled(self, message: Monitor.Sampled) -> None:
-        self.shown = replace(self.shown, machine=message.system)
-        self._show()
+        self.shown = replace(self.shown, machine=message.system)  # shown at the next tick
 
     def on_monitor_listed(self, message: Monitor.Listed) -> None:
         self._listed = True
-        self.query_one(RunsPanel).list_runs(message.rows)  # type: ignore[arg-type]
+        for panel in self.query(RunsPanel):  # none is left while the app ends
+            panel.list_runs(message.rows)
 
     @property
     def is_settled(self) -> bool:
@@ -198,7 +198,7 @@ class Monitor(App[None]):
         """Off this thread: a folder of a hundred runs on a slow disk takes its time."""
 
         def look() -> None:
-            rows: list[object] = [*list_runs(self.runs_dir, self.clock.now_s())]
+            rows = list_runs(self.runs_dir, self.clock.now_s())
             self.post_message(self.Listed(rows))
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
@@ -220,6 +220,8 @@ class Monitor(App[None]):
         self._refresh()
 
     def _refresh(self) -> None:
+        if not self.query(ContentSwitcher):  # the app is ending
+            return
         variables = self.theme_variables
         colors = {state: variables.get(name, "") for state, name in STATE_COLORS.items()}
         with self.batch_update():

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 from offloadtrain_tui.series import NOTHING, Extent
 
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-_BLANK = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""By column and row within a character."""
+
+_BARS = tuple(
+    tuple(tuple(sum(side[first : last + 1]) for last in range(4)) for first in range(4))
+    for side in _DOTS
+)
+"""Dots of a column from row `first` to row `last` of a character."""
+
+_SIGNS = [" ", *(chr(0x2800 + dots) for dots in range(1, 256))]
 
 
 class Canvas:
@@ -25,44 +33,48 @@ class Canvas:
 
         `low` is the lowest row of dots, `high` the highest.
         """
-        rows = self.height * 4
-        scale = (rows - 1) / (high - low) if high > low else 0.0
-        before: tuple[int, int] | None = None
-        for column, extent in enumerate(extents[: self.width * 2]):
-            if extent == NOTHING:
-                before = None
+        lowest = self.height * 4 - 1
+        scale = lowest / (high - low) if high > low else 0.0
+        last: tuple[int, int] | None = None
+        for column, (least, greatest) in enumerate(extents[: self.width * 2]):
+            if least > greatest:
+                last = None
                 continue
-            top = rows - 1 - _row(extent[1], low, scale, rows)
-            bottom = rows - 1 - _row(extent[0], low, scale, rows)
-            first, last = top, bottom
-            if before is not None:  # up or down to where the last column ended
-                first, last = min(first, before[1] + 1), max(last, before[0] - 1)
-            self._column(column, min(first, top), max(last, bottom), curve)
-            before = (top, bottom)
+            top = lowest - _row(greatest, low, scale, lowest)
+            bottom = lowest - _row(least, low, scale, lowest)
+            if last is None:
+                self._column(column, top, bottom, curve)
+            else:  # up or down to where the last column ended
+                first = min(top, last[1] + 1)
+                self._column(column, first, max(bottom, last[0] - 1), curve)
+            last = (top, bottom)
 
     def _column(self, column: int, top: int, bottom: int, curve: int) -> None:
-        x, side = divmod(column, 2)
-        for row in range(top, bottom + 1):
-            y, part = divmod(row, 4)
-            self._dots[y][x] |= _DOTS[part][side]
+        x, bars = column >> 1, _BARS[column & 1]
+        first, last = top >> 2, bottom >> 2
+        for y in range(first, last + 1):
+            begin = top & 3 if y == first else 0
+            end = bottom & 3 if y == last else 3
+            self._dots[y][x] |= bars[begin][end]
             self._curve[y][x] = curve
 
     def row(self, y: int) -> list[tuple[str, int]]:
         """Runs of characters of one curve: (text, curve), -1 where nothing is drawn."""
-        runs: list[tuple[str, int]] = []
+        runs: list[tuple[list[str], int]] = []
         for dots, curve in zip(self._dots[y], self._curve[y], strict=True):
-            character = chr(_BLANK + dots) if dots else " "
             if runs and runs[-1][1] == curve:
-                runs[-1] = (runs[-1][0] + character, curve)
+                runs[-1][0].append(_SIGNS[dots])
             else:
-                runs.append((character, curve))
-        return runs
+                runs.append(([_SIGNS[dots]], curve))
+        return [("".join(signs), curve) for signs, curve in runs]
 
 
-def _row(value: float, low: float, scale: float, rows: int) -> int:
+def _row(value: float, low: float, scale: float, highest: int) -> int:
+    """Row of dots, counted from below."""
     if scale == 0.0:
-        return rows // 2
-    return min(max(round((value - low) * scale), 0), rows - 1)
+        return highest // 2
+    row = int((value - low) * scale + 0.5)
+    return 0 if row < 0 else highest if row > highest else row
 
 
 def logarithmic(extent: Extent) -> Extent:

@@ -87,8 +87,10 @@ def tui(
         else:
             print(text)
         return 0
-    if not sys.stdout.isatty():
-        return _refuse("stdout is no terminal: use --once, --screenshot, or `offloadtrain status`")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws to stderr
+        return _refuse(
+            "stdout or stderr is no terminal: use --once, --screenshot, or `offloadtrain status`"
+        )
     app.first_panel = screen
     app.run()
     return app.return_code or 0

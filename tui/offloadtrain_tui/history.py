@@ -5,14 +5,19 @@ Who has a `View` has a run as it was at one moment: it never changes, however th
 
 from __future__ import annotations
 
+import math
+import re
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import orjson
+
 from offloadtrain import events
-from offloadtrain.events import Record
+from offloadtrain.events import Json, Record
 from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
 
@@ -21,12 +26,15 @@ STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
 )  # fmt: skip
-DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share")
+DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
+_DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
 SAMPLES = ("rss_bytes", "host_available_bytes", "cpu_percent", "swap_used_bytes", "gpu_bytes")
 SAMPLED_STEPS = 256
 """Timelines that are kept: the newest."""
 
 _T = TypeVar("_T")
+_SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":([\d.]+),"m":\d+,"r":\d+,"step":(\d+),')
+"""The beginning of a span's line as the trainer writes it: spans are read when they are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +103,42 @@ class History:
         self.moments = Timed()
         self.sampled = Timed()
         """Step numbers whose lanes were sampled."""
-        self.spans: OrderedDict[int, list[events.Span]] = OrderedDict()
+        self._spans: OrderedDict[int, list[bytes | events.Span]] = OrderedDict()
+        self._pending: list[Json] = []
         self.last_time_s = 0.0
         self.unreadable = 0
 
-    def feed_line(self, line: bytes) -> None:
-        """A line of the log; one that cannot be read is counted."""
-        if not line.strip():
+    def feed_lines(self, lines: Iterable[bytes]) -> None:
+        """Lines of the log; those that cannot be read are counted."""
+        for line in lines:
+            self._feed_line(line)
+        self._flush()
+
+    def _feed_line(self, line: bytes) -> None:
+        if (span := _SPAN.match(line)) is not None:
+            self._span(int(span[2]), float(span[1]), line)
             return
-        record = events.from_line(line)
+        try:
+            values = orjson.loads(line)
+        except ValueError:
+            self.unreadable += bool(line.strip())
+            return
+        kind = values.get("k") if isinstance(values, dict) else None
+        if (kind == "step" and self._step(values, line)) or (
+            kind == "system" and self._system(values)
+        ):
+            return
+        record = events.from_values(values)
         if record is None:
             self.unreadable += 1
         else:
             self.feed(record, line)
 
     def feed(self, record: Record, line: bytes = b"") -> None:
+        """A record that is no step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
+        if isinstance(record.event, events.Span):
+            self._span(record.event.step, record.time_s, record.event)
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
             fold(self, record.event, record.time_s)
@@ -125,42 +153,126 @@ class History:
 
     # ---- one kind each
 
-    def _step(self, event: events.Step, time_s: float) -> None:
-        for name in STEP_FIELDS:
-            self.series[name].append(getattr(event, name))
-        val = self.evals.values[-1].val_loss if self.evals.values else None
-        self.series["val_loss"].append(val)
-        up_ms = event.busy_ms.get("h2d", 0.0) + event.busy_ms.get("load", 0.0)
-        self.series["h2d_gbps"].append(_gbps(event.h2d_bytes, up_ms))
-        self.series["d2h_gbps"].append(_gbps(event.d2h_bytes, event.busy_ms.get("d2h", 0.0)))
-        share = event.exposed_ms / event.step_ms if event.step_ms > 0 else None
-        self.series["exposed_share"].append(share)
-        for lane, series in self.busy.items():
-            series.append(event.busy_ms.get(lane))
-        loss = event.loss
-        if event.skipped or loss != loss or abs(loss) == float("inf"):
-            self.skipped.append(len(self.steps.values))
-        self.steps.add(time_s, event.step)  # last: who sees the length finds all columns as long
+    # [Note: Columns]
+    # Steps come by the hundred thousand. They stay parsed JSON until the lines at hand are read,
+    # and then go into the columns a column at a time.
 
-    def _system(self, event: events.System, time_s: float) -> None:
-        used = [gpu.memory_used_bytes for gpu in event.gpus if gpu.memory_used_bytes is not None]
+    def _step(self, values: Json, line: bytes) -> bool:
+        """Take up a step; False if it is none after all."""
+        number, time_s = values.get("step"), _number(values.get("t"))
+        if type(number) is not int or time_s is None:
+            return False
+        values["val_loss"] = self.evals.values[-1].val_loss if self.evals.values else None
+        busy = values.get("busy_ms")
+        values["busy"] = busy if isinstance(busy, dict) else {}
+        self._pending.append(values)
+        self._odd(values, number, time_s, line)
+        self.last_time_s = max(self.last_time_s, time_s)
+        return True
+
+    def _flush(self) -> None:
+        rows, self._pending = self._pending, []
+        if not rows:
+            return
+        for name in (*STEP_FIELDS, "val_loss"):
+            self.series[name].extend(_floats([row.get(name) for row in rows]))
+        for lane, worked in self.busy.items():
+            worked.extend(_floats([row["busy"].get(lane) for row in rows]))
+        self._derive(len(rows))
+        times, last = [], self.steps.times[-1] if self.steps.times else 0.0
+        for row in rows:
+            last = max(last, row["t"])  # a clock that is set back does not hide what came before
+            times.append(last)
+        self.steps.values += [row["step"] for row in rows]  # the length that others go by is that
+        self.steps.times += times  # of the times, and now all else is there
+
+    def _derive(self, count: int) -> None:
+        """Columns that follow from others, of the last `count` steps."""
+        of = {name: self.series[name].values[-count:] for name in _DERIVED_FROM}
+        worked = {lane: series.values[-count:] for lane, series in self.busy.items()}
+        up_ms = [
+            h + (load if load == load else 0.0)
+            for h, load in zip(worked["h2d"], worked["load"], strict=True)
+        ]
+        self.series["h2d_gbps"].extend(_ratios(of["h2d_bytes"], up_ms, 1e-6))
+        self.series["d2h_gbps"].extend(_ratios(of["d2h_bytes"], worked["d2h"], 1e-6))
+        self.series["exposed_share"].extend(_ratios(of["exposed_ms"], of["step_ms"]))
+        self.series["host_ms"].extend(list(worked["host"]))
+
+    def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
+        """Skipped steps and losses that are no numbers are marked and told."""
+        loss = _number(values.get("loss"))
+        finite = loss is not None and math.isfinite(loss)
+        if finite and values.get("skipped") is not True:
+            return
+        self.skipped.append(len(self.steps.values) + len(self._pending) - 1)
+        rank = values.get("r")
+        rank = rank if isinstance(rank, int) else self.rank
+        norm = clean(str(values.get("grad_norm")), 40)
+        text = f"skipped: gradient norm {norm}" if finite else f"loss is {loss}"
+        level = "warning" if finite else "error"
+        self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
+
+    def _system(self, values: Json) -> bool:
+        """Take up a sample of the machine, read when it is shown; False if it is none after all."""
+        time_s, gpus = _number(values.get("t")), values.get("gpus", [])
+        if time_s is None or not isinstance(gpus, list):
+            return False
         for name in SAMPLES[:-1]:
-            self.samples[name].append(getattr(event, name))
-        self.samples["gpu_bytes"].append(sum(used) if used else None)
-        self.systems.add(time_s, event)
+            self.samples[name].append(_number(values.get(name)))
+        used = [_number(gpu.get("memory_used_bytes")) for gpu in gpus if isinstance(gpu, dict)]
+        known = [size for size in used if size is not None]
+        self.samples["gpu_bytes"].append(sum(known) if known else None)
+        self.last_time_s = max(self.last_time_s, time_s)
+        self.systems.add(time_s, values)
+        return True
 
-    def _span(self, event: events.Span, time_s: float) -> None:
-        if event.step not in self.spans:
-            self.spans[event.step] = []
-            self.sampled.add(time_s, event.step)
-            while len(self.spans) > SAMPLED_STEPS:
-                self.spans.popitem(last=False)
-        self.spans[event.step].append(event)
+    def _span(self, step: int, time_s: float, span: bytes | events.Span) -> None:
+        if step not in self._spans:
+            self._spans[step] = []
+            self.sampled.add(time_s, step)
+            while len(self._spans) > SAMPLED_STEPS:
+                self._spans.popitem(last=False)
+        self._spans[step].append(span)
+        self.last_time_s = max(self.last_time_s, time_s)
+
+    def spans(self, step: int) -> list[events.Span] | None:
+        """Of a sampled step; None if it is none, or too old to be kept."""
+        kept = self._spans.get(step)
+        if kept is None:
+            return None
+        read = [_read_span(span) if isinstance(span, bytes) else span for span in list(kept)]
+        return [span for span in read if span is not None]
 
 
-def _gbps(nbytes: int, spent_ms: float) -> float | None:
-    """Bandwidth of a lane while it worked, 10^9 bytes per second."""
-    return nbytes / spent_ms / 1e6 if spent_ms > 0 else None
+def _read_span(line: bytes) -> events.Span | None:
+    record = events.from_line(line)
+    return record.event if record and isinstance(record.event, events.Span) else None
+
+
+def _number(value: Any) -> float | None:
+    """Of parsed JSON, where what is not finite is a string."""
+    if type(value) is float or type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def _floats(values: list[Any]) -> array[float]:
+    """NaN where there is no number."""
+    try:
+        return array("d", values)
+    except (TypeError, OverflowError):
+        found = map(_number, values)
+        return array("d", [math.nan if value is None else value for value in found])
+
+
+def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:
+    """Element by element; NaN where nothing was spent."""
+    pairs = zip(over, under, strict=True)
+    return [factor * a / b if b > 0 else math.nan for a, b in pairs]
 
 
 def _kept(name: str) -> Callable[[History, Any, float], None]:
@@ -171,12 +283,9 @@ def _kept(name: str) -> Callable[[History, Any, float], None]:
 
 
 _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
-    events.Step: History._step,
-    events.Span: History._span,
     events.RunStarted: _kept("starts"),
     events.RunEnded: _kept("ends"),
     events.Memory: _kept("memory"),
-    events.System: History._system,
     events.Eval: _kept("evals"),
     events.Checkpoint: _kept("checkpoints"),
     events.Alert: _kept("alerts"),
@@ -195,13 +304,6 @@ def _moment(record: Record, line: bytes) -> Moment | None:
     step = getattr(record.event, "step", None)
     kind = record.event.KIND
     return Moment(record.time_s, step, kind, level, clean(text), record.rank, line)
-
-
-def _told_step(event: events.Step) -> tuple[str, str]:
-    if event.skipped:
-        return "warning", f"skipped: gradient norm {event.grad_norm}"
-    finite = event.loss == event.loss and abs(event.loss) != float("inf")
-    return ("info", "") if finite else ("error", f"loss is {event.loss}")
 
 
 def _told_start(event: events.RunStarted) -> tuple[str, str]:
@@ -232,7 +334,6 @@ def _told_control(event: events.Control) -> tuple[str, str]:
 
 
 _TOLD: dict[type, Callable[[Any], tuple[str, str]]] = {
-    events.Step: _told_step,
     events.RunStarted: _told_start,
     events.RunEnded: _told_end,
     events.Checkpoint: _told_checkpoint,
@@ -256,7 +357,7 @@ class View:
     def at(cls, history: History, time_s: float | None = None) -> View:
         """None: the newest."""
         if time_s is None:
-            return cls(history, float("inf"), len(history.steps.values))
+            return cls(history, float("inf"), len(history.steps.times))
         return cls(history, time_s, history.steps.count(time_s))
 
     @property
@@ -290,8 +391,9 @@ class View:
 
     @property
     def system(self) -> events.System | None:
-        found: events.System | None = self.history.systems.at(self.time_s, None)
-        return found
+        values: Json | None = self.history.systems.at(self.time_s, None)
+        record = events.from_values(values) if values is not None else None
+        return record.event if record and isinstance(record.event, events.System) else None
 
     @property
     def val_loss(self) -> float | None:
@@ -309,8 +411,8 @@ class View:
         """Of the newest sampled step."""
         sampled = self.history.sampled
         for step in reversed(sampled.values[: sampled.count(self.time_s)]):
-            if step in self.history.spans:
-                return self.history.spans[step]
+            if (found := self.history.spans(step)) is not None:
+                return found
         return []
 
     @property
@@ -350,8 +452,7 @@ class View:
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:
     """A whole log."""
     history = History(rank)
-    for line in lines:
-        history.feed_line(line)
+    history.feed_lines(lines)
     return history
 
 

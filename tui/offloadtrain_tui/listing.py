@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from offloadtrain_tui import runs
 from offloadtrain_tui.history import History, View
-
-_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+from offloadtrain_tui.source import glance
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,8 @@ def list_runs(runs_dir: Path, now_s: float, most: int = 200) -> list[RunRow]:
 
 def row_of(folder: Path, now_s: float) -> RunRow:
     """From the first and the last records of rank 0."""
-    view = View.at(_glance(folder))
+    logs = runs.open_run(folder).logs
+    view = View.at(glance(logs[0]) if logs else History())
     return RunRow(
         folder=folder,
         state=runs.state_of(view, runs.is_alive(folder), now_s),
@@ -45,20 +43,3 @@ def row_of(folder: Path, now_s: float) -> RunRow:
         tokens_per_s=view.last("tokens_per_s"),
         last_s=view.step_time_s,
     )
-
-
-def _glance(folder: Path) -> History:
-    history = History()
-    logs = runs.open_run(folder).logs
-    if not logs:
-        return history
-    with suppress(OSError), open(logs[0], "rb") as log:
-        size = os.fstat(log.fileno()).st_size
-        head = log.read(_HEAD_BYTES)
-        lines = head.split(b"\n")[:-1] if size > len(head) else head.split(b"\n")
-        if size > _HEAD_BYTES:
-            log.seek(max(size - _TAIL_BYTES, _HEAD_BYTES))
-            lines += log.read(_TAIL_BYTES).split(b"\n")[1:]
-        for line in lines:
-            history.feed_line(line)
-    return history

@@ -82,6 +82,7 @@ KINDS: dict[str, Kind] = {
         (("h2d_bytes", "up", "primary", False), ("d2h_bytes", "down", "warning", True)),
         form=_bytes,
     ),
+    "host_ms": Kind("host busy (Adam, norms)", _one("host_ms", "accent"), form=milliseconds),
     "exposed": Kind("exposed share of a step", _one("exposed_share", "error"), form=_percent),
 }
 
@@ -104,7 +105,7 @@ def plot(name: str, shown: Shown) -> Plot:
         title=kind.title,
         curves=tuple(curves),
         window=window,
-        marks=tuple(Mark(*mark) for mark in marks(view)),
+        marks=tuple(Mark(*mark) for mark in marks(view, window)),
         cursor=shown.cursor,
         log=shown.log and kind.log,
         unit=kind.unit,
@@ -121,20 +122,6 @@ def _of_others(field: str, shown: Shown) -> list[Curve]:
         color = _RUN_COLORS[number % len(_RUN_COLORS)]
         found.append(Curve(other.name[-12:], view.history.series[field], view.length, color))
     return found
-
-
-def lane_plot(lane: str, shown: Shown, color: str) -> Plot:
-    """How long a lane worked in each step."""
-    view, window = shown.newest, shown.window
-    steps = view.history.steps.values
-    return Plot(
-        title=f"{lane} busy",
-        curves=(Curve("", view.history.busy[lane], view.length, color),),
-        window=window,
-        cursor=shown.cursor,
-        axis=(f"step {steps[window.lo]}", f"{steps[window.hi - 1]}") if view.length else ("", ""),
-        form=milliseconds,
-    )
 
 
 def sample_plot(title: str, names: dict[str, str], view: View, now_s: float) -> Plot:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FACTOR = 16
+_GRAINS = 64
 
 Extent = tuple[float, float]
 """Least and greatest finite value; (inf, -inf) if there is none."""
@@ -25,17 +27,25 @@ NOTHING: Extent = (math.inf, -math.inf)
 class Series:
     """One number per step; NaN where there is none."""
 
-    __slots__ = ("_levels", "values")
+    __slots__ = ("_all_finite", "_levels", "values")
 
     def __init__(self) -> None:
         self.values = array("d")
+        self._all_finite = True
         self._levels: list[tuple[array[float], array[float]]] = []
 
     def __len__(self) -> int:
         return len(self.values)
 
     def append(self, value: float | None) -> None:
-        self.values.append(math.nan if value is None else value)
+        kept = math.nan if value is None else float(value)
+        self._all_finite = self._all_finite and math.isfinite(kept)
+        self.values.append(kept)
+
+    def extend(self, values: Iterable[float]) -> None:
+        fresh = array("d", values)
+        self._all_finite = self._all_finite and all(map(math.isfinite, fresh))
+        self.values.extend(fresh)
 
     def last(self, length: int) -> float | None:
         """The newest number of the first `length`; None if there is none."""
@@ -46,44 +56,42 @@ class Series:
 
     def extent(self, lo: int, hi: int) -> Extent:
         """Of values [lo, hi)."""
-        least, greatest = NOTHING
-        level, width = 0, 1
-        while lo < hi:
-            # The coarsest level whose next entry begins at `lo` and ends before `hi`.
-            while lo % (width * FACTOR) == 0 and lo + width * FACTOR <= hi:
-                level, width = level + 1, width * FACTOR
-            while level > 0 and (lo % width or lo + width > hi):
-                level, width = level - 1, width // FACTOR
-            low, high = self._entry(level, lo // width)
-            least, greatest = min(least, low), max(greatest, high)
-            lo += width
-        return least, greatest
+        return self._extent(0, lo, hi)
 
-    def _entry(self, level: int, index: int) -> Extent:
-        if level == 0:
-            value = self.values[index]
-            return (value, value) if math.isfinite(value) else NOTHING
-        self._grow(level, index)
-        lows, highs = self._levels[level - 1]
-        return lows[index], highs[index]
+    def _extent(self, level: int, lo: int, hi: int) -> Extent:
+        """Of entries [lo, hi) of a level: their ends by themselves, the middle a level higher."""
+        if hi - lo <= 2 * FACTOR:
+            return self._least_greatest(level, lo, hi)
+        first, last = -(-lo // FACTOR), hi // FACTOR
+        parts = [self._extent(level + 1, first, last)]
+        if lo < first * FACTOR:
+            parts.append(self._least_greatest(level, lo, first * FACTOR))
+        if last * FACTOR < hi:
+            parts.append(self._least_greatest(level, last * FACTOR, hi))
+        return min(low for low, _ in parts), max(high for _, high in parts)
+
+    def _least_greatest(self, level: int, lo: int, hi: int) -> Extent:
+        if lo >= hi:
+            return NOTHING
+        if level:
+            self._grow(level, hi - 1)
+            lows, highs = self._levels[level - 1]
+            return min(lows[lo:hi]), max(highs[lo:hi])
+        if self._all_finite:
+            chunk = self.values[lo:hi]
+            return min(chunk), max(chunk)
+        finite = [value for value in self.values[lo:hi] if math.isfinite(value)]
+        return (min(finite), max(finite)) if finite else NOTHING
 
     def _grow(self, level: int, index: int) -> None:
         while len(self._levels) < level:
             self._levels.append((array("d"), array("d")))
         lows, highs = self._levels[level - 1]
         while len(lows) <= index:
-            low, high = self._below(level - 1, len(lows))
+            begin = len(lows) * FACTOR
+            low, high = self._least_greatest(level - 1, begin, begin + FACTOR)
             lows.append(low)
             highs.append(high)
-
-    def _below(self, level: int, index: int) -> Extent:
-        begin, end = index * FACTOR, (index + 1) * FACTOR
-        if level == 0:
-            finite = [value for value in self.values[begin:end] if math.isfinite(value)]
-            return (min(finite), max(finite)) if finite else NOTHING
-        self._grow(level, end - 1)
-        lows, highs = self._levels[level - 1]
-        return min(lows[begin:end]), max(highs[begin:end])
 
 
 class Smoothed(Series):
@@ -107,7 +115,7 @@ class Smoothed(Series):
             if math.isfinite(value):
                 self._mean = self._decay * self._mean + (1.0 - self._decay) * value
                 self._weight = self._decay * self._weight + (1.0 - self._decay)
-            self.values.append(self._mean / self._weight if self._weight else math.nan)
+            self.append(self._mean / self._weight if self._weight else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +125,17 @@ class Window:
     lo: int
     hi: int
 
+    @property
+    def size(self) -> int:
+        """A little more than there is: a chart that grows by one value is cut as before, and only
+        its newest columns are drawn anew."""
+        count = self.hi - self.lo
+        grain = max(count // _GRAINS, 1)
+        return -(-count // grain) * grain
+
     def columns(self, count: int) -> list[tuple[int, int]]:
         """The window cut into `count` stretches; several are one value where it is shorter."""
-        size = self.hi - self.lo
+        size = self.size
         if size <= 0:
             return []
         cuts = [self.lo + size * i // count for i in range(count + 1)]

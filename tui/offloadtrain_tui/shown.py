@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from typing import Any
 
 from offloadtrain import events
 from offloadtrain_tui.history import View
 from offloadtrain_tui.series import Window
 from offloadtrain_tui.source import Snapshot
 
+MOST_MARKS, MOST_GOOD_MARKS = 100, 24
 ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -112,17 +115,32 @@ class Shown:
         return replace(self, zoom=min(max(self.zoom + by, 0), len(ZOOMS) - 1))
 
 
-def marks(view: View) -> list[tuple[int, str, str]]:
-    """(position, sign, color) of what happened beside steps, until the moment of the view."""
-    history = view.history
-    found = [(position, "✗", "error") for position in history.skipped if position < view.length]
+def marks(view: View, window: Window | None = None) -> list[tuple[int, str, str]]:
+    """(position, sign, color) of what happened beside steps, until the moment of the view.
+
+    What there is too much of in a window is thinned out evenly, or, if it is good, left out.
+    """
+    window = window or Window(0, view.length)
+    history, times = view.history, view.history.steps.times
+    if not view.length or window.lo >= window.hi:
+        return []
+    lo, hi = bisect_left(history.skipped, window.lo), bisect_left(history.skipped, window.hi)
+    found = [(position, "✗", "error") for position in _thinned(history.skipped, lo, hi)]
+    begin_s = times[window.lo] if window.lo else -math.inf
+    end_s = times[window.hi] if window.hi < view.length else view.time_s
     for timed, sign, color in (
         (history.checkpoints, "▾", "success"),
         (history.starts, "▸", "secondary"),
         (history.alerts, "!", "warning"),
     ):
-        for time_s in timed.times[: timed.count(view.time_s)]:
-            position = max(history.steps.count(time_s) - 1, 0)
-            if position < view.length:
-                found.append((position, sign, color))
+        lo, hi = bisect_left(timed.times, begin_s), bisect_right(timed.times, end_s)
+        if sign == "▾" and hi - lo > MOST_GOOD_MARKS:
+            continue
+        for time_s in _thinned(timed.times, lo, hi):
+            position = max(bisect_right(times, time_s, hi=view.length) - 1, 0)
+            found.append((position, sign, color))
     return found
+
+
+def _thinned(values: list[Any], lo: int, hi: int) -> list[Any]:
+    return values[lo : hi : max((hi - lo) // MOST_MARKS, 1)]

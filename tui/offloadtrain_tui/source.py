@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +16,15 @@ from offloadtrain_tui.history import History, View
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.tail import Tail
 
-POLL_S = 0.2
+POLL_S = 0.17
+_NEWS_S = 0.33
+"""News comes at most so often: twelve charts take some 20 ms to draw."""
+
 _LINES_AT_ONCE = 5000
 _LOOK_FOR_RANKS_S = 2.0
+_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+_LONG_BYTES = 4 << 20
+"""A log of this length is shown by its last megabyte while the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,11 @@ class Snapshot:
     @property
     def changed(self) -> tuple[object, ...]:
         """Equal as long as nothing in the logs has changed."""
-        return (self.state, *((v.length, v.time_s, v.history.last_time_s) for v in self.views))
+        return (
+            self.state,
+            self.whole,
+            *((v.length, v.time_s, v.history.last_time_s) for v in self.views),
+        )
 
 
 @dataclass(slots=True)
@@ -53,6 +65,7 @@ class RunReader:
     run: RunPath
     histories: dict[Path, History] = field(default_factory=dict)
     whole: bool = False
+    _glances: dict[Path, History] = field(default_factory=dict)
     _tails: dict[Path, Tail] = field(default_factory=dict)
     _looked_s: float = 0.0
 
@@ -66,15 +79,19 @@ class RunReader:
             lines = tail.poll(most=most_lines * 400)
             if tail.restarts != before or path not in self.histories:
                 self.histories[path] = History(_rank_of(path))
-            for line in lines:
-                self.histories[path].feed_line(line)
+                if tail.left_bytes > _LONG_BYTES:
+                    self._glances[path] = glance(path, _rank_of(path), 1 << 20)
+            self.histories[path].feed_lines(lines)
             found |= bool(lines)
             self.whole &= len(lines) < most_lines // 2
+        if self.whole:
+            self._glances.clear()
         return found
 
     def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
         """`at_s`: as it was then; None: the newest."""
-        ordered = sorted(list(self.histories.values()), key=lambda history: history.rank)
+        known = {**self.histories, **self._glances}
+        ordered = sorted(known.values(), key=lambda history: history.rank)
         views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
         alive = runs.is_alive(self.run.folder) if at_s is None else None
         state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
@@ -93,6 +110,20 @@ class RunReader:
             self.run = runs.open_run(self.run.folder)
         for path in self.run.logs:
             self._tails.setdefault(path, Tail(path))
+
+
+def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
+    """A log by its first and its last records: at once, however long it is."""
+    history = History(rank)
+    with suppress(OSError), open(path, "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        head = log.read(_HEAD_BYTES)
+        lines = head.split(b"\n")[:-1] if size > len(head) else head.split(b"\n")
+        if size > _HEAD_BYTES:
+            log.seek(max(size - tail_bytes, _HEAD_BYTES))
+            lines += log.read(tail_bytes).split(b"\n")[1:]
+        history.feed_lines(lines)
+    return history
 
 
 def _rank_of(path: Path) -> int:
@@ -155,16 +186,20 @@ class Reader:
         return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
 
     def _run(self) -> None:
+        published_s = 0.0
         while not self._ended.is_set():
             busy = any([reader.read() and not reader.whole for reader in self.readers])
-            self._publish([reader.snapshot(self._clock.now_s()) for reader in self.readers])
+            if time.monotonic() - published_s >= _NEWS_S and self._publish():
+                published_s = time.monotonic()
             if not busy:
                 self._wake.wait(self._poll_s)
                 self._wake.clear()
         for reader in self.readers:
             reader.close()
 
-    def _publish(self, snapshots: list[Snapshot]) -> None:
+    def _publish(self) -> bool:
+        """Whether there was any news."""
+        snapshots = self.read_newest()
         with self._lock:
             news = [one.changed for one in snapshots] != [one.changed for one in self._snapshots]
             self._snapshots = snapshots
@@ -172,3 +207,4 @@ class Reader:
             self._told |= tell
         if tell:
             self._on_news()
+        return news

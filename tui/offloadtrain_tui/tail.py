@@ -43,6 +43,11 @@ class Tail:
             self._drop_endless()
         return lines
 
+    @property
+    def left_bytes(self) -> int:
+        """Not read yet."""
+        return max(os.fstat(self._fd).st_size - self._offset, 0) if self._fd >= 0 else 0
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

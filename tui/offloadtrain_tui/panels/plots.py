@@ -12,6 +12,7 @@ from offloadtrain_tui.widgets.chart import Chart, Plot
 
 CHARTS = (
     "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phases", "mfu", "loss_scale", "exposed",
+    "bus", "bytes", "host_ms",
 )  # fmt: skip
 _ALWAYS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phases", "exposed")
 

@@ -10,13 +10,12 @@ from textual.widgets import Static
 from offloadtrain import events, units
 from offloadtrain_tui.history import LANES, View
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.plots import KINDS, lane_plot, plot
+from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.widgets.chart import Chart, Plot
-from offloadtrain_tui.widgets.styles import LANE_COLORS
 
-CHARTS = ("bus", "bytes", "exposed")
+CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
 
 class Transfers(Panel):
@@ -27,14 +26,11 @@ class Transfers(Panel):
         with Grid(id="transfers-charts"):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
-            yield Chart(Plot("host busy"), id="transfers-host")
 
     def show(self, shown: Shown) -> None:
         self.query_one("#transfers-text", Static).update(_told(shown))
         for name in CHARTS:
             self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
-        host = lane_plot("host", shown, LANE_COLORS["host"])
-        self.query_one("#transfers-host", Chart).show(host)
 
 
 def _told(shown: Shown) -> Text:

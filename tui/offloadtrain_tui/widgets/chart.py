@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -75,6 +76,7 @@ class Chart(Widget):
         super().__init__(id=id)
         self._plot = plot
         self._strips: list[Strip] = []
+        self._colors: dict[str, str] = {}
         self._drawn: tuple[object, ...] = ()
 
     @property
@@ -82,19 +84,34 @@ class Chart(Widget):
         return self._plot
 
     def show(self, plot: Plot) -> None:
-        """Draw anew if it is another one."""
-        if plot != self._plot:
-            self._plot = plot
-            self.refresh()
+        """Draw anew if it is another one; only lines that differ go to the terminal."""
+        if plot == self._plot:
+            return
+        self._plot = plot
+        before = self._strips
+        self._bring_up()
+        width = self.size.width
+        lines = [
+            Region(0, y, width, 1)
+            for y, strip in enumerate(self._strips)
+            if y >= len(before) or strip != before[y]
+        ]
+        if lines:
+            self.refresh(*lines)
 
     def render_line(self, y: int) -> Strip:
+        self._bring_up()
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
+
+    def _bring_up(self) -> None:
+        """Draw what is not drawn yet."""
         width, height = self.size
-        key = (self._plot, width, height, self.app.theme)
+        key = (id(self._plot), width, height, self.app.theme)
         if key != self._drawn:
             self._strips, self._drawn = self._draw(width, height), key
-        return self._strips[y] if y < len(self._strips) else Strip.blank(width)
 
     def _draw(self, width: int, height: int) -> list[Strip]:
+        self._colors = self.app.theme_variables
         inner, rows = width - LABEL_WIDTH, height - 2
         if inner < 8 or rows < 1:
             return [Strip([Segment(self._plot.title[:width])]).adjust_cell_length(width)]
@@ -103,12 +120,12 @@ class Chart(Widget):
         canvas = Canvas(inner, rows)
         for number in reversed(range(len(extents))):  # the first one on top
             canvas.draw(extents[number], low, high, number)
-        body = [self._row(canvas, y, rows, low, high) for y in range(rows)]
-        lines = [self._title(), *body, self._axis(inner)]
-        return [Strip(segments).adjust_cell_length(width) for segments in lines]
+        body = [Strip(self._row(canvas, y, rows, low, high), width) for y in range(rows)]
+        title = Strip(self._title()).adjust_cell_length(width)
+        return [title, *body, Strip(self._axis(inner)).adjust_cell_length(width)]
 
     def _style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
-        return styled(self.app.theme_variables.get(color, ""), bold, dim)
+        return styled(self._colors.get(color, ""), bold, dim)
 
     def _title(self) -> list[Segment]:
         plot = self._plot
@@ -158,9 +175,8 @@ class Chart(Widget):
 
     def _column(self, position: int, inner: int) -> int | None:
         window = self._plot.window
-        size = window.hi - window.lo
         inside = window.lo <= position < window.hi
-        return min((position - window.lo) * inner // size, inner - 1) if inside else None
+        return (position - window.lo) * inner // window.size if inside else None
 
     def _axis(self, inner: int) -> list[Segment]:
         left, right = self._plot.axis

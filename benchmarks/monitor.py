@@ -1,0 +1,235 @@
+"""What the monitor costs, on a terminal of 160 by 45.
+
+    python -m benchmarks.monitor [--json]
+
+Prints, beside the goal of each: the first frame of a fresh process, opening a run of 100,000 steps,
+how long after its writing a step is on the screen, how long after a kill the death is, the share of
+a core at 1 and 4 steps per second with twelve charts, and resident memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from offloadtrain import events
+from tests.tui import recordings
+
+WIDTH, HEIGHT = 160, 45
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
+
+_TRAINER = """
+import json, os, socket, sys, time
+from pathlib import Path
+from offloadtrain import events, run_folder
+run = run_folder.RunFolder(Path(sys.argv[1]))
+run.write_run({})
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+time.sleep(3600)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement; `goal` is a most."""
+
+    name: str
+    value: float
+    goal: float
+    unit: str
+
+
+class Screen:
+    """The monitor in a terminal of its own; keeps what it draws."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.began = time.perf_counter()
+        self.drawn = bytearray()
+        pid, self._fd = pty.fork()
+        if pid == 0:
+            os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+            command = [sys.executable, "-m", "offloadtrain", "tui", *arguments]
+            os.execv(sys.executable, command)
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+        self.process = psutil.Process(pid)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def until(self, text: str, most_s: float = 20.0) -> float:
+        """Seconds from now until the text has been drawn."""
+        began, wanted = time.perf_counter(), text.encode()
+        while wanted not in _ESCAPES.sub(b"", bytes(self.drawn)):
+            if time.perf_counter() - began > most_s:
+                raise RuntimeError(f"'{text}' was not drawn within {most_s} s")
+            time.sleep(0.005)
+        return time.perf_counter() - began
+
+    def clear(self) -> None:
+        self.drawn.clear()
+
+    def press(self, key: str) -> None:
+        os.write(self._fd, key.encode())
+
+    def cpu_s(self) -> float:
+        spent = self.process.cpu_times()
+        return spent.user + spent.system
+
+    def close(self) -> None:
+        self.process.kill()
+        os.waitpid(self.process.pid, 0)
+        os.close(self._fd)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except OSError:
+                return
+            self.drawn += data
+
+
+@contextmanager
+def trainer(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the run's lock, as a trainer does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TRAINER, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_of(folder: Path, steps: int) -> Path:
+    """A live run with so many steps behind it."""
+    told = recordings.plain(steps)[:-1]
+    shift = time.time() - told[-1][0]
+    return recordings.write(folder, [(time_s + shift, event) for time_s, event in told])
+
+
+def append(folder: Path, number: int) -> None:
+    event = recordings.step(number, random.Random(number))
+    with open(folder / "events/rank000.jsonl", "ab") as log:
+        log.write(events.to_line(event, 0, time.time()))
+
+
+def first_frame(folder: Path) -> float:
+    screen = Screen(str(folder))
+    try:
+        return screen.until("working weights")
+    finally:
+        screen.close()
+
+
+def large_run(folder: Path) -> tuple[float, float]:
+    """Until the newest step is there, and until the first one is too."""
+    screen = Screen(str(folder))
+    try:
+        newest = screen.until("step 100000")
+        screen.clear()
+        return newest, newest + screen.until("step 100000/100000")  # told anew when all is read
+    finally:
+        screen.close()
+
+
+def freshness(folder: Path, first: int) -> float:
+    """The slowest of five."""
+    screen = Screen(str(folder))
+    try:
+        screen.until(f"step {first - 1}")
+        found = []
+        for number in range(first, first + 5):
+            screen.clear()
+            append(folder, number)
+            found.append(screen.until(f"{number}"))
+            time.sleep(0.37)
+        return max(found)
+    finally:
+        screen.close()
+
+
+def death(folder: Path) -> float:
+    screen = Screen(str(folder))
+    try:
+        with trainer(folder) as process:
+            screen.until("running")
+            screen.clear()
+            process.send_signal(signal.SIGKILL)
+            return screen.until("killed")
+    finally:
+        screen.close()
+
+
+def cost(folder: Path, first: int, per_s: float, seconds: float = 15.0) -> tuple[float, float]:
+    """Percent of a core, and MiB, while steps arrive."""
+    screen = Screen(str(folder), "--screen", "plots")
+    try:
+        screen.until("learning rate")
+        time.sleep(2.0)
+        spent, began = screen.cpu_s(), time.perf_counter()
+        for number in range(round(seconds * per_s)):
+            append(folder, first + number)
+            time.sleep(1.0 / per_s)
+        share = 100 * (screen.cpu_s() - spent) / (time.perf_counter() - began)
+        return share, screen.process.memory_info().rss / 2**20
+    finally:
+        screen.close()
+
+
+def measure() -> list[Figure]:
+    base = Path(tempfile.mkdtemp())
+    try:
+        small = run_of(base / "small", 1000)
+        large = run_of(base / "large", 100_000)
+        with trainer(small):
+            once = cost(small, 1001, 1.0)
+            often = cost(small, 1101, 4.0)
+        opened = large_run(large)
+        return [
+            Figure("first frame", first_frame(small), 1.0, "s"),
+            Figure("100,000 steps: newest", opened[0], 2.0, "s"),
+            Figure("100,000 steps: all", opened[1], 2.0, "s"),
+            Figure("a new step is shown", freshness(run_of(base / "fresh", 50), 51), 0.5, "s"),
+            Figure("a kill is shown", death(run_of(base / "doomed", 50)), 1.0, "s"),
+            Figure("12 charts, 1 step/s", once[0], 3.0, "% of a core"),
+            Figure("12 charts, 4 steps/s", often[0], 8.0, "% of a core"),
+            Figure("resident memory", often[1], 80.0, "MiB"),
+        ]
+    finally:
+        shutil.rmtree(base)
+
+
+def main() -> None:
+    figures = measure()
+    if "--json" in sys.argv:
+        print(json.dumps([asdict(figure) for figure in figures], indent=1))
+        return
+    for figure in figures:
+        goal = f"goal {figure.goal:g}"
+        print(f"{figure.name:<24} {figure.value:>7.2f} {figure.unit:<12} {goal}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Runs as their logs tell them, made from a seed: what the monitor's tests look at."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from offloadtrain import events
+from offloadtrain.events import Event
+
+BEGIN_S = 1_795_000_000.0
+GIB = 1 << 30
+
+Timed = tuple[float, Event]
+"""Unix seconds and what happened then."""
+
+
+def start(name: str = "demo", *, steps: int = 100, **changed: object) -> events.RunStarted:
+    plan = {
+        "device": "cuda:0",
+        "precision": "bf16",
+        "gpu_uuid": "GPU-1",
+        "memory": {
+            "device": {"working weights": 24 * GIB},
+            "host": {"master weights": 48 * GIB, "exp_avg": 48 * GIB, "exp_avg_sq": 48 * GIB},
+        },
+    }
+    values: dict[str, object] = {
+        "run_id": f"20261121-080000-{name}",
+        "name": name,
+        "pid": 4711,
+        "num_params": 13_000_000_000,
+        "config": {"train": {"steps": steps}, "model": {"d_model": 5120}},
+        "plan": plan,
+        "backend": {"name": "native", "isa": "avx512", "threads": 15},
+        "machine": {"host": "box", "gpus": [{"name": "V100", "memory_bytes": 32 * GIB}]},
+    }
+    return events.RunStarted(**{**values, **changed})  # type: ignore[arg-type]
+
+
+def step(number: int, draw: random.Random, *, scale: float = 1.0) -> events.Step:
+    step_ms = 1000.0 * scale * draw.uniform(0.95, 1.05)
+    return events.Step(
+        step=number,
+        loss=2.0 + 3.0 * math.exp(-number / 40) + draw.gauss(0, 0.02),
+        lr=3e-4 * min(number / 20, 1.0),
+        tokens=number * 65536,
+        grad_norm=1.0 + draw.random(),
+        loss_scale=65536.0,
+        tokens_per_s=65.536e6 / step_ms,
+        step_ms=step_ms,
+        data_ms=2.0,
+        forward_ms=0.3 * step_ms,
+        backward_ms=0.6 * step_ms,
+        optimizer_ms=0.05 * step_ms,
+        exposed_ms=0.04 * step_ms,
+        busy_ms={
+            "compute": 0.9 * step_ms,
+            "d2h": 0.5 * step_ms,
+            "host": 0.6 * step_ms,
+            "h2d": 0.5 * step_ms,
+            "load": 0.0,
+        },
+        d2h_bytes=24 * GIB,
+        h2d_bytes=24 * GIB,
+        mfu=0.41,
+    )
+
+
+def spans(number: int) -> Iterator[events.Span]:
+    """A sampled step: four blocks forward, backward, down, Adam, up."""
+    for block in range(4):
+        yield _span(number, "compute", f"forward {block}", 70.0 * block, 68.0)
+        back = 300.0 + 140.0 * (3 - block)
+        yield _span(number, "compute", f"backward {block}", back, 130.0)
+        yield _span(number, "d2h", f"d2h {block}", back + 130.0, 60.0)
+        yield _span(number, "host", f"adam {block}", 40.0 + 100.0 * block, 95.0)
+        yield _span(number, "h2d", f"h2d {block}", 135.0 + 100.0 * block, 50.0)
+
+
+def _span(number: int, lane: str, name: str, start_ms: float, spent_ms: float) -> events.Span:
+    return events.Span(step=number, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
+
+
+def memory(number: int) -> events.Memory:
+    rows = [
+        ("working weights", "device", 24 * GIB),
+        ("gradient staging", "device", GIB // 8),
+        ("activations and gradients", "device", 5 * GIB),
+        ("master weights", "host", 48 * GIB),
+        ("exp_avg", "host", 48 * GIB),
+        ("exp_avg_sq", "host", 48 * GIB),
+    ]
+    found = tuple(
+        events.MemoryRow(owner=owner, tier=tier, num_bytes=size, peak_bytes=size)
+        for owner, tier, size in rows
+    )
+    return events.Memory(step=number, rows=found)
+
+
+def system(draw: random.Random, *, gpus: int = 1) -> events.System:
+    return events.System(
+        cpu_percent=1400.0,
+        rss_bytes=150 * GIB,
+        host_available_bytes=round(60 * GIB + draw.random() * GIB),
+        host_total_bytes=256 * GIB,
+        swap_used_bytes=0,
+        gpus=tuple(_gpu(number) for number in range(gpus)),
+    )
+
+
+def _gpu(index: int) -> events.GpuSample:
+    return events.GpuSample(
+        index=index,
+        name="Tesla V100-SXM3-32GB",
+        uuid=f"GPU-{index + 1}",
+        memory_used_bytes=30 * GIB,
+        memory_total_bytes=32 * GIB,
+        utilization_percent=97.0,
+        power_w=280.0,
+        temperature_c=61.0,
+        pcie_generation=3,
+        pcie_generation_max=3,
+        pcie_width=16,
+        pcie_width_max=16,
+        pcie_rx_bytes_per_s=11.2e9,
+        pcie_tx_bytes_per_s=10.9e9,
+    )
+
+
+def plain(steps: int = 100, *, seed: int = 0, name: str = "demo") -> list[Timed]:
+    """A run from its start to its end, with evaluations, checkpoints and sampled steps."""
+    draw = random.Random(seed)
+    now_s = BEGIN_S
+    told: list[Timed] = [(now_s, start(name, steps=steps)), (now_s, memory(0))]
+    for number in range(1, steps + 1):
+        one = step(number, draw)
+        now_s += one.step_ms / 1e3
+        told.append((now_s, one))
+        if number % 20 == 2:
+            told += [(now_s, span) for span in spans(number)]
+        if number % 5 == 0:
+            told.append((now_s, system(draw)))
+        if number % 25 == 0:
+            told.append((now_s, events.Eval(step=number, val_loss=2.1 + 10 / number)))
+            saved = events.Checkpoint(step=number, path=f"checkpoints/step-{number}", num_bytes=GIB)
+            told.append((now_s, saved))
+    ended = events.RunEnded(status="done", step=steps, val_loss=2.2, duration_s=now_s - BEGIN_S)
+    return [*told, (now_s + 1.0, ended)]
+
+
+def unlucky(steps: int = 60) -> list[Timed]:
+    """NaN, skips, an alert, a note, a resume, and no end: it was killed."""
+    told = plain(steps)[:-1]
+    found: list[Timed] = []
+    for time_s, event in told:
+        if isinstance(event, events.Step) and event.step == 12:
+            event = replace(event, loss=math.nan, grad_norm=math.nan, skipped=True)
+        if isinstance(event, events.Step) and event.step in (30, 31):
+            event = replace(event, skipped=True, grad_norm=math.inf)
+        found.append((time_s, event))
+        if isinstance(event, events.Step) and event.step == 31:
+            text = "2 steps in a row were skipped"
+            found.append((time_s, events.Alert(code="skips", state="raised", message=text)))
+        if isinstance(event, events.Step) and event.step == 40:
+            found.append((time_s, events.RunEnded(status="stopped", step=40)))
+            found.append((time_s + 60, start(steps=steps, start_step=40, pid=4712)))
+            found.append((time_s + 60, events.Control(
+                id="1", action="note", state="done", message="disk \x1b[31mchanged\x07"
+            )))  # fmt: skip
+    return found
+
+
+def ranks(count: int = 8, steps: int = 50) -> list[list[Timed]]:
+    """One log per rank; rank 3 is slow, and the last one is two steps behind."""
+    logs = []
+    for rank in range(count):
+        draw = random.Random(rank)
+        now_s = BEGIN_S
+        told: list[Timed] = [(now_s, start("gpt-13b", steps=1000, world_size=count))]
+        told.append((now_s, memory(0)))
+        for number in range(1, steps + 1 - (2 if rank == count - 1 else 0)):
+            one = step(number, draw, scale=1.2 if rank == 3 else 1.0)
+            now_s += one.step_ms / 1e3
+            told.append((now_s, one))
+        told.append((now_s, system(draw, gpus=count)))
+        logs.append(told)
+    return logs
+
+
+def lines(told: Iterable[Timed], rank: int = 0) -> list[bytes]:
+    return [events.to_line(event, rank, time_s) for time_s, event in told]
+
+
+def write(folder: Path, *logs: Iterable[Timed], host: str = "elsewhere") -> Path:
+    """A run folder; of another host, unless told otherwise, so that its locks say nothing."""
+    (folder / "events").mkdir(parents=True)
+    for rank, told in enumerate(logs):
+        (folder / "events" / f"rank{rank:03d}.jsonl").write_bytes(b"".join(lines(told, rank)))
+    facts = {"run_id": folder.name, "host": host, "pid": 4711, "pid_start_ticks": 1}
+    (folder / "run.json").write_text(json.dumps(facts))
+    (folder / "lock").touch()
+    return folder
+
+
+Recording = Callable[[], list[Timed]]

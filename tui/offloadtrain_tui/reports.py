@@ -1,0 +1,313 @@
+"""What the monitor knows, as text and JSON: `status`, `runs`, `events`, `ctl`. No Textual."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from offloadtrain import events, units
+from offloadtrain_tui import requests, runs
+from offloadtrain_tui.history import LANES, History, Moment
+from offloadtrain_tui.listing import RunRow, list_runs
+from offloadtrain_tui.runs import RunPath
+from offloadtrain_tui.source import RunReader, Snapshot
+from offloadtrain_tui.tail import Tail
+from offloadtrain_tui.text import clean, milliseconds, short
+
+_LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
+_ANSWER_S = 60.0
+DONE, FAILED, USAGE = 0, 1, 2
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def status(
+    run: Path | None = None,
+    /,
+    *,
+    runs_dir: Path = Path("runs"),
+    live: Flag = False,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Print how a run is: the newest by default.
+
+    Parameters
+    ----------
+    run
+        A run folder, a folder of runs, or an event file.
+    runs_dir
+        Where the newest run is looked for.
+    live
+        Print a line every second until the run ends.
+    json_
+        Print JSON; with --live a line each time.
+    """
+    found = _find(run, runs_dir)
+    if found is None:
+        return USAGE
+    reader = RunReader(found)
+    while True:
+        snapshot = _read(reader)
+        if json_:
+            print(json.dumps(facts(snapshot), default=str), flush=True)
+        else:
+            print(line(snapshot) if live else report(snapshot), flush=True)
+        if not live or snapshot.state not in runs.ALIVE:
+            return FAILED if snapshot.state in ("failed", "killed") else DONE
+        time.sleep(_LIVE_EVERY_S)
+
+
+def list_all(
+    runs_dir: Path = Path("runs"),
+    /,
+    *,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """List the runs of a folder, the newest first.
+
+    Parameters
+    ----------
+    runs_dir
+        The folder.
+    json_
+        Print a line of JSON for each.
+    """
+    rows = list_runs(runs_dir, time.time())
+    if not rows:
+        print(f"no runs in {runs_dir}", file=sys.stderr)
+    for row in rows:
+        print(json.dumps(asdict(row), default=str) if json_ else _row(row))
+    return DONE
+
+
+def show_events(
+    run: Path | None = None,
+    /,
+    *,
+    runs_dir: Path = Path("runs"),
+    follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative="")] = False,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Print what happened in a run: starts, checkpoints, alerts, notes, its end.
+
+    Parameters
+    ----------
+    run
+        A run folder, a folder of runs, or an event file.
+    runs_dir
+        Where the newest run is looked for.
+    follow
+        Go on until the run ends.
+    json_
+        Print the records as they are in the log, steps and samples too.
+    """
+    found = _find(run, runs_dir)
+    if found is None:
+        return USAGE
+    for text in _told(RunReader(found), follow=follow, raw=json_):
+        print(text, flush=follow)
+    return DONE
+
+
+def ctl(
+    run: Path,
+    action: str,
+    message: str = "",
+    /,
+    *,
+    wait: Annotated[float, Parameter(name="--wait")] = _ANSWER_S,
+) -> int:
+    """Ask a running job for something, and print its answer.
+
+    Parameters
+    ----------
+    run
+        A run folder, or a folder of runs: its newest.
+    action
+        checkpoint: save one after this step. stop: after this step, with a checkpoint. abort: end
+        now, without. note: write MESSAGE into the log. acknowledge: the alert named MESSAGE.
+    message
+        Of a note, or the code of an alert.
+    wait
+        Seconds to wait for the answer; 0: do not wait.
+    """
+    found = _find(run, Path("runs"))
+    if found is None or found.folder is None:
+        return USAGE
+    snapshot = _read(RunReader(found))
+    if snapshot.state not in runs.ALIVE:
+        print(f"{found.folder} is not running: it is {snapshot.state}", file=sys.stderr)
+        return FAILED
+    try:
+        asked = requests.write(found.folder, action, message)
+    except requests.RequestError as error:
+        print(error, file=sys.stderr)
+        return USAGE
+    return _answer(found, asked, wait)
+
+
+# ---- what is printed
+
+
+def facts(snapshot: Snapshot) -> dict[str, Any]:
+    """A snapshot as plain data, units in the names."""
+    view = snapshot.first
+    steps = {name: view.last(name) for name in view.history.series}
+    end = view.end
+    return {
+        "run": snapshot.name,
+        "state": snapshot.state,
+        "step": view.step,
+        "steps": view.total_steps,
+        "seconds_left": view.seconds_left(),
+        "last_step_unix_s": view.step_time_s,
+        **steps,
+        "val_loss": view.val_loss,
+        "busy_ms": {lane: view.busy_ms(lane) for lane in LANES},
+        "memory": [asdict(row) for row in view.memory],
+        "alerts": [asdict(alert) for alert in view.active_alerts()],
+        "end": asdict(end) if end else None,
+        "ranks": len(snapshot.views),
+        "unreadable_lines": sum(view.history.unreadable for view in snapshot.views),
+    }
+
+
+def line(snapshot: Snapshot) -> str:
+    """A snapshot in one line."""
+    view = snapshot.first
+    total = f"/{view.total_steps}" if view.total_steps else ""
+    parts = [
+        f"{snapshot.state}  step {view.step}{total}",
+        f"loss {short(view.last('loss'))}",
+        f"norm {short(view.last('grad_norm'))}",
+        f"{short(view.last('tokens_per_s'))} tok/s",
+        f"step {milliseconds(view.last('step_ms'))}",
+        f"exposed {milliseconds(view.last('exposed_ms'))}",
+    ]
+    if snapshot.state in runs.ALIVE and (left := view.seconds_left()) is not None:
+        parts.append(f"{units.format_duration(left)} left")
+    return "  ".join(parts)
+
+
+def report(snapshot: Snapshot) -> str:
+    """A snapshot in a few lines."""
+    view = snapshot.first
+    lines = [clean(snapshot.name), line(snapshot)]
+    if view.val_loss is not None:
+        lines.append(f"validation loss {view.val_loss:.4f}")
+    for tier in ("device", "host"):
+        held = [row for row in view.memory if row.tier == tier]
+        total = units.format_bytes(sum(row.num_bytes for row in held))
+        largest = ", ".join(
+            f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in held[:4]
+        )
+        lines.append(f"{tier}: {total} ({largest})" if held else f"{tier}: not known yet")
+    lines += [
+        f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in view.active_alerts()
+    ]
+    if (end := view.end) is not None and end.message:
+        lines.append(f"ended: {clean(end.message)}")
+    return "\n".join(lines)
+
+
+def told(moment: Moment) -> str:
+    """An event in one line."""
+    try:
+        time_text = datetime.fromtimestamp(moment.time_s).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        time_text = "?"
+    step = "" if moment.step is None else f"step {moment.step}"
+    return f"{time_text}  {step:<12}  {moment.kind:<12}  {moment.text}"
+
+
+def _row(row: RunRow) -> str:
+    total = f"/{row.total}" if row.total else ""
+    loss, val = short(row.loss), short(row.val_loss)
+    return f"{clean(row.folder.name):<40}  {row.state:<9}  {row.step}{total:<8}  {loss}  {val}"
+
+
+# ---- reading
+
+
+def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
+    try:
+        found = runs.find([run] if run is not None else [], runs_dir)
+    except runs.RunError as error:
+        print(error, file=sys.stderr)
+        return None
+    if not found:
+        print(f"no runs in {runs_dir}: give a run folder", file=sys.stderr)
+        return None
+    return found[0]
+
+
+def _read(reader: RunReader) -> Snapshot:
+    while reader.read() or not reader.whole:
+        pass
+    return reader.snapshot(time.time())
+
+
+def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
+    """Every moment once, the oldest first; `raw`: every record."""
+    if raw:
+        yield from _raw(reader.run, follow=follow)
+        return
+    shown: dict[int, int] = {}
+    while True:
+        snapshot = _read(reader)
+        fresh: list[Moment] = []
+        for view in snapshot.views:
+            rank = view.history.rank
+            fresh += view.moments[shown.get(rank, 0) :]
+            shown[rank] = len(view.moments)
+        yield from (told(moment) for moment in sorted(fresh, key=lambda one: one.time_s))
+        if not follow or snapshot.state not in runs.ALIVE:
+            return
+        time.sleep(_FOLLOW_EVERY_S)
+
+
+def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
+    tails = [Tail(path) for path in run.logs]
+    while True:
+        alive = runs.is_alive(run.folder)
+        found = False
+        for tail in tails:
+            for text in tail.poll():
+                found = True
+                if events.from_line(text) is not None:
+                    yield text.decode()
+        if not found and (not follow or not alive):
+            return
+        if not found:
+            time.sleep(_FOLLOW_EVERY_S)
+
+
+def _answer(run: RunPath, asked: str, wait_s: float) -> int:
+    """Print what becomes of a request until it is settled."""
+    reader, shown = RunReader(run), 0
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        snapshot = _read(reader)
+        history: History = snapshot.first.history
+        answers = [answer for answer in history.controls.values if answer.id == asked]
+        for answer in answers[shown:]:
+            text = f": {clean(answer.message)}" if answer.message else ""
+            print(f"{answer.action} {answer.state}{text}")
+        shown = len(answers)
+        if answers and answers[-1].state in ("done", "refused"):
+            return DONE if answers[-1].state == "done" else FAILED
+        if snapshot.state not in runs.ALIVE:
+            break
+        time.sleep(_FOLLOW_EVERY_S)
+    if wait_s > 0:
+        print("no answer yet: it comes after the step in progress", file=sys.stderr)
+        return FAILED
+    return DONE

@@ -40,7 +40,7 @@ from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.source import Reader, Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.themes import COLOR_BLIND
-from offloadtrain_tui.widgets.styles import STATE_COLORS
+from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 
 PANELS: dict[str, type[Panel]] = {
     "overview": Overview,
@@ -223,7 +223,9 @@ class Monitor(App[None]):
         if not self.query(ContentSwitcher):  # the app is ending
             return
         variables = self.theme_variables
-        colors = {state: variables.get(name, "") for state, name in STATE_COLORS.items()}
+        colors = {
+            state: rich_color(variables.get(name, "")) for state, name in STATE_COLORS.items()
+        }
         with self.batch_update():
             self._line("headline", headline(self.shown, colors))
             self._line("numbers", numbers(self.shown))

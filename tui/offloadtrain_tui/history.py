@@ -33,7 +33,9 @@ SAMPLED_STEPS = 256
 """Timelines that are kept: the newest."""
 
 _T = TypeVar("_T")
-_SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":([\d.]+),"m":\d+,"r":\d+,"step":(\d+),')
+_BULK = (events.Step, events.System)
+"""Read without their classes: by the hundred thousand."""
+_SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
 """The beginning of a span's line as the trainer writes it: spans are read when they are shown."""
 
 
@@ -129,7 +131,7 @@ class History:
         ):
             return
         record = events.from_values(values)
-        if record is None:
+        if record is None or not math.isfinite(record.time_s) or isinstance(record.event, _BULK):
             self.unreadable += 1
         else:
             self.feed(record, line)
@@ -160,8 +162,9 @@ class History:
     def _step(self, values: Json, line: bytes) -> bool:
         """Take up a step; False if it is none after all."""
         number, time_s = values.get("step"), _number(values.get("t"))
-        if type(number) is not int or time_s is None:
+        if type(number) is not int or time_s is None or not math.isfinite(time_s):
             return False
+        values["t"] = time_s
         values["val_loss"] = self.evals.values[-1].val_loss if self.evals.values else None
         busy = values.get("busy_ms")
         values["busy"] = busy if isinstance(busy, dict) else {}
@@ -216,7 +219,7 @@ class History:
     def _system(self, values: Json) -> bool:
         """Take up a sample of the machine, read when it is shown; False if it is none after all."""
         time_s, gpus = _number(values.get("t")), values.get("gpus", [])
-        if time_s is None or not isinstance(gpus, list):
+        if time_s is None or not math.isfinite(time_s) or not isinstance(gpus, list):
             return False
         for name in SAMPLES[:-1]:
             self.samples[name].append(_number(values.get(name)))

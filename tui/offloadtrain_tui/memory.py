@@ -56,7 +56,7 @@ def host(view: View, machine: events.System | None) -> Tier:
     if system is None:
         return Tier("HOST", parts)
     used = sum(part.nbytes for part in parts)
-    rest = max(system.rss_bytes - used, 0) if view.system is system else 0
+    rest = max(system.rss_bytes - used, 0) if machine is None else 0
     if rest:
         parts = (*parts, Part(UNATTRIBUTED, rest))
     taken = max(system.host_total_bytes - system.host_available_bytes - used - rest, 0)

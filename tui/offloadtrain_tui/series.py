@@ -130,7 +130,7 @@ class Window:
         """A little more than there is: a chart that grows by one value is cut as before, and only
         its newest columns are drawn anew."""
         count = self.hi - self.lo
-        grain = max(count // _GRAINS, 1)
+        grain = 1 << max((count // _GRAINS).bit_length() - 1, 0)
         return -(-count // grain) * grain
 
     def columns(self, count: int) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offloadtrain import events
+from offloadtrain_tui import runs
 from offloadtrain_tui.history import View
 from offloadtrain_tui.series import Window
 from offloadtrain_tui.source import Snapshot
@@ -62,6 +63,14 @@ class Shown:
     @property
     def is_live(self) -> bool:
         return self.cursor is None and self.at_s is None
+
+    @property
+    def state(self) -> str:
+        """One word of `runs.STATES`, at the moment that is looked at."""
+        moment = self.moment_s
+        if moment is None or moment >= self.snapshot.first.history.last_time_s:
+            return self.snapshot.state
+        return runs.state_of(self.view, None, moment)
 
     @property
     def window(self) -> Window:

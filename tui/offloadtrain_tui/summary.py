@@ -24,7 +24,7 @@ ColorOf = dict[str, str]
 
 def headline(shown: Shown, colors: ColorOf) -> Text:
     """Name, state, step, time left, and the newest numbers, in one or two lines."""
-    view, state = shown.view, shown.snapshot.state
+    view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f" {clean(shown.snapshot.name)} ", "bold")
     text.append(f"{SIGNS[state]} {state}", colors.get(state, ""))

@@ -30,7 +30,10 @@ OWNER_COLORS = ("primary", "accent", "success", "warning", "secondary", "error",
 @lru_cache(maxsize=256)
 def styled(color: str, bold: bool = False, dim: bool = False) -> Style:
     """A color of a theme's variables, "" for the terminal's own."""
+    return Style.parse(rich_color(color)) + Style(bold=bold, dim=dim)
+
+
+def rich_color(color: str) -> str:
+    """A theme's color by the name that Rich has for it."""
     name = color.removeprefix("ansi_").strip()
-    if not name or name == "default" or name.startswith("auto"):
-        name = "default"
-    return Style.parse(name) + Style(bold=bold, dim=dim)
+    return "default" if not name or name == "default" or name.startswith("auto") else name

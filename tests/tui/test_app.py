@@ -1,0 +1,407 @@
+"""The monitor's keys and screens, driven as a person drives them, at three sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from offloadtrain_tui import runs
+from offloadtrain_tui.app import PANELS, Monitor
+from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
+from offloadtrain_tui.dialogs import Ask, Confirm, Raw
+from offloadtrain_tui.frame import screen_text
+from offloadtrain_tui.widgets.chart import Chart
+from offloadtrain_tui.widgets.lanes import Timeline
+from textual.widgets import Button, DataTable, Input
+
+from tests.tui import recordings
+from tests.tui.recordings import BEGIN_S, plain, ranks, unlucky, write
+from tests.tui.test_runs import live, trainer
+
+SIZES = {"wide": (160, 45), "medium": (110, 34), "small": (80, 24)}
+
+
+@asynccontextmanager
+async def watching(
+    *folders: Path, size: str = "medium", clock: Clock | None = None, readonly: bool = False
+) -> AsyncIterator[tuple[Monitor, Callable[..., Awaitable[None]]]]:
+    """The monitor over these runs, settled; and a function that presses keys."""
+    found = [runs.open_run(folder) for folder in folders]
+    app = Monitor(
+        found,
+        runs_dir=folders[0].parent if folders else Path("nowhere"),
+        clock=clock or ManualClock(BEGIN_S + 200.0),
+        readonly=readonly,
+        watch_machine=False,
+    )
+    async with app.run_test(size=SIZES[size]) as pilot:
+
+        async def press(*keys: str) -> None:
+            await pilot.press(*keys)
+            await pilot.pause()
+
+        while not app.is_settled:
+            await asyncio.sleep(0.01)
+        app.settle()
+        await pilot.pause()
+        yield app, press
+
+
+def text(app: Monitor) -> str:
+    return screen_text(app)
+
+
+def go(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(test)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("recording", ["plain", "unlucky", "ranks", "nothing"])
+def test_every_screen_shows_what_it_is_for(tmp_path: Path, recording: str, size: str) -> None:
+    logs = {"plain": [plain()], "unlucky": [unlucky()], "ranks": ranks(), "nothing": [[]]}
+    write(tmp_path / "20261121-080000-demo", *logs[recording])
+
+    async def test() -> None:
+        async with watching(tmp_path / "20261121-080000-demo", size=size) as (app, press):
+            seen = {}
+            for number, name in enumerate(PANELS, 1):
+                await press(str(number))
+                seen[name] = text(app)
+                lines = seen[name].splitlines()
+                assert len(lines) <= SIZES[size][1]
+                assert max(map(len, lines)) <= SIZES[size][0]
+                assert "20261121-080000-demo" in lines[0]
+            assert "\x1b" not in "".join(seen.values())
+            if recording == "nothing":
+                assert "no step yet" in seen["overview"]
+                return
+            assert "working weights 24.0 GiB" in seen["overview"]
+            assert "exp_avg_sq" in seen["memory"] and "planned" in seen["memory"]
+            assert "compute waited" in seen["transfers"] and "GB/s" in seen["transfers"]
+            assert "gradient norm" in seen["plots"]
+            assert "skew" in seen["ranks"] and "Tesla V100" in seen["ranks"]
+            assert "run_started" in seen["events"]
+            assert "d_model" in seen["job"]
+            assert "20261121-080000-demo" in seen["runs"]
+            if recording != "ranks":
+                assert "adam" in seen["timeline"] or size == "small"
+
+    go(test())
+
+
+def test_eight_ranks(tmp_path: Path) -> None:
+    write(tmp_path / "run", *ranks())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            await press("6")
+            shown = text(app)
+            assert "8 ranks; the slowest is rank 3" in shown
+            assert re.search(r"7 +48 +2 steps", shown)
+            assert re.search(r"3 +50 +1.2 s +\+20", shown) or "+19." in shown or "+20." in shown
+
+    go(test())
+
+
+def test_the_whole_screen_goes_back_in_time(tmp_path: Path) -> None:
+    write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            assert "step 100/100" in text(app)
+            await press("[", "[", "[")
+            assert app.shown.view.step == 97 and not app.shown.is_live
+            assert "step 97/100" in text(app) and "End: live" in text(app)
+            await press("]")
+            assert app.shown.view.step == 98
+            await press("{")
+            assert app.shown.view.step == 75, "the checkpoint before"
+            await press("{")
+            assert app.shown.view.step == 50
+            assert app.shown.view.val_loss == pytest.approx(2.1 + 10 / 50)
+            await press("4")
+            assert app.query_one("#timeline-lanes", Timeline).lanes.step == 42
+            await press("end")
+            assert app.shown.is_live and app.shown.view.step == 100
+            await press("g")
+            assert isinstance(app.screen, Ask)
+            await press("3", "0", "enter")
+            assert app.shown.view.step == 30
+            await press("space")
+            assert app.shown.is_live
+            await press("space")
+            assert app.shown.cursor == 99, "held at the newest"
+
+    go(test())
+
+
+def test_zoom_logarithm_and_mean(tmp_path: Path) -> None:
+    write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            await press("5")
+            loss = app.query_one("#plots-loss", Chart)
+            assert (loss.plot.window.lo, loss.plot.window.hi) == (0, 100)
+            await press("+", "+")
+            assert (loss.plot.window.lo, loss.plot.window.hi) == (75, 100)
+            await press("-")
+            assert loss.plot.window.lo == 50
+            assert loss.plot.curves[0].label == "mean"
+            await press("m", "y")
+            assert loss.plot.curves[0].label == "" and loss.plot.log
+
+    go(test())
+
+
+def test_the_timeline_zooms_to_a_block(tmp_path: Path) -> None:
+    write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            await press("4")
+            lanes = app.query_one("#timeline-lanes", Timeline)
+            assert "adam 2" in text(app)
+            await press("up", "up", "up")
+            assert lanes.lanes.zoom == 8.0
+            before = lanes.lanes.shown
+            await press("right")
+            assert lanes.lanes.shown[0] > before[0]
+            await press("down", "down", "down", "down")
+            assert lanes.lanes.zoom == 1.0
+
+    go(test())
+
+
+def test_events_are_filtered_opened_and_gone_to(tmp_path: Path) -> None:
+    write(tmp_path / "run", unlucky())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            await press("7")
+            table = app.query_one("#events-rows", DataTable)
+            whole = table.row_count
+            await press("slash", *"skipped")
+            assert 0 < table.row_count < whole
+            assert isinstance(app.focused, Input)
+            await press("enter", "enter")
+            assert isinstance(app.screen, Raw)
+            assert '"k": "' in text(app) and '"step": 31' in text(app)
+            await press("escape", "j")
+            assert app.shown.view.step == 31
+
+    go(test())
+
+
+def test_alerts_stand_on_every_screen(tmp_path: Path) -> None:
+    write(tmp_path / "run", unlucky())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            assert "skips: 2 steps in a row were skipped" in text(app)
+            await press("8")
+            assert "skips: 2 steps in a row" in text(app)
+
+    go(test())
+
+
+def requests_in(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted((folder / "control").glob("*.json"))]
+
+
+def test_requests_are_asked_for_twice(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            await press("c")
+            assert isinstance(app.screen, Confirm)
+            await press("enter")
+            assert not (folder / "control").exists(), "cancel has the focus"
+            await press("c")
+            await press("tab", "enter")
+            assert [one["action"] for one in requests_in(folder)] == ["checkpoint"]
+            await press("S")
+            app.screen.query_one("#abort", Button).press()
+            await press()
+            await press("n")
+            await press(*"hello", "enter")
+            asked = [(one["action"], one["message"]) for one in requests_in(folder)]
+            assert asked == [("checkpoint", ""), ("abort", ""), ("note", "hello")]
+
+    with trainer(folder):
+        go(test())
+
+
+def test_nothing_is_asked_of_a_run_that_is_over_or_only_looked_at(tmp_path: Path) -> None:
+    over, folder = write(tmp_path / "over", plain()), live(tmp_path / "run")
+
+    async def test() -> None:
+        async with watching(over) as (app, press):
+            await press("c", "S", "n")
+            assert not isinstance(app.screen, Confirm | Ask)
+        async with watching(folder, readonly=True) as (app, press):
+            await press("c", "S", "n")
+            assert not isinstance(app.screen, Confirm | Ask)
+            told = [notification.message for notification in app._notifications]
+            assert told and all("readonly" in message for message in told)
+
+    with trainer(folder):
+        go(test())
+    assert not (over / "control").exists() and not (folder / "control").exists()
+
+
+def test_runs_are_opened_and_drawn_beside(tmp_path: Path) -> None:
+    write(tmp_path / "20260101-000000-first", plain(30, seed=1, name="first"))
+    second = write(tmp_path / "20260201-000000-second", plain(50, name="second"))
+
+    async def test() -> None:
+        async with watching(second) as (app, press):
+            await press("9", "down", "o")
+            while len(app._snapshots) < 2 or not app.shown.others:
+                await press()
+                app.settle()
+            assert [other.name for other in app.shown.others] == ["20260101-000000-first"]
+            await press("5")
+            labels = [c.label for c in app.query_one("#plots-loss", Chart).plot.curves]
+            assert "000000-first" in labels
+            await press("9", "enter")
+            assert app.shown.snapshot.name == "20260101-000000-first"
+            await press("r")
+            assert app.shown.snapshot.name == "20260201-000000-second"
+
+    go(test())
+
+
+def test_a_replay_is_the_run_again(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", plain())
+    clock = ReplayClock(BEGIN_S, BEGIN_S + 200.0, speed=0.0)
+
+    async def test() -> None:
+        async with watching(folder, clock=clock) as (app, press):
+            clock.move(BEGIN_S + 50.0)
+            app.settle()
+            step = app.shown.view.step
+            assert 45 < step < 55
+            assert app.shown.newest.length == step
+            assert "done" not in text(app).splitlines()[0]
+            await press("{")
+            assert app.shown.view.step == 25
+            await press("]")
+            await press("end")
+            app.settle()
+            assert app.shown.view.step == 100
+            assert "done" in text(app).splitlines()[0]
+
+    go(test())
+
+
+def test_a_run_grows_on_the_screen(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run", steps=20)
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            draw = recordings.random.Random(1)
+            with open(folder / "events/rank000.jsonl", "ab") as log:
+                line = recordings.lines([(BEGIN_S + 300, recordings.step(21, draw))])[0]
+                log.write(line[:50])
+                log.flush()
+                await asyncio.sleep(0.3)
+                assert app.shown.view.step == 20
+                log.write(line[50:])
+                log.flush()
+            for _ in range(500):
+                if app.shown.view.step == 21:
+                    break
+                await asyncio.sleep(0.01)
+            await press()
+            assert "step 21" in text(app)
+
+    with trainer(folder):
+        go(test())
+
+
+def test_a_kill_is_on_the_screen(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run", steps=20)
+
+    async def test(process: subprocess.Popen[str]) -> None:
+        async with watching(folder) as (app, press):
+            assert "running" in text(app).splitlines()[0]
+            process.kill()
+            for _ in range(500):
+                if app.shown.snapshot.state == "killed":
+                    break
+                await asyncio.sleep(0.01)
+            await press()
+            assert "killed" in text(app).splitlines()[0]
+
+    with trainer(folder) as process:
+        go(test(process))
+
+
+def test_without_a_run_there_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        app = Monitor([], runs_dir=Path("nowhere"))
+        async with app.run_test(size=(120, 40)) as pilot:
+            while not app.is_settled:
+                await asyncio.sleep(0.01)
+            app.settle()
+            await pilot.pause()
+            shown = text(app)
+            assert "HOST" in shown and "no run" in shown
+
+    go(test())
+
+
+@pytest.mark.parametrize("theme", ["color-blind-safe", "ansi-dark", "textual-light"])
+def test_themes(tmp_path: Path, theme: str) -> None:
+    folder = write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            before = text(app)
+            app.theme = theme
+            await press("5", "1")
+            assert text(app) == before, "colors only"
+
+    go(test())
+
+
+def test_help_and_palette(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            await press("question_mark")
+            assert "step on" in text(app)
+            await press("ctrl+p")
+            await press(*"timeline")
+            await asyncio.sleep(0.3)
+            await press()
+            assert "Screen 4: timeline" in text(app)
+
+    go(test())
+
+
+def test_requests_are_for_this_host_s_runs_too(tmp_path: Path) -> None:
+    """A run on another host whose log is fresh may be asked as well: the folder is shared."""
+    folder = live(tmp_path / "run")
+    known = json.loads((folder / "run.json").read_text())
+    assert known["host"] != socket.gethostname()
+
+    async def test() -> None:
+        import time
+
+        async with watching(folder, clock=ManualClock(time.time())) as (app, press):
+            assert app.shown.snapshot.state == "running"
+            await press("c")
+            assert isinstance(app.screen, Confirm)
+
+    go(test())

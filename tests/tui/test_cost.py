@@ -1,0 +1,122 @@
+"""What the monitor costs, in counts, bytes and ratios to work of a known size; see
+`python -m benchmarks.monitor` for seconds and percents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from offloadtrain_tui.history import View, fold
+from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.source import Snapshot
+from offloadtrain_tui.widgets.chart import Chart
+from textual.geometry import Region
+
+from tests.tui import recordings
+from tests.tui.recordings import BEGIN_S, lines
+from tests.tui.test_app import watching
+from tests.tui.test_runs import live, trainer
+
+SLACK = 3.0
+
+
+def cpu_s(work: Callable[[], object], times: int = 5) -> float:
+    """The least CPU time of a few rounds on this thread."""
+    spent = []
+    for _ in range(times):
+        began = time.thread_time()
+        work()
+        spent.append(time.thread_time() - began)
+    return min(spent)
+
+
+def steps(count: int) -> list[bytes]:
+    draw = random.Random(0)
+    return lines((BEGIN_S + n, recordings.step(n, draw)) for n in range(1, count + 1))
+
+
+def test_folding_a_log_costs_less_than_parsing_it_with_the_standard_library() -> None:
+    """100,000 steps within two seconds: about 8 µs each for `json.loads` alone."""
+    log = steps(10_000)
+    folding, parsing = cpu_s(lambda: fold(log), 3), cpu_s(lambda: list(map(json.loads, log)), 3)
+    assert folding < 0.8 * SLACK * parsing
+
+
+def test_a_chart_of_a_long_run_reads_as_little_as_one_of_a_short_run() -> None:
+    long, short = fold(steps(30_000)), fold(steps(1000))
+
+    def look(history: object) -> None:
+        view = View.at(history)  # type: ignore[arg-type]
+        shown = Shown(Snapshot("run", None, (view,), "running"), now_s=0.0)
+        for name in KINDS:
+            for curve in plot(name, shown).curves:
+                for lo, hi in shown.window.columns(100):
+                    curve.series.extent(lo, min(hi, len(curve.series)))
+
+    look(long)  # the pyramids are made once
+    look(short)
+    assert cpu_s(lambda: look(long)) < 3.0 * SLACK * cpu_s(lambda: look(short))
+
+
+def test_a_new_step_redraws_few_lines(tmp_path: Path) -> None:
+    """Of twelve charts with 1,000 steps."""
+    folder = live(tmp_path / "run", steps=1000)
+    redrawn: list[int] = []
+    refresh = Chart.refresh
+
+    def counted(self: Chart, *regions: Region, **options: object) -> Chart:
+        if regions:
+            redrawn.append(sum(region.height for region in regions))
+        return refresh(self, *regions, **options)  # type: ignore[arg-type]
+
+    async def test() -> None:
+        async with watching(folder, size="wide") as (app, press):
+            await press("5")
+            charts = [chart for chart in app.query("#plots-charts Chart") if chart.display]
+            lines_of_all = sum(chart.size.height for chart in charts)
+            assert len(charts) == 12
+            Chart.refresh = counted  # type: ignore[method-assign]
+            draw = random.Random(1)
+            for number in range(1001, 1011):
+                with open(folder / "events/rank000.jsonl", "ab") as log:
+                    log.write(lines([(time.time(), recordings.step(number, draw))])[0])
+                while app.shown.view.step < number:
+                    await asyncio.sleep(0.01)
+                await press()
+            assert 0 < sum(redrawn) < 0.7 * 10 * lines_of_all
+
+    try:
+        with trainer(folder):
+            asyncio.run(test())
+    finally:
+        Chart.refresh = refresh  # type: ignore[method-assign]
+
+
+def test_the_monitor_loads_no_torch_and_stays_small() -> None:
+    program = (
+        "import json, sys, offloadtrain_tui.app, offloadtrain_tui.command;"
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'));"
+        "print(json.dumps([sorted(sys.modules), int(status['VmHWM'].split()[0])]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    modules, kib = json.loads(done.stdout)
+    heavy = {"torch", "numpy", "numba", "safetensors"} & set(modules)
+    assert not heavy
+    assert kib < 80 * 1024
+
+
+def test_what_scripts_use_loads_no_textual() -> None:
+    program = "import sys, offloadtrain_tui.reports; print('textual' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

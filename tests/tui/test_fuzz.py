@@ -1,0 +1,106 @@
+"""Logs that are damaged in every way: the monitor shows what it can and never falls."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloadtrain_tui.history import History, View
+from offloadtrain_tui.panels.events import matches
+from offloadtrain_tui.panels.job import flat
+from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.reports import facts, report
+from offloadtrain_tui.shown import Shown, marks
+from offloadtrain_tui.source import Snapshot
+from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.widgets.chart import _extents
+
+from tests.tui.recordings import lines, plain, unlucky
+
+LOG = lines(unlucky()) + lines(plain(30, seed=1), rank=1)
+
+
+def look_at(history: History) -> None:
+    """Everything that is drawn from a history, at several moments."""
+    for moment in (None, history.first_time_s, history.first_time_s + 20.0):
+        view = View.at(history, moment)
+        snapshot = Snapshot("run", None, (view,), "running")
+        shown = Shown(snapshot, now_s=history.last_time_s + 1.0)
+        for text in (headline(shown, {}), numbers(shown), when(shown)):
+            assert "\x1b" not in text.plain and "\x07" not in text.plain
+        for name in KINDS:
+            chart = plot(name, shown)
+            for curve in chart.curves:
+                _extents(curve, chart, 60)
+        marks(view)
+        report(snapshot)
+        facts(snapshot)
+        if view.start is not None:
+            list(flat(view.start.config))
+        assert all("\x1b" not in moment.text for moment in view.moments)
+        assert all(matches(moment, []) for moment in view.moments)
+        view.spans  # noqa: B018
+        view.system  # noqa: B018
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), flips=st.integers(1, 200))
+def test_flipped_bytes(seed: int, flips: int) -> None:
+    draw = random.Random(seed)
+    data = bytearray(b"".join(LOG))
+    for _ in range(flips):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    history = History()
+    history.feed_lines(bytes(data).split(b"\n"))
+    look_at(history)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_cut_and_interleaved_lines(seed: int) -> None:
+    draw = random.Random(seed)
+    broken = [line[draw.randrange(len(line)) :] if draw.random() < 0.3 else line for line in LOG]
+    draw.shuffle(broken)
+    history = History()
+    history.feed_lines(b"".join(broken).split(b"\n"))
+    look_at(history)
+
+
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    kind=st.sampled_from(
+        ["step", "span", "system", "memory", "run_started", "alert", "control", "eval", "x"]
+    ),
+    fields=st.dictionaries(
+        st.sampled_from(
+            ["t", "step", "loss", "busy_ms", "gpus", "rows", "config", "name", "message", "code",
+             "lane", "start_ms", "duration_ms", "val_loss", "state", "d2h_bytes", "r", "v"]
+        ),
+        VALUE,
+    ),
+)  # fmt: skip
+def test_any_json_in_any_field(kind: str, fields: dict[str, object]) -> None:
+    import json
+
+    line = json.dumps({"v": 1, "k": kind, "t": 5.0, "m": 0, "r": 0, **fields}, allow_nan=True)
+    history = History()
+    history.feed_lines([*LOG[:40], line.encode("utf-8", "surrogatepass"), *LOG[40:60]])
+    look_at(history)
+
+
+@pytest.mark.parametrize("what", [b"\x00" * 5000, b"[" * 5000, b'{"k":' * 3000, b"\xff\xfe" * 99])
+def test_what_is_no_log(what: bytes, tmp_path: Path) -> None:
+    history = History()
+    history.feed_lines([what])
+    assert history.unreadable == 1
+    look_at(history)

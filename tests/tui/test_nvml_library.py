@@ -1,0 +1,141 @@
+"""The real pynvml over a library built here: every question, and each one refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+QUESTIONS = {
+    "nvmlInitWithFlags": "unsigned flags",
+    "nvmlDeviceGetCount_v2": "unsigned *out",
+    "nvmlDeviceGetHandleByIndex_v2": "unsigned index, void **out",
+    "nvmlDeviceGetName": "void *gpu, char *out, unsigned length",
+    "nvmlDeviceGetUUID": "void *gpu, char *out, unsigned length",
+    "nvmlDeviceGetMemoryInfo": "void *gpu, unsigned long long *out",
+    "nvmlDeviceGetUtilizationRates": "void *gpu, unsigned *out",
+    "nvmlDeviceGetPowerUsage": "void *gpu, unsigned *out",
+    "nvmlDeviceGetTemperature": "void *gpu, int sensor, unsigned *out",
+    "nvmlDeviceGetTemperatureV": "void *gpu, void *out",
+    "nvmlDeviceGetCurrPcieLinkGeneration": "void *gpu, unsigned *out",
+    "nvmlDeviceGetMaxPcieLinkGeneration": "void *gpu, unsigned *out",
+    "nvmlDeviceGetCurrPcieLinkWidth": "void *gpu, unsigned *out",
+    "nvmlDeviceGetMaxPcieLinkWidth": "void *gpu, unsigned *out",
+    "nvmlDeviceGetCurrentClocksEventReasons": "void *gpu, unsigned long long *out",
+    "nvmlDeviceGetFieldValues": "void *gpu, int count, struct field *out",
+    "nvmlSystemGetDriverVersion": "char *out, unsigned length",
+}
+ANSWERS = {
+    "nvmlInitWithFlags": "",
+    "nvmlDeviceGetCount_v2": "*out = 2;",
+    "nvmlDeviceGetHandleByIndex_v2": "*out = (void *)(unsigned long)(index + 1);",
+    "nvmlDeviceGetName": 'snprintf(out, length, "NVIDIA H200 \\x1b[31m");',
+    "nvmlDeviceGetUUID": 'snprintf(out, length, "GPU-%lu", (unsigned long)gpu);',
+    "nvmlDeviceGetMemoryInfo": "out[0] = 140ull << 30; out[1] = 99ull << 30; out[2] = 40ull << 30;",
+    "nvmlDeviceGetUtilizationRates": "out[0] = 97; out[1] = 9;",
+    "nvmlDeviceGetPowerUsage": "*out = 654321;",
+    "nvmlDeviceGetTemperature": "*out = 61;",
+    "nvmlDeviceGetTemperatureV": "return 3;",
+    "nvmlDeviceGetCurrPcieLinkGeneration": "*out = 4;",
+    "nvmlDeviceGetMaxPcieLinkGeneration": "*out = 5;",
+    "nvmlDeviceGetCurrPcieLinkWidth": "*out = 8;",
+    "nvmlDeviceGetMaxPcieLinkWidth": "*out = 16;",
+    "nvmlDeviceGetCurrentClocksEventReasons": "*out = 0x44;",
+    "nvmlDeviceGetFieldValues": (
+        "for (int i = 0; i < count; ++i) { static unsigned long long moved; moved += 5000000000ull;"
+        " out[i].result = 0; out[i].type = 3; out[i].value = moved; }"
+    ),
+    "nvmlSystemGetDriverVersion": 'snprintf(out, length, "610.47");',
+}
+_STRUCT = """
+#include <stdio.h>
+struct field { unsigned id, scope; long long when, latency; int type, result;
+               unsigned long long value; };
+"""
+_LOOK = """
+import json, sys
+from dataclasses import asdict
+from offloadtrain.nvml import Nvml
+from offloadtrain_tui.machine import sample
+times = iter([0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0])
+nvml = Nvml(clock=lambda: next(times))
+sample(nvml)
+found = sample(nvml)
+print(json.dumps({"state": nvml.state, "driver": nvml.driver(), **asdict(found)}))
+"""
+
+
+def build(folder: Path, refused: str = "") -> Path:
+    """A libnvidia-ml.so.1 that answers all questions but one."""
+    functions = [
+        f"int {name}({QUESTIONS[name]}) {{ "
+        + ("return 3; }" if name == refused else f"{answer} return 0; }}")
+        for name, answer in ANSWERS.items()
+    ]
+    functions.append('const char *nvmlErrorString(int code) { return "refused"; }')
+    source = folder / "nvml.c"
+    source.write_text(_STRUCT + "\n".join(functions))
+    library = folder / "libnvidia-ml.so.1"
+    command = [COMPILER or "cc", "-shared", "-fPIC", "-w", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def look(folder: Path) -> dict[str, object]:
+    """What the sampler sees with this library."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK],
+        env=os.environ | {"LD_LIBRARY_PATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_two_gpus_answer(tmp_path: Path) -> None:
+    found = look(build(tmp_path))
+    assert found["state"] == "" and found["driver"] == "610.47"
+    gpus = found["gpus"]
+    assert isinstance(gpus, list) and [gpu["uuid"] for gpu in gpus] == ["GPU-1", "GPU-2"]
+    gpu = gpus[0]
+    assert gpu["memory_used_bytes"] == 40 << 30 and gpu["memory_total_bytes"] == 140 << 30
+    assert gpu["utilization_percent"] == 97.0 and gpu["power_w"] == 654.321
+    assert (gpu["pcie_generation"], gpu["pcie_width_max"]) == (4, 16)
+    assert gpu["throttle"] == "power cap, hardware thermal slowdown"
+    # Each question moves the one counter of the library on by 5 GB; a GPU asks twice in 2 s.
+    assert gpu["pcie_tx_bytes_per_s"] == gpu["pcie_rx_bytes_per_s"] == 1e10
+
+
+@pytest.mark.parametrize("refused", sorted(QUESTIONS))
+def test_each_question_may_be_refused(tmp_path: Path, refused: str) -> None:
+    found = look(build(tmp_path, refused))
+    gpus = found["gpus"]
+    assert isinstance(gpus, list)
+    if refused in ("nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"):
+        assert gpus == [] and found["state"]
+    else:
+        assert len(gpus) == 2 and found["state"] == ""
+
+
+def test_the_monitor_shows_them(tmp_path: Path) -> None:
+    build(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "offloadtrain", "tui", "--once", "--screen", "ranks"],
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "NVIDIA H200" in done.stdout and "40.0 GiB of 140.0 GiB" in done.stdout
+    assert "\x1b" not in done.stdout

@@ -1,0 +1,108 @@
+"""`status`, `runs`, `events`, `ctl`: what scripts and people without a screen use."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from offloadtrain.cli import main
+from offloadtrain.control import Requests
+from tests.tui.recordings import plain, unlucky, write
+from tests.tui.test_runs import live, trainer
+
+
+def test_status_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "run", plain())
+    assert main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "done  step 100/100" in shown and "device: 29.1 GiB" in shown
+    assert main(["status", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["state"] == "done" and facts["step"] == facts["steps"] == 100
+    assert facts["busy_ms"]["host"] > 0 and facts["val_loss"] == pytest.approx(2.2)
+    assert facts["end"]["status"] == "done"
+
+
+def test_a_killed_run_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "run", unlucky(), host=socket.gethostname())
+    assert main(["status", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "killed" in shown and "alert: skips" in shown
+
+
+def test_live_status_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = live(tmp_path / "run")
+    with trainer(folder) as process:
+        process.kill()
+        assert main(["status", str(folder), "--live", "--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1]["state"] == "killed"
+
+
+def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "20260101-000000-a", plain(30))
+    write(tmp_path / "20260201-000000-b", plain(40))
+    assert main(["runs", str(tmp_path)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["20260201-000000-b", "20260101-000000-a"]
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert [json.loads(x)["step"] for x in capsys.readouterr().out.splitlines()] == [40, 30]
+    assert main(["runs", str(tmp_path / "none")]) == 0
+    assert "no runs in" in capsys.readouterr().err
+
+
+def test_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "run", unlucky())
+    assert main(["events", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "skips: 2 steps in a row" in shown and "note done" in shown
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert main(["events", str(folder), "--json"]) == 0
+    raw = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"step", "span", "system", "run_started"} <= {line["k"] for line in raw}
+
+
+def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "events"):
+        assert main([command, str(tmp_path / "none")]) == 2
+        assert "is not there: give a run folder" in capsys.readouterr().err
+    assert main(["tui", str(tmp_path / "none"), "--once"]) == 2
+    assert main(["tui", "--once", "--screen", "none"]) == 2
+    assert "there are overview" in capsys.readouterr().err
+    assert main(["status", "--runs-dir", str(tmp_path)]) == 2
+
+
+def test_ctl_asks_and_hears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = live(tmp_path / "run")
+    with trainer(folder):
+        assert main(["ctl", str(folder), "note", "hello", "--wait", "0"]) == 0
+        assert main(["ctl", str(folder), "dance"]) == 2
+        assert "'dance' is none of checkpoint" in capsys.readouterr().err
+        asked = Requests(folder).poll()
+        assert [(one.action, one.message) for one in asked] == [("note", "hello")]
+        assert main(["ctl", str(folder), "checkpoint", "--wait", "0.3"]) == 1
+        assert "no answer yet" in capsys.readouterr().err
+    over = write(tmp_path / "over", plain())
+    assert main(["ctl", str(over), "stop"]) == 1
+    assert "is not running: it is done" in capsys.readouterr().err
+
+
+def test_a_frame_as_text_and_as_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "run", plain())
+    assert main(["tui", str(folder), "--once", "--size", "100x30"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 100/100" in shown and len(shown.splitlines()) <= 30
+    picture = tmp_path / "frame.svg"
+    assert main(["tui", str(folder), "--screenshot", str(picture), "--screen", "plots"]) == 0
+    assert picture.read_text().startswith("<svg") and "gradient" in picture.read_text()
+
+
+def test_without_a_terminal_it_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run", plain())
+    assert main(["tui", str(folder)]) == 2
+    assert "--once" in capsys.readouterr().err

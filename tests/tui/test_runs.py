@@ -1,0 +1,202 @@
+"""Which runs there are, and how they are: alive, slow, killed, also where locks lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from offloadtrain_tui import runs
+from offloadtrain_tui.history import History, View, fold
+from offloadtrain_tui.listing import list_runs
+from offloadtrain_tui.source import RunReader
+
+from tests.tui import recordings
+from tests.tui.recordings import BEGIN_S, lines, plain, ranks, unlucky, write
+
+_TRAINER = """
+import os, sys, time
+from pathlib import Path
+from offloadtrain.run_folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+run.write_run({})
+if "fork" in sys.argv:
+    if os.fork() == 0:
+        time.sleep(600)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def trainer(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the run's lock, in a group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TRAINER, str(folder), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def state(folder: Path, now_s: float | None = None) -> str:
+    reader = RunReader(runs.open_run(folder))
+    while reader.read() or not reader.whole:
+        pass
+    found = reader.snapshot(time.time() if now_s is None else now_s).state
+    reader.close()
+    return found
+
+
+def live(folder: Path, steps: int = 20) -> Path:
+    """A run whose last step was just now."""
+    told = plain(steps)[:-1]
+    shift = time.time() - told[-1][0]
+    return write(folder, [(t + shift, e) for t, e in told])
+
+
+def test_a_kill_is_seen_at_once(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+    with trainer(folder) as process:
+        assert state(folder) == "running"
+        process.kill()
+        began = time.perf_counter()
+        while runs.is_alive(folder):  # not reaped: a zombie is dead too
+            assert time.perf_counter() - began < 10
+        assert state(folder) == "killed"
+
+
+def test_a_child_that_keeps_the_lock_is_no_run(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+    with trainer(folder, "fork") as process:
+        assert runs.is_alive(folder)
+        process.kill()
+        process.wait()
+        assert runs._is_locked(folder / "lock"), "by the child"
+        assert runs.is_alive(folder) is False
+
+
+def test_another_process_with_the_pid_is_no_run(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+    with trainer(folder):
+        known = json.loads((folder / "run.json").read_text())
+        known["pid_start_ticks"] += 1
+        (folder / "run.json").write_text(json.dumps(known))
+        assert runs.is_alive(folder) is False
+
+
+def test_a_long_step_is_slow_and_not_dead(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+    with trainer(folder):
+        now_s = time.time()
+        assert state(folder, now_s + 29) == "running"
+        assert state(folder, now_s + 60) == "slow"
+        assert state(folder, now_s + 6000) == "slow"
+
+
+def test_a_run_with_long_steps_is_slow_only_after_four_of_them(tmp_path: Path) -> None:
+    told = [(BEGIN_S, recordings.start())]
+    one = recordings.step(1, recordings.random.Random(0), scale=60.0)
+    told.append((time.time(), one))
+    folder = write(tmp_path / "run", told)
+    with trainer(folder):
+        assert state(folder, time.time() + 200) == "running"
+        assert state(folder, time.time() + 300) == "slow"
+
+
+def test_on_another_host_silence_is_not_death(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+    assert runs.is_alive(folder) is None
+    assert state(folder) == "running"
+    assert state(folder, time.time() + 3600) == "unknown"
+
+
+def test_ends(tmp_path: Path) -> None:
+    assert state(write(tmp_path / "done", plain(20))) == "done"
+    killed = write(tmp_path / "killed", unlucky(), host=socket.gethostname())
+    assert state(killed) == "killed"
+    assert state(write(tmp_path / "new", [(BEGIN_S, recordings.start())]), BEGIN_S) == "starting"
+    empty = write(tmp_path / "empty", host=socket.gethostname())
+    assert state(empty) in ("failed", "starting")
+
+
+def test_the_newest_run_is_found(tmp_path: Path) -> None:
+    for name in ("20260101-000000-a", "20260301-000000-b", "20260201-000000-c"):
+        write(tmp_path / name, plain(2))
+    (tmp_path / "latest").symlink_to("20260101-000000-a")
+    (tmp_path / "notes").mkdir()
+    assert [path.name[-1] for path in runs.all_runs(tmp_path)] == ["b", "c", "a"]
+    assert runs.find([], tmp_path)[0].name.endswith("b")
+    assert runs.find([tmp_path])[0].name.endswith("b")
+    assert runs.find([tmp_path / "latest"])[0].name.endswith("a")
+    log = tmp_path / "20260101-000000-a/events/rank000.jsonl"
+    assert runs.find([log])[0].logs == (log,)
+    assert runs.find([], tmp_path / "nothing") == []
+
+
+def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(runs.RunError, match="is not there: give a run folder"):
+        runs.find([tmp_path / "none"])
+    with pytest.raises(runs.RunError, match="a folder without runs"):
+        runs.find([tmp_path])
+
+
+def test_every_rank_is_read_also_one_that_comes_late(tmp_path: Path) -> None:
+    logs = ranks(4, steps=10)
+    folder = write(tmp_path / "run", *logs[:3])
+    reader = RunReader(runs.open_run(folder))
+    reader.read()
+    assert [view.history.rank for view in reader.snapshot(0.0).views] == [0, 1, 2]
+    (folder / "events/rank003.jsonl").write_bytes(b"".join(lines(logs[3], 3)))
+    reader._looked_s = 0.0
+    reader.read()
+    views = reader.snapshot(0.0).views
+    assert [view.step for view in views] == [10, 10, 10, 8]
+    reader.close()
+
+
+def test_a_long_log_is_shown_by_its_end_while_it_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", plain(16_000))
+    reader = RunReader(runs.open_run(folder))
+    assert reader.read(most_lines=500)
+    early = reader.snapshot(time.time())
+    assert not early.whole and early.first.step == 16_000
+    while reader.read() or not reader.whole:
+        pass
+    late = reader.snapshot(time.time())
+    assert late.whole and late.first.length == 16_000
+    reader.close()
+
+
+def test_the_list_of_runs(tmp_path: Path) -> None:
+    write(tmp_path / "20260101-000000-a", plain(30))
+    write(tmp_path / "20260201-000000-b", unlucky(), host=socket.gethostname())
+    write(tmp_path / "20260301-000000-long", plain(5000))
+    rows = {row.folder.name[-4:]: row for row in list_runs(tmp_path, BEGIN_S)}
+    assert rows["00-a"].state == "done" and rows["00-a"].step == 30
+    assert rows["00-b"].state == "killed"
+    assert rows["long"].step == 5000 and rows["long"].total == 5000
+    assert rows["long"].loss is not None
+
+
+def test_an_empty_history_has_a_view() -> None:
+    view = View.at(History())
+    assert (view.step, view.memory, view.spans, view.moments) == (0, (), [], [])
+    assert runs.state_of(view, None, 0.0) == "starting"
+    assert fold([]).first_time_s == 0.0

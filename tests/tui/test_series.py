@@ -1,0 +1,101 @@
+"""Columns and their pyramids, held against what a loop over all values says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloadtrain_tui.braille import Canvas, bounds, logarithmic
+from offloadtrain_tui.series import NOTHING, Series, Smoothed, Window
+
+VALUES = st.lists(
+    st.one_of(st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -math.inf]), st.none()),
+    max_size=700,
+)
+
+
+@settings(deadline=None)
+@given(values=VALUES, data=st.data())
+def test_the_extent_of_any_stretch(values: list[float | None], data: st.DataObject) -> None:
+    series = Series()
+    cut = data.draw(st.integers(0, len(values)))
+    for value in values[:cut]:
+        series.append(value)
+    series.extent(0, cut)  # the pyramid is begun, and must grow with what follows
+    series.extend([math.nan if value is None else value for value in values[cut:]])
+    lo = data.draw(st.integers(0, len(values)))
+    hi = data.draw(st.integers(lo, len(values)))
+    finite = [v for v in values[lo:hi] if v is not None and math.isfinite(v)]
+    expected = (min(finite), max(finite)) if finite else NOTHING
+    assert series.extent(lo, hi) == expected
+
+
+@given(lo=st.integers(0, 10**6), count=st.integers(0, 10**6), columns=st.integers(1, 300))
+def test_columns_cover_a_window(lo: int, count: int, columns: int) -> None:
+    window = Window(lo, lo + count)
+    cut = window.columns(columns)
+    if not count:
+        assert cut == []
+        return
+    assert len(cut) == columns
+    assert cut[0][0] == lo and cut[-1][1] >= lo + count
+    assert all(begin < end for begin, end in cut)
+    assert all(before[1] >= after[0] for before, after in itertools.pairwise(cut))
+    assert count <= window.size <= count + max(count // 64, 1)
+
+
+def test_most_columns_stay_as_a_run_grows() -> None:
+    cuts = [tuple(Window(0, count).columns(100)) for count in range(10_000, 10_400)]
+    assert len(set(cuts)) < 6
+
+
+def test_the_last_number_is_not_a_gap() -> None:
+    series = Series()
+    assert series.last(0) is None
+    for value in (1.0, None, math.nan):
+        series.append(value)
+    assert series.last(3) == 1.0
+    assert series.last(1) == 1.0
+
+
+def test_the_mean_begins_at_the_first_value_and_follows() -> None:
+    source = Series()
+    source.extend([4.0] * 5 + [math.nan] + [0.0] * 200)
+    mean = Smoothed(source, span=20.0)
+    mean.catch_up(3)
+    assert list(mean.values) == pytest.approx([4.0] * 3)
+    mean.catch_up(len(source))
+    assert mean.values[5] == pytest.approx(4.0), "a gap changes nothing"
+    assert 0 < mean.values[-1] < 0.01
+    steps = list(mean.values[5:])
+    assert steps == sorted(steps, reverse=True)
+
+
+def drawn(extents: list[tuple[float, float]], width: int, height: int) -> list[str]:
+    canvas = Canvas(width, height)
+    canvas.draw(extents, *bounds([extents]), 0)
+    return ["".join(text for text, _ in canvas.row(y)) for y in range(height)]
+
+
+def test_a_line_goes_from_corner_to_corner() -> None:
+    assert drawn([(float(i), float(i)) for i in range(8)], 4, 2) == ["  ⡠⠊", "⡠⠊  "]
+
+
+def test_columns_are_joined_and_gaps_are_not() -> None:
+    step = [(0.0, 0.0), (0.0, 0.0), (7.0, 7.0), (7.0, 7.0)]
+    assert drawn(step, 2, 2) == [" ⡏", "⣀⠇"]
+    gap = [(0.0, 0.0), NOTHING, NOTHING, (7.0, 7.0)]
+    assert drawn(gap, 2, 2) == [" ⠈", "⡀ "]
+
+
+def test_a_flat_line_lies_in_the_middle() -> None:
+    assert drawn([(3.0, 3.0)] * 4, 2, 1) == ["⠒⠒"]
+
+
+def test_logarithms_leave_out_what_has_none() -> None:
+    assert logarithmic((10.0, 1000.0)) == (1.0, 3.0)
+    assert logarithmic((-5.0, 100.0)) == (2.0, 2.0)
+    assert logarithmic((-5.0, 0.0)) == NOTHING

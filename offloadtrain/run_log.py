@@ -22,6 +22,7 @@ from offloadtrain.config import Config
 from offloadtrain.console import Console, StepLine
 from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
+from offloadtrain.event_writer import EventWriter
 from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import Tier
 from offloadtrain.nvml import Nvml
@@ -45,7 +46,7 @@ class RunLog:
         self._run, self._config, self._console = run, config, console
         self._began_s = time.monotonic()
         self._nvml = Nvml()
-        self._writer = events.EventWriter(run.events(), on_error=self._cannot_write)
+        self._writer = EventWriter(run.events(), on_error=self._cannot_write)
         self._alerts = Alerts(self._alert, time.monotonic)
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._progress = Progress()

@@ -103,8 +103,15 @@ def test_alerts_are_active_until_they_are_cleared() -> None:
     def alert(code: str, state: str) -> events.Alert:
         return events.Alert(code=code, state=state, message="m")
 
+    def seen(code: str) -> events.Control:
+        return events.Control(id="1", action="acknowledge", state="done", message=code)
+
     told = [(1.0, alert("a", "raised")), (2.0, alert("b", "raised")), (3.0, alert("a", "cleared"))]
+    told += [(4.0, alert("c", "raised")), (5.0, seen("c")), (6.0, seen("b"))]
+    told += [(7.0, alert("b", "cleared")), (8.0, alert("b", "raised"))]
     history = fold(lines(told))
+    assert [one.code for one in View.at(history, 4.5).active_alerts()] == ["b", "c"]
+    assert View.at(history, 6.5).active_alerts() == []
     assert [one.code for one in View.at(history, 2.5).active_alerts()] == ["a", "b"]
     assert [one.code for one in View.at(history).active_alerts()] == ["b"]
 

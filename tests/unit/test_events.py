@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain import events
-from offloadtrain.events import Event, EventWriter, Record, Span, Step, Warning_, from_line, to_line
+from offloadtrain.event_writer import EventWriter
+from offloadtrain.events import Event, Record, Span, Step, Warning_, from_line, to_line
 
 STEP = Step(step=3, loss=2.5, lr=1e-3, tokens=6144)
 SPAN = Span(step=3, lane="h2d", name="block 1", start_ms=0.5, duration_ms=1.25)
@@ -383,7 +384,8 @@ def test_threads_may_emit_at_once(log: Path) -> None:
 
 def test_what_was_emitted_survives_a_kill(log: Path) -> None:
     code = (
-        "import os, signal, sys; from offloadtrain.events import EventWriter, Step\n"
+        "import os, signal, sys; from offloadtrain.event_writer import EventWriter\n"
+        "from offloadtrain.events import Step\n"
         "writer = EventWriter(sys.argv[1])\n"
         "for i in range(50): writer.emit(Step(step=i, loss=1.0, lr=1.0, tokens=i))\n"
         "writer.flush(); os.kill(os.getpid(), signal.SIGKILL)"

@@ -37,7 +37,7 @@ from offloadtrain_tui.panels.timeline import TimelinePanel
 from offloadtrain_tui.panels.transfers import Transfers
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.shown import Shown
-from offloadtrain_tui.source import Reader, Snapshot
+from offloadtrain_tui.source import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
@@ -116,11 +116,15 @@ class Monitor(App[None]):
         clock: Clock | None = None,
         readonly: bool = False,
         watch_machine: bool = True,
+        news_s: float = NEWS_S,
     ) -> None:
+        """`news_s`: news of the runs is shown at most so often."""
         super().__init__()
         self.clock: Clock = clock or LiveClock()
         self.runs_dir = runs_dir
-        self.reader = Reader(found, self.clock, lambda: self.post_message(self.News()))
+        self.reader = Reader(
+            found, self.clock, lambda: self.post_message(self.News()), news_s=news_s
+        )
         self._selected = 0
         self._beside: set[Path] = set()
         self._snapshots: list[Snapshot] = []

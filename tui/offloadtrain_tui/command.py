@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from cyclopts import Parameter
 
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.source import Reader
+from offloadtrain_tui.source import NEWS_OVER_SSH_S, NEWS_S, Reader
 
 ONCE_SIZE = (120, 40)
 
@@ -71,7 +72,8 @@ def tui(
         if not found:
             return _refuse("--replay: there is no run to replay")
         clock = _replay_clock(found[0], speed)
-    app = Monitor(found, runs_dir=runs_dir, clock=clock, readonly=readonly)
+    news_s = NEWS_OVER_SSH_S if os.environ.get("SSH_CONNECTION") else NEWS_S
+    app = Monitor(found, runs_dir=runs_dir, clock=clock, readonly=readonly, news_s=news_s)
     if theme:
         if theme not in (*app.available_themes, "color-blind-safe"):
             return _refuse(f"--theme {theme}: there are {', '.join(sorted(app.available_themes))}")

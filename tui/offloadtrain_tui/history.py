@@ -431,14 +431,26 @@ class View:
         return self.history.busy[lane].last(self.length) or 0.0
 
     def active_alerts(self) -> list[events.Alert]:
-        """Raised and not cleared, the newest last."""
+        """Raised, not cleared, and not acknowledged, the newest last."""
         alerts = self.history.alerts
-        active: dict[str, events.Alert] = {}
-        for alert in alerts.values[: alerts.count(self.time_s)]:
+        active: dict[str, tuple[float, events.Alert]] = {}
+        for index in range(alerts.count(self.time_s)):
+            alert: events.Alert = alerts.values[index]
             active.pop(alert.code, None)
             if alert.state == "raised":
-                active[alert.code] = alert
-        return list(active.values())
+                active[alert.code] = (alerts.times[index], alert)
+        seen = self._acknowledged()
+        return [alert for code, (at_s, alert) in active.items() if seen.get(code, -1.0) < at_s]
+
+    def _acknowledged(self) -> dict[str, float]:
+        """Code of an alert → when somebody last said that it was seen."""
+        controls = self.history.controls
+        pairs = zip(controls.times, controls.values[: controls.count(self.time_s)], strict=False)
+        return {
+            one.message: time_s
+            for time_s, one in pairs
+            if one.action == "acknowledge" and one.state == "done"
+        }
 
     def median_step_ms(self, of: int = 50) -> float | None:
         values = self.history.series["step_ms"].values[max(self.length - of, 0) : self.length]

@@ -65,7 +65,7 @@ def host(view: View, machine: events.System | None) -> Tier:
 
 
 def devices(view: View, machine: events.System | None) -> list[Tier]:
-    """One bar per GPU that is known, the run's own parts on the first one."""
+    """One bar per GPU that is known, that of the run first, with the run's own parts."""
     parts = _parts(view, "device")
     system = machine or view.system
     gpus = system.gpus if system else ()
@@ -73,9 +73,10 @@ def devices(view: View, machine: events.System | None) -> list[Tier]:
         state = system.gpu_state if system else ""
         on_cpu = bool(parts) and _is_on_cpu(view)
         return [Tier("DEVICE (CPU)" if on_cpu else "DEVICE", parts, note=state)]
-    bars = []
-    for number, gpu in enumerate(gpus):
-        own = parts if number == 0 and not _is_on_cpu(view) else ()
+    bars, uuid = [], view.start.plan.get("gpu_uuid") if view.start else None
+    owner = next((gpu.index for gpu in gpus if gpu.uuid == uuid), gpus[0].index)
+    for gpu in gpus:
+        own = parts if gpu.index == owner and not _is_on_cpu(view) else ()
         held = sum(part.nbytes for part in own)
         other = max((gpu.memory_used_bytes or 0) - held, 0)
         load = "" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy"
@@ -83,6 +84,7 @@ def devices(view: View, machine: events.System | None) -> list[Tier]:
         power = "" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
         note = "  ".join(filter(None, (gpu.name, load, heat, power)))
         bars.append(Tier(f"GPU {gpu.index}", own, gpu.memory_total_bytes or 0, other, note))
+    bars.sort(key=lambda bar: not bar.parts)
     if _is_on_cpu(view) and parts:
         bars.insert(0, Tier("DEVICE (CPU)", parts))
     return bars

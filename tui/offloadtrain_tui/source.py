@@ -17,8 +17,8 @@ from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.tail import Tail
 
 POLL_S = 0.17
-_NEWS_S = 0.33
-"""News comes at most so often: twelve charts take some 20 ms to draw."""
+NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0
+"""News comes at most so often: twelve charts take some 20 ms to draw, and 30 KB to send."""
 
 _LINES_AT_ONCE = 5000
 _LOOK_FOR_RANKS_S = 2.0
@@ -140,12 +140,12 @@ class Reader:
         clock: Clock,
         on_news: Callable[[], object],
         *,
-        poll_s: float = POLL_S,
+        news_s: float = NEWS_S,
     ) -> None:
         self.readers = [RunReader(run) for run in found]
         self._clock = clock
         self._on_news = on_news
-        self._poll_s = poll_s
+        self._news_s = news_s
         self._lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
         self._told = False
@@ -189,10 +189,10 @@ class Reader:
         published_s = 0.0
         while not self._ended.is_set():
             busy = any([reader.read() and not reader.whole for reader in self.readers])
-            if time.monotonic() - published_s >= _NEWS_S and self._publish():
+            if time.monotonic() - published_s >= self._news_s and self._publish():
                 published_s = time.monotonic()
             if not busy:
-                self._wake.wait(self._poll_s)
+                self._wake.wait(POLL_S)
                 self._wake.clear()
         for reader in self.readers:
             reader.close()

@@ -26,6 +26,7 @@ from offloadtrain.event_writer import EventWriter
 from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import Tier
 from offloadtrain.nvml import Nvml
+from offloadtrain.optim import FORMATS
 from offloadtrain.peaks import peak_flops
 from offloadtrain.progress import Progress, StepClock
 from offloadtrain.run_folder import RunFolder
@@ -106,7 +107,15 @@ class RunLog:
         if device.type == "cuda":
             plan["gpu_uuid"] = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         chosen = replace(self._config.device, precision=parts.precision)
-        return plan | {"memory": state_bytes(replace(self._config, device=chosen))}
+        resolved = replace(self._config, device=chosen)
+        weight = 4 if parts.precision == "fp32" else 2
+        gradient = 4 if self._config.train.grad_accum_steps > 1 else weight
+        state = FORMATS[self._config.optim.state]
+        traffic = state.traffic_per_param(("exp_avg", "exp_avg_sq"), weight, gradient)
+        return plan | {
+            "memory": state_bytes(resolved),
+            "adam_bytes_per_step": round(traffic * num_params(self._config.model)),
+        }
 
     def _introduce(self, parts: Parts, machine: Machine, device_name: str) -> None:
         config, backend = self._config, kernels.backend()

@@ -101,9 +101,7 @@ def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case
         for format, state in b.states.items():
             if format == "int8" and backend.name != "native":
                 continue
-            traffic = 4.0 + 2 * FORMATS[format].bytes_per_param(MOMENTS, 2)
-            if FORMATS[format].holds_weight:
-                traffic -= 2.0  # the weight is read and written with the state
+            traffic = float(FORMATS[format].traffic_per_param(MOMENTS, 2, 2))
             working = b.working if format == "fp32" else None
             step = partial(kernels.adam, state, b.grad, SCALARS, working=working, layout=b.layout)
             found[Label(ONE_PASS, name, format, traffic)] = _under(backend, step)

@@ -68,6 +68,14 @@ class StateFormat:
             for field in self.fields(moments)
         )
 
+    def traffic_per_param(
+        self, moments: Sequence[str], weight_bytes: int, grad_bytes: int
+    ) -> float:
+        """Bytes that an update moves through memory: gradient and state read, state and working
+        weight written."""
+        state = 2 * self.bytes_per_param(moments, weight_bytes)
+        return grad_bytes + state + (0 if self.holds_weight else weight_bytes)
+
 
 _WEIGHT = Field("weight", None)
 FP32 = StateFormat(

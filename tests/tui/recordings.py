@@ -24,6 +24,7 @@ def start(name: str = "demo", *, steps: int = 100, **changed: object) -> events.
         "device": "cuda:0",
         "precision": "bf16",
         "gpu_uuid": "GPU-1",
+        "adam_bytes_per_step": 28 * 13_000_000_000,
         "memory": {
             "device": {"working weights": 24 * GIB},
             "host": {"master weights": 48 * GIB, "exp_avg": 48 * GIB, "exp_avg_sq": 48 * GIB},

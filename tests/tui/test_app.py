@@ -200,6 +200,22 @@ def test_events_are_filtered_opened_and_gone_to(tmp_path: Path) -> None:
     go(test())
 
 
+def test_the_timeline_is_exported(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            await press("x")
+            await app.workers.wait_for_complete()
+            await press()
+            told = [notification.message for notification in app._notifications]
+            assert any("trace.json" in message for message in told)
+            entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
+            assert any(entry["name"] == "adam 2" for entry in entries)
+
+    go(test())
+
+
 def test_alerts_stand_on_every_screen(tmp_path: Path) -> None:
     write(tmp_path / "run", unlucky())
 

@@ -6,6 +6,8 @@ clock has moved a second, or when a key is pressed; then the panel that is seen 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Footer, Static
 
@@ -39,6 +42,7 @@ from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.source import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.text import clean
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 
@@ -101,6 +105,7 @@ class Monitor(App[None]):
         Binding("r", "next_run", "next run", show=False),
         Binding("c", "checkpoint", "checkpoint"),
         Binding("S", "stop", "stop"),
+        Binding("x", "export", "export the timeline", show=False),
         Binding("n", "note", "note", show=False),
         Binding("a", "acknowledge", "acknowledge", show=False),
         Binding("ctrl+s", "screenshot", "screenshot", show=False),
@@ -329,6 +334,23 @@ class Monitor(App[None]):
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
         self.notify(f"saved {self.save_screenshot(filename, path)}")
 
+    def action_export(self) -> None:
+        """The sampled steps as a Chrome trace, by the command that makes them."""
+        folder = self.shown.snapshot.folder
+        if folder is None:
+            self.notify("only a run folder can be exported", severity="warning")
+            return
+
+        def export() -> None:
+            command = [sys.executable, "-m", "offloadtrain", "trace", str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            failed = done.returncode != 0
+            text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
+            level: SeverityLevel = "error" if failed else "information"
+            self.call_from_thread(self.notify, clean(text.strip(), 300), severity=level)
+
+        self.run_worker(export, thread=True, group="export", exit_on_error=False)
+
     # ---- requests
 
     def action_checkpoint(self) -> None:
@@ -412,6 +434,7 @@ class Monitor(App[None]):
             ("Stop or abort the run", self.action_stop),
             ("Write a note into the log", self.action_note),
             ("Go to a step", self.action_step),
+            ("Export the timeline for Perfetto", self.action_export),
             ("Back to live", self.action_live),
         ):
             yield SystemCommand(title, "", action)

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import orjson
@@ -26,6 +27,7 @@ STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
 )  # fmt: skip
+_COLUMNS = (*STEP_FIELDS, "val_loss")
 DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
 _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
 SAMPLES = ("rss_bytes", "host_available_bytes", "cpu_percent", "swap_used_bytes", "gpu_bytes")
@@ -177,10 +179,11 @@ class History:
         rows, self._pending = self._pending, []
         if not rows:
             return
-        for name in (*STEP_FIELDS, "val_loss"):
-            self.series[name].extend(_floats([row.get(name) for row in rows]))
-        for lane, worked in self.busy.items():
-            worked.extend(_floats([row["busy"].get(lane) for row in rows]))
+        for name, column in zip(_COLUMNS, _transposed(rows, _COLUMNS), strict=True):
+            self.series[name].extend(_floats(column))
+        worked = _transposed([row["busy"] for row in rows], LANES)
+        for lane, column in zip(LANES, worked, strict=True):
+            self.busy[lane].extend(_floats(column))
         self._derive(len(rows))
         times, last = [], self.steps.times[-1] if self.steps.times else 0.0
         for row in rows:
@@ -263,7 +266,15 @@ def _number(value: Any) -> float | None:
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
-def _floats(values: list[Any]) -> array[float]:
+def _transposed(rows: list[Json], keys: Sequence[str]) -> list[Sequence[Any]]:
+    """A column per key; None where a row has none."""
+    try:
+        return list(zip(*map(itemgetter(*keys), rows), strict=True))
+    except KeyError:
+        return [[row.get(key) for row in rows] for key in keys]
+
+
+def _floats(values: Sequence[Any]) -> array[float]:
     """NaN where there is no number."""
     try:
         return array("d", values)

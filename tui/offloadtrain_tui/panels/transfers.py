@@ -52,12 +52,21 @@ def _told(shown: Shown) -> Text:
 def _moved(lane: str, view: View) -> str:
     field = {"d2h": "d2h_bytes", "h2d": "h2d_bytes"}.get(lane)
     if field is None:
-        return ""
+        return _adam(view) if lane == "host" else ""
     nbytes, busy_ms = view.last(field) or 0.0, view.busy_ms(lane)
     if lane == "h2d":
         busy_ms += view.busy_ms("load")
     rate = f" at {nbytes / busy_ms / 1e6:.1f} GB/s" if busy_ms else ""
     return f"{units.format_bytes(nbytes)}{rate}"
+
+
+def _adam(view: View) -> str:
+    """What Adam alone moves through memory, over all that the host lane did."""
+    moved = view.start.plan.get("adam_bytes_per_step") if view.start else None
+    busy_ms = view.busy_ms("host")
+    if not isinstance(moved, int) or not busy_ms:
+        return ""
+    return f"Adam moves {units.format_bytes(moved)}, at {moved / busy_ms / 1e6:.1f} GB/s or more"
 
 
 def _links(shown: Shown) -> str:
@@ -68,15 +77,27 @@ def _links(shown: Shown) -> str:
     return "\n".join(f" GPU {gpu.index} {link(gpu)}" for gpu in system.gpus)
 
 
+_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""10^9 bytes per second of one lane, by PCIe generation, after line coding."""
+
+
+def link_gbps(gpu: events.GpuSample) -> float | None:
+    """The most that the widest and fastest link of this GPU carries: at rest it is trained down."""
+    lane = _LANE_GBPS.get(gpu.pcie_generation_max or 0)
+    return lane * gpu.pcie_width_max if lane and gpu.pcie_width_max else None
+
+
 def link(gpu: events.GpuSample) -> str:
     """PCIe generation and width now and at most, and what NVML counts."""
     found = []
     if gpu.pcie_generation is not None:
         found.append(f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}")
         found.append(f"(at most {gpu.pcie_generation_max} x{gpu.pcie_width_max})")
+    most = link_gbps(gpu)
     for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
         if rate is not None:
-            found.append(f"NVML {label} {rate / 1e9:.1f} GB/s")
+            share = f" ({100 * rate / 1e9 / most:.0f} % of the link)" if most else ""
+            found.append(f"NVML {label} {rate / 1e9:.1f} GB/s{share}")
     if gpu.throttle:
         found.append(f"held back: {clean(gpu.throttle)}")
     return " ".join(found) or "the driver tells nothing of its link"

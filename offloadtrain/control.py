@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,18 @@ class Request:
 
 
 class Requests:
-    """The control folder of one run."""
+    """The control folder of one run, from the start of this process on.
+
+    What lies there already was asked of an earlier start: a run that was asked to stop, and killed
+    before it could, must not stop when it is resumed.
+    """
 
     def __init__(self, run: Path) -> None:
         self._folder = run / "control"
         self._done = self._folder / "done"
         self._done.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._seen_ns = 0
+        self._stale = {path.name for path in self._folder.glob("*.json")}
 
     def poll(self) -> list[Request]:
         """New requests, the oldest first; each is moved away and handed out once."""
@@ -60,7 +65,10 @@ class Requests:
     def _take(self, path: Path) -> Request:
         """Read it, and put it away whatever it says."""
         try:
-            return _understood(path.stem, _read(path))
+            found = _understood(path.stem, _read(path))
+            if path.name in self._stale:
+                return replace(found, refused="it was asked before this start: ask again")
+            return found
         except (OSError, ValueError, RecursionError) as error:
             return Request(path.stem[:80], "unknown", refused=f"it cannot be read: {error}")
         finally:

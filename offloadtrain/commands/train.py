@@ -74,11 +74,12 @@ def run_job(config: Config, job_text: str, *, run_dir: Path | None, resume: str)
 
     console = Console(every_s=config.train.log_every_s)
     run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
+    requests = Requests(run.path)
     bar = ProgressBar("preparing the data")
     with run, RunLog(run, config, console) as log:
         parts = assemble(config, bar.show)
         bar.end()
-        trainer = Trainer(config, parts, run.checkpoints, log, Requests(run.path))
+        trainer = Trainer(config, parts, run.checkpoints, log, requests)
         if resumes:
             trainer.resume()
         log.started(parts, trainer.progress)

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from offloadtrain_tui import requests
 
 from offloadtrain import events
 from offloadtrain.control import Requests
+from offloadtrain.run_log import RunLog
 from offloadtrain.trainer import AbortedError
 from tests.trainer.small_job import events_of, run, small_job
 
@@ -99,15 +101,34 @@ def control_events(folder: Path) -> list[tuple[str, str]]:
     return [(one.action, one.state) for one in events_of(folder, events.Control)]
 
 
-def test_a_run_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def when_started(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What is to be done when a run is about to take its first step."""
+    todo: list[Callable[[], object]] = []
+    started = RunLog.started
+
+    def then_ask(self: RunLog, *arguments: object) -> None:
+        started(self, *arguments)  # type: ignore[arg-type]
+        for do in todo:
+            do()
+
+    monkeypatch.setattr(RunLog, "started", then_ask)
+    return todo
+
+
+def test_a_run_answers(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
     job, folder = small_job(tmp_path), tmp_path / "run"
     (folder / "control").mkdir(parents=True)
-    requests.write(folder, "note", "before it began")
-    requests.write(folder, "checkpoint")
-    put(folder, "9-odd.json", b'{"action": "dance"}')
     requests.write(folder, "stop")
+    when_started += [
+        lambda: requests.write(folder, "note", "hello"),
+        lambda: requests.write(folder, "checkpoint"),
+        lambda: put(folder, "9-odd.json", b'{"action": "dance"}'),
+        lambda: requests.write(folder, "stop"),
+    ]
     assert run(job, folder) == 75
     assert control_events(folder) == [
+        ("stop", "refused"),
         ("note", "done"),
         ("checkpoint", "accepted"),
         ("checkpoint", "done"),
@@ -120,10 +141,9 @@ def test_a_run_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert events_of(folder, events.RunEnded)[-1].status == "stopped"
 
 
-def test_an_abort_saves_nothing(tmp_path: Path) -> None:
+def test_an_abort_saves_nothing(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
     job, folder = small_job(tmp_path), tmp_path / "run"
-    (folder / "control").mkdir(parents=True)
-    requests.write(folder, "abort")
+    when_started.append(lambda: requests.write(folder, "abort"))
     with pytest.raises(AbortedError, match="nothing was saved"):
         run(job, folder)
     assert control_events(folder) == [("abort", "done")]

@@ -41,14 +41,17 @@ def adopt_weights(
     """Masters from the weights as given; parameters become views; the rest moves to the device."""
     block_of = {block.module: block for block in blocks}
     full = keeps_fp32(model)
+    on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
     for part in parts:
         for module in part.module.modules() if part.repeated else (part.module,):
             _materialise(module, param_init_fn)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rule)
+            for bucket in block_of[part.module].frozen:
+                _move_to_host(bucket)
         for _, param in part.parameters:
-            if not param.requires_grad:
+            if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
                 param.data = param.data.to(settings.device, None if keep else settings.dtype)
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
@@ -87,6 +90,15 @@ def _adopt(bucket: Bucket, rule: UpdateRule) -> None:
         slot.param.data = slot.view(flat)
     if not bucket.streamed:
         bucket.working.flat.zero_()
+
+
+def _move_to_host(bucket: Bucket) -> None:
+    """Frozen weights of a block that is streamed: to where its loads read them."""
+    for slot in bucket.slots:
+        _check_range(slot.name, slot.param.data, bucket.dtype)
+        target = slot.view(bucket.visible.flat)
+        target.copy_(slot.param.data)
+        slot.param.data = target
 
 
 def _materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:

@@ -49,6 +49,8 @@ class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 
     Attributes:
+        buckets: of what is trained.
+        frozen: of what is not, where the block may be streamed: their weights come and go with it.
         repeated: one of several of its kind, and used one after the other: it can be streamed.
         streamer: where its weights live on the host; None: they stay on the device.
         forwards: forwards of it that are running.
@@ -64,11 +66,13 @@ class Block:
         buckets: tuple[Bucket, ...],
         lanes: Lanes,
         *,
+        frozen: tuple[Bucket, ...] = (),
         repeated: bool = False,
     ) -> None:
         self.name = name or "root"
         self.module = module
         self.buckets = buckets
+        self.frozen = frozen
         self.repeated = repeated
         self.streamer: Source | None = None
         self.forwards = 0
@@ -87,8 +91,13 @@ class Block:
         return self._live_handles == 0
 
     @property
+    def held(self) -> tuple[Bucket, ...]:
+        """All that a forward of the block reads."""
+        return self.buckets + self.frozen
+
+    @property
     def weights(self) -> list[Range]:
-        return [bucket.working.whole for bucket in self.buckets]
+        return [bucket.working.whole for bucket in self.held]
 
     def launched_upload(self, event: Event) -> None:
         """DEVICE → UPLOADING: the weights change; graphs built before are stale."""
@@ -112,7 +121,7 @@ class Block:
     def entered_device(self, event: Event) -> None:
         """HOST → UPLOADING: a slot holds the weights after `event`."""
         with _ordinary_tensors():
-            for bucket in self.buckets:
+            for bucket in self.held:
                 for slot in bucket.slots:
                     slot.param.data = slot.view(bucket.working.flat)
         self._uploaded = event
@@ -122,7 +131,7 @@ class Block:
         """→ HOST: the slot goes to another block."""
         self.end_backward()
         with _ordinary_tensors():
-            for bucket in self.buckets:
+            for bucket in self.held:
                 for slot in bucket.slots:
                     slot.param.data = self.placeholder(bucket).expand(slot.shape)
         self._uploaded = None
@@ -131,7 +140,7 @@ class Block:
     def lay_open(self) -> None:
         """Of a streamed block without a slot: parameters are the host's copy until the next use."""
         with _ordinary_tensors():
-            for bucket in self.buckets:
+            for bucket in self.held:
                 for slot in bucket.slots:
                     slot.param.data = slot.view(bucket.visible.flat)
         self.residence = Residence.HOST

@@ -59,12 +59,12 @@ class Bucket:
             Of a streamed block: in the slot that it has, or had last.
         format: how its state is kept.
         layout: its slots, as the kernels know them.
-        state: host: the format's fields, master weights first.
+        state: host: the format's fields, master weights first; none of frozen weights.
         other: host: a second copy of `state`, which speculative updates are written into.
         pending: host, working dtype: the rounded new weights until their upload, where they have to
             wait for it longer than the gradient's memory is free.
         shown: host, working dtype: of a streamed block, the weights of the step in progress, where
-            an update of it may run inside its backward.
+            an update of it may run inside its backward; of frozen ones, the weights.
         grad: host, working dtype: the gradient, then, where nothing else holds them, the rounded
             new weights on their way up. None where microbatches are summed.
         grad_sum: host, fp32: the sum over microbatches. None where there is only one.
@@ -87,7 +87,7 @@ class Bucket:
     format: StateFormat
     layout: Layout = field(init=False)
     working: Buffer = field(init=False)
-    state: tuple[Buffer, ...] = field(init=False)
+    state: tuple[Buffer, ...] = ()
     other: tuple[Buffer, ...] = ()
     pending: Buffer | None = None
     shown: Buffer | None = None

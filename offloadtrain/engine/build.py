@@ -49,7 +49,8 @@ def build(
     """Cut the model, move its weights into flat buffers, make the engine.
 
     After it every trainable parameter is a view of a flat buffer on the device, its fp32 value is
-    in the arena, and frozen parameters and buffers are on the device.
+    in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
+    streamed blocks, which are in the arena.
     """
     parts = cut(model)
     blocks, entries = _blocks(parts, model, groups, settings, lanes)
@@ -110,14 +111,35 @@ def _blocks(
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         buckets = _buckets(part.name, owned, order, group_of, full, settings)
-        if buckets:
-            blocks.append(Block(part.name, part.module, buckets, lanes, repeated=part.repeated))
-            owner.update((p, blocks[-1]) for _, p in owned)
+        still = _streamable_frozen(part, owner, settings)
+        frozen = _buckets(f"{part.name} frozen", still, order, {}, full, settings)
+        if buckets or frozen:
+            block = Block(
+                part.name, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated
+            )
+            blocks.append(block)
+            owner.update((p, block) for _, p in (*owned, *still))
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
         for part in parts
     }
     return blocks, entries
+
+
+def _streamable_frozen(
+    part: Part, owner: Mapping[nn.Parameter, Block], settings: Settings
+) -> list[tuple[str, nn.Parameter]]:
+    """Frozen parameters of a repeated part, which come and go with its trained ones."""
+    if settings.working == "device" or not part.repeated:
+        return []
+    return [
+        (name, param)
+        for name, param in part.parameters
+        if not param.requires_grad
+        and param.is_floating_point()
+        and param.numel()
+        and param not in owner
+    ]
 
 
 def _buckets(
@@ -131,7 +153,7 @@ def _buckets(
     """One bucket per (hyperparameters, working dtype) among a block's parameters."""
     sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
-        key = (group_of[param], torch.float32 if param in full else settings.dtype)
+        key = (group_of.get(param, 0), torch.float32 if param in full else settings.dtype)
         sorted_in.setdefault(key, []).append((full_name, param))
     label = name or "root"
     several = len(sorted_in) > 1

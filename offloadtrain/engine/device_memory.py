@@ -54,9 +54,12 @@ def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
     # The i-th of n that stay lies in the middle of the i-th of n equal parts.
     kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)] for i in range(stay)}
     streamed = [block for block in repeated if block not in kept]
-    for block in streamed:
-        for bucket in block.buckets:
-            bucket.streamed = True
+    for block in blocks:
+        if block in streamed:
+            for bucket in block.held:
+                bucket.streamed = True
+        else:
+            block.frozen = ()  # these stay where the rest of the model's frozen weights are
     return streamed
 
 

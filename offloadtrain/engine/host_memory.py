@@ -36,16 +36,21 @@ def map_host(
     buckets = [bucket for block in blocks for bucket in block.buckets]
     norms = Request("norms", num_params, torch.float64)
     base = [norms, *(r for b in buckets for r in _requests(b, rule, settings, doubled=False))]
+    frozen = [bucket for block in blocks for bucket in block.frozen]
+    still = [Request("frozen weights", bucket.numel, bucket.dtype) for bucket in frozen]
+    base += still
     if settings.accumulates:
         slot = Request("host staging", device_memory.staging_bytes(buckets), torch.uint8)
         base += [slot] * device_memory.RING_SLOTS
     _check_limit(base, settings.host_memory_limit)
     doubled = _doubled(blocks, rule, settings, _span_bytes(base))
     requests = [r for b in buckets for r in _requests(b, rule, settings, doubled=b in doubled)]
-    tensors: Iterator[Tensor] = iter(arena.map([norms, *requests]))
+    tensors: Iterator[Tensor] = iter(arena.map([norms, *requests, *still]))
     squares = Buffer("norms", next(tensors))
     for bucket in buckets:
         _give_host(bucket, tensors, rule, settings, doubled=bucket in doubled)
+    for bucket in frozen:
+        bucket.shown = Buffer(f"frozen weights {bucket.name}", next(tensors))
     return squares
 
 

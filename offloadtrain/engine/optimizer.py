@@ -64,7 +64,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
         self._model = model
         self._engine.emit()
-        streamed = [bucket for block in self._blocks for bucket in block.buckets if bucket.streamed]
+        streamed = [bucket for block in self._blocks for bucket in block.held if bucket.streamed]
         moving = [slot.param for bucket in streamed for slot in bucket.slots]
         self._seal = ModelSeal(model, moving)
         self._flips = settings.update == "speculative"

@@ -72,7 +72,7 @@ class SavedWeights:
         """Blocks whose place on the device is the streamer's to tell."""
         self._streamer = streamer
         for block in streamer.blocks:
-            for bucket in block.buckets:
+            for bucket in block.held:
                 self._absent[_address(block.placeholder(bucket))] = block
 
     def owner(self, tensor: Tensor) -> Block | None:

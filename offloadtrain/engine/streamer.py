@@ -122,7 +122,7 @@ class Streamer:
         """Parameters keep their weights, in memory of their own on the host."""
         self.lay_open()
         for block in self.blocks:
-            for bucket in block.buckets:
+            for bucket in block.held:
                 for slot in bucket.slots:
                     slot.param.data = slot.param.data.clone()
 
@@ -180,7 +180,7 @@ class Streamer:
             slot.free_after = None
         slot.block = block
         self._lay_out(block, slot)
-        for bucket in block.buckets:
+        for bucket in block.held:
             if bucket.weight_ready is not None:
                 self._lanes.wait(Lane.LOAD, bucket.weight_ready, f"weights of {bucket.name}")
                 bucket.weight_ready = None
@@ -195,7 +195,7 @@ class Streamer:
     @staticmethod
     def _lay_out(block: Block, slot: Slot) -> None:
         offset = 0
-        for bucket in block.buckets:
+        for bucket in block.held:
             nbytes = bucket.numel * bucket.dtype.itemsize
             with torch.inference_mode(False):
                 flat = slot.memory[offset : offset + nbytes].view(bucket.dtype)
@@ -205,12 +205,12 @@ class Streamer:
 
 def block_bytes(block: Block) -> int:
     """Device memory of a block's working weights; every bucket starts on 256 bytes."""
-    return sum(bucket.numel * bucket.dtype.itemsize for bucket in block.buckets)
+    return sum(bucket.numel * bucket.dtype.itemsize for bucket in block.held)
 
 
 def _bucket_of(block: Block, tensor: Tensor) -> Bucket:
     at = tensor.storage_offset() * tensor.element_size()
-    for bucket in block.buckets:
+    for bucket in block.held:
         flat = bucket.working.flat
         start = flat.storage_offset() * flat.element_size()
         if start <= at < start + flat.numel() * flat.element_size():

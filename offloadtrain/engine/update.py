@@ -84,6 +84,8 @@ class Updates:
 
     def uploaded(self, block: Block) -> None:
         """All buckets of the block have been given to `upload`."""
+        if not block.buckets:
+            return  # all of it is frozen
         if block.streamer is not None:
             block.replaced()
         else:

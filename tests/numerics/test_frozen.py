@@ -1,0 +1,186 @@
+"""Frozen weights of streamed blocks come and go with the trained ones: adapters on a large model
+that the device does not hold."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine.streamer import block_bytes
+from offloadtrain.memory import HostMemoryError, Tier
+from offloadtrain.transfer import on_lanes
+from offloadtrain.transfer.seeded import SeededLanes
+from offloadtrain.transfer.threads import ThreadLanes
+from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.test_offload import DTYPES, assert_same, pair, train
+from tests.numerics.test_streaming import MODES
+
+
+class Adapted(Layer):
+    """A frozen layer with a trained low-rank adapter (LoRA) beside its first matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a = nn.Linear(WIDTH, 4, bias=False)
+        self.b = nn.Linear(4, VOCAB, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.gelu(self.up(normed) + self.b(self.a(normed))))
+
+
+class Adapters(Chain):
+    """Every layer with an adapter but the second, which is frozen whole; embedding and head too."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__(depth)
+        self.layers = nn.ModuleList(Adapted() for _ in range(depth))
+        self.layers[1].requires_grad_(False)
+        self.embed.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+def frozen_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+
+
+@pytest.mark.parametrize("activation", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_adapters_train_with_the_bits_of_a_resident_run(
+    precision: str, mode: str, activation: str
+) -> None:
+    if precision == "fp16" and mode == "early":
+        pytest.skip("fp16 needs to skip steps")
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"clip": 0.5, **MODES[mode]}
+    model = Adapters()
+    before = frozen_of(model.to(DTYPES[precision]))
+    resident, optimizer, model = pair(
+        model, precision, working="host", activation=activation, **options
+    )
+    steps = 10 if precision == "fp16" else 4
+    for tokens in batches(steps):
+        expected = resident.step([tokens], loss_of)
+        assert train(optimizer, model, [tokens]) == expected
+    assert_same(resident, optimizer, model)
+    after = frozen_of(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    optimizer.close()
+    assert all(torch.equal(before[name], p) for name, p in frozen_of(model).items())
+
+
+@pytest.mark.parametrize("lanes", ["threads", "seeded", "late"])
+def test_at_any_speed_of_the_lanes(lanes: str) -> None:
+    made = {
+        "threads": lambda: ThreadLanes(seed=3, longest_delay_ms=1.0),
+        "seeded": lambda: SeededLanes(5),
+        "late": lambda: SeededLanes(7, late=True),
+    }
+    torch.manual_seed(0)
+    chosen = made[lanes]()
+    chosen.poison = True
+    with on_lanes(chosen):
+        resident, optimizer, model = pair(Adapters(), clip=0.5, working="host")
+    for tokens in batches(3):
+        expected = resident.step([tokens], loss_of)
+        assert train(optimizer, model, [tokens]) == expected
+    assert_same(resident, optimizer, model)
+    optimizer.close()
+
+
+def test_device_memory_does_not_grow_with_what_is_frozen() -> None:
+    """Only embedding, head and norm stay; the Ledger's host rows hold the frozen weights."""
+    held, frozen = [], []
+    for depth in (4, 32):
+        _, optimizer, model = pair(Adapters(depth), working="host")
+        train(optimizer, model, batches(1))
+        held.append(optimizer.ledger.total(Tier.DEVICE))
+        rows = {row.owner: row.bytes for row in optimizer.ledger.rows()}
+        frozen.append(rows["frozen weights"])
+        layers = [n for n, p in model.named_parameters() if not p.requires_grad and "layers" in n]
+        optimizer.synchronize()
+        on_device = {
+            slot.memory.data_ptr()
+            for slot in optimizer._engine._streamer._slots  # type: ignore[union-attr]
+        }
+        addresses = {
+            p.untyped_storage().data_ptr() for n, p in model.named_parameters() if n in layers
+        }
+        assert not addresses & on_device, "laid open: all on the host"
+        optimizer.close()
+    assert held[0] == held[1]
+    assert frozen[1] > 7 * frozen[0]
+
+
+def test_frozen_weights_move_up_only_and_have_no_state() -> None:
+    _, optimizer, model = pair(Adapters(8), working="host", device_slots=2)
+    for tokens in batches(2):
+        train(optimizer, model, [tokens])
+    blocks = [block for block in optimizer._blocks if block.streamer is not None]
+    before = optimizer._engine.lanes.totals.copy()
+    train(optimizer, model, batches(1))
+    moved = optimizer._engine.lanes.totals.minus(before)
+    trained = sum(b.numel * b.dtype.itemsize for x in optimizer._blocks for b in x.buckets)
+    assert moved.d2h_bytes == trained
+    size = block_bytes(blocks[0])
+    frozen_only = block_bytes(blocks[1])
+    rest = sum(block_bytes(b) for b in optimizer._blocks if b.streamer is None)
+    # Each block in forward, and in backward but the last one, which is still there, and what the
+    # next step begins with.
+    loads = moved.h2d_bytes - rest
+    assert 12 * frozen_only < loads <= 14 * size
+    assert {name for name, _ in optimizer.named_state()} == {
+        name for name, param in model.named_parameters() if param.requires_grad
+    }
+    optimizer.close()
+
+
+def test_frozen_weights_are_saved_and_loaded() -> None:
+    torch.manual_seed(0)
+    _, optimizer, model = pair(Adapters(), working="host")
+    train(optimizer, model, batches(1))
+    saved = copy.deepcopy(model.state_dict())
+    other = {name: torch.randn_like(value) for name, value in saved.items()}
+    model.load_state_dict(other)
+    expected = Adapters().to(torch.bfloat16)
+    expected.load_state_dict(other)
+    tokens = batches(1)[0]
+    assert loss_of(model, tokens).item() == loss_of(expected, tokens).item()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other[name]), name
+    optimizer.close()
+
+
+def test_blocks_that_stay_keep_their_frozen_weights_on_the_device() -> None:
+    resident, optimizer, model = pair(Adapters(), clip=0.5, working="host", resident_blocks=3)
+    assert sum(bool(block.frozen) for block in optimizer._blocks) == 3
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+    optimizer.close()
+
+
+def test_they_count_in_the_limits() -> None:
+    def offload(**limits: int) -> ot.OffloadOptimizer:
+        return pair(Adapters(16), working="host", **limits)[1]
+
+    whole = offload()
+    needed, on_device = whole.ledger.total(Tier.HOST), whole.ledger.total(Tier.DEVICE)
+    whole.close()
+    offload(host_memory_limit=needed).close()
+    with pytest.raises(HostMemoryError, match="frozen weights"):
+        offload(host_memory_limit=needed // 2)
+    layer = sum(p.numel() for p in Adapted().parameters()) * 2
+    some = offload(device_memory_limit=on_device + 6 * layer)
+    stay = [block for block in some._blocks if block.repeated and block.streamer is None]
+    assert 3 <= len(stay) <= 6
+    some.close()

@@ -94,6 +94,13 @@ class Alerts:
         for alert in told:
             self._emit(alert)
 
+    def standing(self, code: str, message: str) -> None:
+        """Something that holds for the whole run."""
+        with self._lock:
+            told = list(self._switch(code).report(message))
+        for alert in told:
+            self._emit(alert)
+
     def checkpoint(self, num_bytes: int) -> None:
         """One was saved: the next will be as large."""
         self._checkpoint_bytes = num_bytes

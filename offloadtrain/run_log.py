@@ -99,6 +99,12 @@ class RunLog:
             )
         )
         self._introduce(parts, machine, device_name)
+        if device.type == "cuda" and config.device.pin_memory and not parts.optimizer.pinned:
+            self._alerts.standing(
+                "not-pinned",
+                "host memory could not be page-locked: transfers are slow and run beside nothing; "
+                "raise `ulimit -l` or the container's limit",
+            )
 
     def _plan(self, parts: Parts) -> dict[str, Any]:
         """Where this run computes, and the bytes of its model states by tier and owner."""

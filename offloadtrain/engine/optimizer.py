@@ -75,6 +75,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._finalizer = weakref.finalize(self, _release, lanes, self._arena)
 
     @property
+    def pinned(self) -> bool:
+        """Whether all host memory is page-locked: only then do transfers run beside compute."""
+        return self._arena.pinned
+
+    @property
     def grad_norm(self) -> float | None:
         """Of the last step: unscaled, before clipping; not finite if it was skipped."""
         return self.last_step.grad_norm if self.last_step else None

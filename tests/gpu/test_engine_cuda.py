@@ -286,3 +286,47 @@ def test_the_timeline_shows_adam_beside_uploads() -> None:
     lanes = {interval.lane for interval in optimizer.last_step.timeline}
     assert lanes == {"compute", "d2h", "host", "h2d"}
     optimizer.close()
+
+
+def test_every_lane_tells_how_long_it_worked() -> None:
+    """By events of the streams, read when they have happened: never by waiting."""
+    torch.manual_seed(0)
+    model = Chain(6)
+    optimizer = ot.offload(model, device="cuda", clip_norm=1.0, working="host")
+    totals = dict.fromkeys(("compute", "d2h", "host", "h2d", "load"), 0.0)
+    began = torch.cuda.Event(enable_timing=True)
+    ended = torch.cuda.Event(enable_timing=True)
+    began.record()
+    for tokens in batches(20):
+        optimizer.backward(loss_of(model, tokens.cuda()))
+        optimizer.step()
+        assert optimizer.last_step is not None
+        for lane, busy_ms in optimizer.last_step.busy_ms.items():
+            assert busy_ms >= 0
+            totals[lane] += busy_ms
+    optimizer.synchronize()
+    ended.record()
+    ended.synchronize()
+    wall_ms = began.elapsed_time(ended)
+    assert all(0 < totals[lane] <= wall_ms for lane in ("compute", "d2h", "host", "load"))
+    optimizer.close()
+
+
+def test_a_host_lane_waits_for_a_stream_without_python() -> None:
+    """The native queue waits for an event through the driver's own function."""
+    lanes = CudaLanes(torch.device("cuda"))
+    device = Buffer("device", torch.ones(1 << 24, device="cuda"))
+    host = Buffer("host", torch.zeros(1 << 24).pin_memory())
+    total = Buffer("sum", torch.zeros(1 << 24))
+    for round in range(1, 6):
+        device.flat.mul_(2.0)
+        ready = lanes.record(Lane.COMPUTE)
+        lanes.wait(Lane.D2H, ready, "computed")
+        lanes.launch(Lane.D2H, "down", transfer_copy, [device.whole], [host.whole])
+        lanes.wait(Lane.HOST, lanes.record(Lane.D2H), "down")
+        add = kernels.KernelCalls(lambda grad, total: kernels.accumulate(total, grad, False))
+        lanes.launch(Lane.HOST, "add", add, [host.whole], [total.whole])
+        lanes.wait(Lane.D2H, lanes.record(Lane.HOST), "added")
+        lanes.host_wait(lanes.record(Lane.HOST), "added")
+        assert total.flat.eq(2.0 ** (round + 1) - 2.0).all()
+    lanes.close()

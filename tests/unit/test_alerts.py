@@ -188,6 +188,13 @@ def test_a_link_that_is_narrow_only_while_it_works() -> None:
     assert run.said[-1] == ("link-gpu0", "cleared")
 
 
+def test_what_stands_is_told_once() -> None:
+    run = Watched()
+    run.alerts.standing("not-pinned", "m")
+    run.alerts.standing("not-pinned", "m")
+    assert run.said == [("not-pinned", "raised")]
+
+
 def test_clocks_that_are_held_back() -> None:
     run = Watched()
     for _ in range(3):

@@ -23,6 +23,9 @@ LOW_MEMORY, ENOUGH_MEMORY = 0.05, 0.08
 SWAPPED_BYTES = 64 << 20
 SKIPS_IN_A_ROW = 4
 CHECKPOINT_ROOM = 1.2
+SLOW_BUS, GOOD_BUS, BUS_STEPS = 0.7, 0.8, 20
+BUS_BYTES = 64 << 20
+"""Of a step: less than this says nothing about the bus."""
 _MAD_TO_SIGMA = 1.4826
 
 
@@ -61,6 +64,7 @@ class _Steps:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_HISTORY))
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    gbps: dict[str, deque[float]] = field(default_factory=dict)
     skipped: int = 0
     last: Step | None = None
     last_s: float | None = None
@@ -71,6 +75,8 @@ class Alerts:
 
     def __init__(self, emit: Callable[[Alert], None], clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
+        self.calibrated_gbps: dict[str, float] = {}
+        """Lane ("h2d", "d2h") → what a large copy alone on the bus reaches, where measured."""
         self._emit = emit
         self._clock = clock
         self._lock = threading.Lock()
@@ -117,6 +123,8 @@ class Alerts:
         yield from self._switch("loss-spike", patience=20).report(_spike(step, steps), number)
         steps.rates.append(step.tokens_per_s)
         yield from self._throughput(number)
+        for lane, most in self.calibrated_gbps.items():
+            yield from self._bus(lane, most, step)
         steps.step_ms.append(step.step_ms)
         steps.last, steps.last_s = step, self._clock()
 
@@ -130,6 +138,25 @@ class Alerts:
         slow = now < limit * usual
         text = f"{now:.0f} tokens/s over ten steps, {usual:.0f} before; look for other load"
         yield from switch.report(text if slow else "", number)
+
+    def _bus(self, lane: str, most: float, step: Step) -> Iterable[Alert]:
+        moved = step.h2d_bytes if lane == "h2d" else step.d2h_bytes
+        busy_ms = step.busy_ms.get(lane, 0.0)
+        if lane == "h2d":
+            busy_ms += step.busy_ms.get("load", 0.0)
+        if moved < BUS_BYTES or busy_ms <= 0:
+            return
+        seen = self._steps.gbps.setdefault(lane, deque(maxlen=BUS_STEPS))
+        seen.append(moved / busy_ms / 1e6)
+        if len(seen) < BUS_STEPS:
+            return
+        switch, now = self._switch(f"bus-{lane}"), statistics.median(seen)
+        slow = now < (GOOD_BUS if switch.raised else SLOW_BUS) * most
+        text = (
+            f"{lane} copies at {now:.1f} GB/s, and {most:.1f} GB/s were measured at the start: the "
+            "bus is shared, or the memory lies at another NUMA node"
+        )
+        yield from switch.report(text if slow else "", step.step)
 
     # ---- the machine
 

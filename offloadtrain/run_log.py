@@ -17,6 +17,7 @@ import torch
 from offloadtrain import events, kernels
 from offloadtrain.alerts import Alerts
 from offloadtrain.assembly import Parts
+from offloadtrain.calibrate import bandwidth
 from offloadtrain.checkpoint import CheckpointError, Saved
 from offloadtrain.config import Config
 from offloadtrain.console import Console, StepLine
@@ -109,9 +110,16 @@ class RunLog:
     def _plan(self, parts: Parts) -> dict[str, Any]:
         """Where this run computes, and the bytes of its model states by tier and owner."""
         device = parts.optimizer.device
-        plan = {"device": str(device), "precision": parts.precision, "why": parts.why}
+        plan: dict[str, Any] = {
+            "device": str(device),
+            "precision": parts.precision,
+            "why": parts.why,
+        }
         if device.type == "cuda":
             plan["gpu_uuid"] = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            measured = bandwidth(device)
+            self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
+            plan["calibrated_gbps"] = self._alerts.calibrated_gbps
         chosen = replace(self._config.device, precision=parts.precision)
         resolved = replace(self._config, device=chosen)
         weight = 4 if parts.precision == "fp32" else 2

@@ -24,6 +24,7 @@ def start(name: str = "demo", *, steps: int = 100, **changed: object) -> events.
         "device": "cuda:0",
         "precision": "bf16",
         "gpu_uuid": "GPU-1",
+        "calibrated_gbps": {"h2d": 55.0, "d2h": 54.0},
         "adam_bytes_per_step": 28 * 13_000_000_000,
         "memory": {
             "device": {"working weights": 24 * GIB},

@@ -188,6 +188,28 @@ def test_a_link_that_is_narrow_only_while_it_works() -> None:
     assert run.said[-1] == ("link-gpu0", "cleared")
 
 
+def test_a_bus_below_what_was_measured() -> None:
+    run = Watched()
+    run.alerts.calibrated_gbps = {"h2d": 50.0, "d2h": 50.0}
+
+    def at(gbps: float, count: int, gib: float = 1.0) -> None:
+        moved = round(gib * GIB)
+        busy_ms = moved / gbps / 1e6
+        busy = {"h2d": busy_ms / 2, "load": busy_ms / 2, "d2h": moved / 45.0 / 1e6}
+        run.steps(count, h2d_bytes=moved, d2h_bytes=moved, busy_ms=busy)
+
+    at(45.0, 30)
+    at(20.0, 40, gib=0.01)
+    assert run.said == [], "small copies say nothing"
+    at(30.0, 20)
+    assert run.said == [("bus-h2d", "raised")]
+    assert "30.0 GB/s, and 50.0 GB/s were measured" in run.told[0].message
+    at(38.0, 40)
+    assert len(run.said) == 1, "better, and not well yet"
+    at(45.0, 20)
+    assert run.said[-1] == ("bus-h2d", "cleared")
+
+
 def test_what_stands_is_told_once() -> None:
     run = Watched()
     run.alerts.standing("not-pinned", "m")

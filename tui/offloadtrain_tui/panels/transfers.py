@@ -56,8 +56,20 @@ def _moved(lane: str, view: View) -> str:
     nbytes, busy_ms = view.last(field) or 0.0, view.busy_ms(lane)
     if lane == "h2d":
         busy_ms += view.busy_ms("load")
-    rate = f" at {nbytes / busy_ms / 1e6:.1f} GB/s" if busy_ms else ""
-    return f"{units.format_bytes(nbytes)}{rate}"
+    if not busy_ms:
+        return units.format_bytes(nbytes)
+    gbps = nbytes / busy_ms / 1e6
+    most = calibrated(view).get(lane)
+    share = f", {100 * gbps / most:.0f} % of what was calibrated" if most else ""
+    return f"{units.format_bytes(nbytes)} at {gbps:.1f} GB/s{share}"
+
+
+def calibrated(view: View) -> dict[str, float]:
+    """Lane → GB/s of a copy alone on the bus, measured when the run began."""
+    found = view.start.plan.get("calibrated_gbps") if view.start else None
+    if not isinstance(found, dict):
+        return {}
+    return {lane: rate for lane, rate in found.items() if isinstance(rate, float) and rate > 0}
 
 
 def _adam(view: View) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -191,9 +192,11 @@ class Reader:
             busy = any([reader.read() and not reader.whole for reader in self.readers])
             if time.monotonic() - published_s >= self._news_s and self._publish():
                 published_s = time.monotonic()
+            (gc.disable if busy else gc.enable)()  # a long log makes lists of lists, and no cycles
             if not busy:
                 self._wake.wait(POLL_S)
                 self._wake.clear()
+        gc.enable()
         for reader in self.readers:
             reader.close()
 

@@ -48,6 +48,7 @@ def next_commands(run: Path, config: Config, *, stopped: bool) -> str:
         return f"run folder: {run}\ngo on: offloadtrain train {job} --resume {folder}"
     longer = 2 * config.train.steps
     lines = [
+        (f"offloadtrain tui {folder}", "look at any step of it"),
         (f"offloadtrain train {job} --resume {folder} --set train.steps={longer}", "train on"),
         (f"offloadtrain train {job} --set optim.lr={config.optim.lr / 2:g}", "the same, slower"),
         ("offloadtrain ls", "other jobs"),

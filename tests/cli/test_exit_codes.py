@@ -89,9 +89,11 @@ def test_0_and_the_commands_that_it_proposes(
     assert main(["train", str(job), "--run-dir", str(path)]) == 0
     err = capsys.readouterr().err
     proposed = [line.split("  # ")[0] for line in err.splitlines() if "  offloadtrain " in line]
-    assert len(proposed) == 4
-    for command in proposed[:3]:
+    assert len(proposed) == 5
+    for command in proposed[:4]:
         arguments = command.split()[1:]
+        if arguments[0] == "tui":
+            arguments.append("--once")
         if arguments[0] == "train" and "--resume" not in arguments:
             arguments += ["--run-dir", str(tmp_path / "again")]
         assert main(arguments) == 0, command

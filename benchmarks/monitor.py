@@ -90,9 +90,6 @@ class Screen:
     def clear(self) -> None:
         self.drawn.clear()
 
-    def press(self, key: str) -> None:
-        os.write(self._fd, key.encode())
-
     def cpu_s(self) -> float:
         spent = self.process.cpu_times()
         return spent.user + spent.system

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +207,3 @@ def write(folder: Path, *logs: Iterable[Timed], host: str = "elsewhere") -> Path
     (folder / "run.json").write_text(json.dumps(facts))
     (folder / "lock").touch()
     return folder
-
-
-Recording = Callable[[], list[Timed]]

@@ -50,13 +50,16 @@ def planned(view: View) -> dict[tuple[str, str], int]:
 
 
 def host(view: View, machine: events.System | None) -> Tier:
-    """What this run holds of the host; what else is taken there; what is free."""
+    """What this run holds of the host; what else is taken there; what is free.
+
+    `machine`: this one, shown where there is no run that has told of its own.
+    """
     parts = _parts(view, "host")
-    system = machine or view.system
+    system = view.system or machine
     if system is None:
         return Tier("HOST", parts)
     used = sum(part.nbytes for part in parts)
-    rest = max(system.rss_bytes - used, 0) if machine is None else 0
+    rest = max(system.rss_bytes - used, 0)
     if rest:
         parts = (*parts, Part(UNATTRIBUTED, rest))
     taken = max(system.host_total_bytes - system.host_available_bytes - used - rest, 0)

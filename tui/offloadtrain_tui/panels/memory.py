@@ -36,7 +36,7 @@ class MemoryPanel(Panel):
         view = shown.view
         machine = shown.machine if shown.is_live else None
         self.query_one("#memory-device", StackBar).show(memory.devices(view, machine)[0])
-        self.query_one("#memory-host", StackBar).show(memory.host(view, None))
+        self.query_one("#memory-host", StackBar).show(memory.host(view, machine))
         fill(self.query_one(DataTable), COLUMNS, [_cells(row) for row in memory.rows(view)])
         names = {"rss_bytes": "this run", "host_available_bytes": "available"}
         samples = sample_plot("host memory", names, view, shown.now_s)

@@ -32,7 +32,7 @@ class Overview(Panel):
         view = shown.view
         machine = shown.machine if shown.is_live else None
         self.query_one("#overview-device", StackBar).show(memory.devices(view, machine)[0])
-        self.query_one("#overview-host", StackBar).show(memory.host(view, None))
+        self.query_one("#overview-host", StackBar).show(memory.host(view, machine))
         step = view.spans[0].step if view.spans else 0
         self.query_one("#overview-lanes", Timeline).show(Lanes(step, tuple(view.spans)))
         for name in CHARTS:

@@ -134,21 +134,6 @@ def newest(runs_dir: Path, name: str) -> Path | None:
     return max(dated)[2] if dated else None
 
 
-def is_running(path: Path) -> bool:
-    """Whether a process holds the folder's lock; false where there is no lock to see."""
-    try:
-        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
 def _make_dated(runs_dir: Path, name: str) -> Path:
     """Make <date>-<time>-<name>; "+1" follows, which no name ends in, if the second is taken."""
     stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from offloadtrain import events, run_folder
-from offloadtrain.run_folder import RunFolder, RunFolderError, create, is_running, newest
+from offloadtrain.run_folder import RunFolder, RunFolderError, create, newest
 
 HOLDER = """
 import sys, time
@@ -27,6 +27,21 @@ run = RunFolder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
 """
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process holds the folder's lock; false where there is no lock to see."""
+    try:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def made(runs: Path, name: str = "job", path: Path | None = None) -> RunFolder:

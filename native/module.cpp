@@ -167,9 +167,10 @@ void adam_fp32(const std::array<Address, 3>& in, const std::array<Address, 3>& o
   });
 }
 
-// A row of a bucket's layout: elements [offset, offset + numel) are parameter `id`.
+// A row of a bucket's layout: elements [offset, offset + numel) are those of parameter `id` from its
+// element `first` on.
 struct Slot {
-  std::int64_t offset, numel, id;
+  std::int64_t offset, numel, id, first;
 };
 using Layout = std::tuple<Address, std::int64_t>;  // address and number of slots, by offset
 
@@ -201,8 +202,9 @@ void each_run(const Layout& layout, const Seed& seed, std::int64_t lo, std::int6
        slot != last && slot->offset < hi; ++slot) {
     const std::int64_t end = std::min(slot->offset + slot->numel, hi);
     for (std::int64_t begin = std::max(slot->offset, lo); begin < end;) {
-      const std::int64_t element = begin - slot->offset;
-      const std::int64_t window_end = slot->offset + ((element >> 32) + 1) * (std::int64_t{1} << 32);
+      const std::int64_t element = begin - slot->offset + slot->first;
+      const std::int64_t next_window = ((element >> 32) + 1) * (std::int64_t{1} << 32);
+      const std::int64_t window_end = slot->offset + next_window - slot->first;
       const std::int64_t stop = std::min(end, window_end);
       body(Run{begin, stop, seed.key(slot->id, element), static_cast<std::uint32_t>(element)});
       begin = stop;

@@ -7,6 +7,7 @@ simulates a step asks the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 
 class Cursor:
@@ -49,6 +50,46 @@ class Cursor:
         if len(self._seen) >= len(self._order) or self.missed:
             self._order = self._seen
         self._seen, self._next, self.missed = [], 0, 0
+
+
+class Turns:
+    """In which order blocks send their gradients: on several ranks one order for all of them, and a
+    block that is ready before its turn waits.
+
+    Attributes:
+        seen: blocks in the order in which they became ready in this pass.
+    """
+
+    def __init__(self, order: Sequence[int], *, free: bool) -> None:
+        """`free`: whoever is ready has its turn."""
+        self._order = list(order)
+        self._free = free
+        self._next = 0
+        self.seen: dict[int, None] = {}
+
+    def ready(self, block: int) -> list[int]:
+        """Whose turn it is, now that `block` is ready."""
+        self.seen[block] = None
+        if self._free:
+            return [block]
+        due = list(takewhile(lambda b: b in self.seen, self._order[self._next :]))
+        self._next += len(due)
+        return due
+
+    def rest(self) -> list[int]:
+        """Who has not had a turn in this pass, in order; where all are free, who was not ready."""
+        if self._free:
+            return [block for block in self._order if block not in self.seen]
+        return self._order[self._next :]
+
+    def restart(self) -> None:
+        """A pass has ended."""
+        self._next = 0
+        self.seen = {}
+
+    def agree(self, order: Sequence[int]) -> None:
+        """From the next pass on."""
+        self._order = list(order)
 
 
 def next_use(block: int, future: Sequence[int]) -> int:

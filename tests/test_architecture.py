@@ -78,6 +78,7 @@ def test_single_doors() -> None:
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "machine.py"}
+    assert _importers("torch.distributed") <= {"distributed.py"}
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}
 

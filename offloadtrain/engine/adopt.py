@@ -10,10 +10,12 @@ fp32. A parameter stays the same object, so that ties and parameter groups hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.distributed import Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
@@ -45,11 +47,14 @@ def adopt_weights(
     for part in parts:
         for module in part.module.modules() if part.repeated else (part.module,):
             _materialise(module, param_init_fn)
+        _agree_on([param for _, param in part.parameters], settings.ranks)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rule)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
+            if not settings.ranks.alone and any(b.streamed for b in block_of[part.module].held):
+                block_of[part.module].left_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
@@ -62,15 +67,18 @@ def adopt_weights(
                 param.data = param.data.to(settings.device, settings.dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:
+                _agree_on([buffer], settings.ranks)
                 module._buffers[name] = buffer.to(settings.device)
 
 
 def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:
-    """One parameter's master weights from values of its shape, of any dtype, on any device."""
-    flat, state = slot.flattened(values.detach()), bucket.state_of(slot)
-    for lo in range(0, slot.numel, _CHUNK):  # narrow formats encode in wide temporaries
+    """What this rank holds of one parameter's master weights, from values of its shape, of any
+    dtype, on any device."""
+    first, last = bucket.piece(slot)
+    flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
+    for lo in range(0, flat.numel(), _CHUNK):  # narrow formats encode in wide temporaries
         piece = flat[lo : lo + _CHUNK].float()
-        rule.set_master(bucket.format, _part(state, slot.numel, lo, piece.numel()), piece)
+        rule.set_master(bucket.format, _part(state, flat.numel(), lo, piece.numel()), piece)
 
 
 def _part(state: tuple[Tensor, ...], numel: int, lo: int, count: int) -> tuple[Tensor, ...]:
@@ -86,8 +94,10 @@ def _adopt(bucket: Bucket, rule: UpdateRule) -> None:
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
         set_master(bucket, slot, rule, slot.param.data)
-        flat = bucket.visible.flat if bucket.streamed else bucket.working.flat
-        slot.param.data = slot.view(flat)
+        if not bucket.streamed:
+            slot.param.data = slot.view(bucket.working.flat)
+        elif bucket.shard_numel == bucket.numel:
+            slot.param.data = slot.view(bucket.visible.flat)
     if not bucket.streamed:
         bucket.working.flat.zero_()
 
@@ -96,9 +106,30 @@ def _move_to_host(bucket: Bucket) -> None:
     """Frozen weights of a block that is streamed: to where its loads read them."""
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
-        target = slot.view(bucket.visible.flat)
-        target.copy_(slot.param.data)
-        slot.param.data = target
+        lo, hi = bucket.piece(slot)
+        start = slot.offset + lo - bucket.lo
+        target = bucket.visible.flat[start : start + hi - lo] if lo < hi else None
+        if target is not None:
+            target.copy_(slot.flattened(slot.param.data.to(bucket.dtype))[lo:hi])
+        if bucket.shard_numel == bucket.numel:
+            slot.param.data = slot.view(bucket.visible.flat)
+
+
+def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    """Rank 0's values are everybody's; they are sent only where they differ."""
+    if ranks.alone:
+        return
+    values = [tensor.detach() for tensor in tensors]
+    sums = ranks.exchange([float(_checksum(value)) for value in values])
+    for value, of_ranks in zip(values, sums.T, strict=True):
+        if not bool((of_ranks == of_ranks[0]).all()):
+            on_host = value.cpu().contiguous()
+            ranks.broadcast(on_host)
+            value.copy_(on_host)
+
+
+def _checksum(values: Tensor) -> int:
+    return crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:

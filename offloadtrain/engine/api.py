@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from offloadtrain import kernels
 from offloadtrain.cpus import local_plan
 from offloadtrain.cuda_driver import pci_address
+from offloadtrain.distributed import Group, RankError, Ranks
 from offloadtrain.engine.adopt import ParamInit
 from offloadtrain.engine.checks import ModelError, check_model
 from offloadtrain.engine.groups import normalise_groups
@@ -46,6 +49,9 @@ def offload(
     resident_blocks: int | None = None,
     device_memory_limit: int | None = None,
     activation: str = "keep",
+    process_group: Group | None = None,
+    zero_stage: int = 2,
+    reduction: str = "working",
     param_init_fn: ParamInit | None = None,
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
@@ -92,6 +98,14 @@ def offload(
         activation: what the layers of a list keep for backward: "keep" everything; "recompute":
             their inputs, and run their forward again (dropout draws the same); "offload": as
             "recompute", with the inputs in host memory.
+        process_group: of torch.distributed, whose ranks share the state of this model: each keeps
+            and updates its shard. Every one of them calls `offload`, `step` and so on at the same
+            point. Default: all ranks where torch.distributed is initialised, else this process
+            alone. Rank 0's weights are everybody's.
+        zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
+            weights of repeated blocks, gathered for their use. With working = "host" it must be 3.
+        reduction: dtype in which gradients are summed over ranks: "working", that of the weights,
+            or "fp32", at twice the traffic.
         param_init_fn: gets each module that owns meta parameters or buffers, in the order of
             `model.modules()`, with memory and without values, and fills what it owns.
         pin_memory: pin host memory where the device is a GPU.
@@ -105,8 +119,12 @@ def offload(
     rule = AdamW() if rule is None else rule
     _check_choice("state", state, tuple(FORMATS))
     _check_choice("update", update, UPDATES)
+    _check_choice("reduction", reduction, ("working", "fp32"))
+    on = _resolve_device(device)
+    _place_kernels(on)  # before the first collective: NUMA, and pinning beside it
+    ranks = Ranks.of(process_group, on)
     settings = Settings(
-        device=_resolve_device(device),
+        device=on,
         dtype=PRECISIONS[_check_choice("precision", precision, tuple(PRECISIONS))],
         clip_norm=_positive("clip_norm", clip_norm),
         skip_nonfinite=skip_nonfinite,
@@ -122,9 +140,11 @@ def offload(
         resident_blocks=_not_negative("resident_blocks", resident_blocks),
         device_memory_limit=_positive("device_memory_limit", device_memory_limit),
         activation=_check_choice("activation", activation, ("keep", "recompute", "offload")),
+        zero_stage=_check_stage(zero_stage, working, ranks),
+        reduction=torch.float32 if reduction == "fp32" else None,
+        ranks=ranks,
     )
     _check_support(settings)
-    _place_kernels(settings.device)
     return _offloaded(model, rule, params, settings, param_init_fn)
 
 
@@ -139,7 +159,8 @@ def _offloaded(
         raise ModelError("the model is offloaded already: close() its optimizer first")
     check_model(model, may_be_meta=param_init_fn is not None)
     groups = normalise_groups(model, params, rule)
-    lanes = lanes_for(settings.device)
+    _check_same(model, groups, settings)
+    lanes = lanes_for(settings.device, among_ranks=not settings.ranks.alone)
     optimizer = OffloadOptimizer(model, rule, groups, settings, lanes, param_init_fn)
     offloaded.add(model)
     return optimizer
@@ -183,6 +204,42 @@ def _check_support(settings: Settings) -> None:
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 name = torch.cuda.get_device_name(settings.device)
                 raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
+
+
+def _check_same(model: nn.Module, groups: list[dict[str, Any]], settings: Settings) -> None:
+    """Every rank must be about to train the same model in the same way."""
+    if settings.ranks.alone:
+        return
+    names = {param: name for name, param in model.named_parameters()}
+    shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
+    grouped = [[names[param] for param in group["params"]] for group in groups]
+    local = ("device", "pin_memory", "host_memory_limit", "ranks")
+    keys = [field.name for field in fields(settings) if field.name not in local]
+    chosen = {key: str(getattr(settings, key)) for key in keys}
+    of_ranks = settings.ranks.gather((shapes, grouped, chosen))
+    for rank, other in enumerate(of_ranks):
+        kinds = zip(("model", "groups", "options"), other, of_ranks[0], strict=True)
+        for what, one, first in kinds:
+            if one != first:
+                raise RankError(f"rank {rank} and rank 0 differ in {what}: {_first(one, first)}")
+
+
+def _first(one: Any, first: Any) -> str:
+    """The first entry that differs."""
+    pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (one, first)))
+    a, b = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{a} and {b}"
+
+
+def _check_stage(stage: int, working: str, ranks: Ranks) -> int:
+    if stage not in (1, 2, 3):
+        raise ValueError(f"zero_stage = {stage} is not one of 1, 2, 3")
+    if working == "host" and stage != 3 and not ranks.alone:
+        raise ValueError(
+            f"working = 'host' and zero_stage = {stage}: among {ranks.size} ranks each host copy "
+            "of the weights is a shard, gathered for its use: set zero_stage = 3"
+        )
+    return stage
 
 
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> str:

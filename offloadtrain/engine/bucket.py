@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.distributed import ALONE, Ranks
 from offloadtrain.kernels import Layout
 from offloadtrain.optim import StateFormat
 from offloadtrain.transfer import Buffer, Event, Range
@@ -52,13 +53,18 @@ class Slot:
 class Bucket:
     """Parameters of one block with one working dtype and one set of hyperparameters.
 
+    Every buffer on the host is this rank's shard, and so is `kept`: elements [lo, hi) of the whole.
+    One rank's shard is the whole.
+
     Attributes:
         group: index into `param_groups`.
-        numel: of each flat buffer, padding included. Padding holds zeros.
+        numel: of the whole, padding included. Padding holds zeros.
+        lo, hi: the shard.
         working: device, working dtype: the weights that compute uses; parameters are views of it.
             Of a streamed block: in the slot that it has, or had last.
         format: how its state is kept.
-        layout: its slots, as the kernels know them.
+        layout: what of its slots is in the shard, as the kernels know it.
+        kept: device, working dtype: of a block that is gathered before its use, the shard.
         state: host: the format's fields, master weights first; none of frozen weights.
         other: host: a second copy of `state`, which speculative updates are written into.
         pending: host, working dtype: the rounded new weights until their upload, where they have to
@@ -72,9 +78,11 @@ class Bucket:
             weights on their way up have left.
         visible_free_after: the event after which the last load has read `visible`.
         weight_ready: the event after which `visible` holds the newest weights.
+        gathered: the event after which the last all-gather of `working` is done.
         weight_free_after: the event after which the weights in `pending` or in the state itself
             have been uploaded.
-        streamed: its block's weights live on the host.
+        streamed: its block's weights come to a slot of the device when they are used.
+        kept_on_device: from shards on the devices, and not from the host.
         touched: a gradient of the step in progress is in `grad` or `grad_sum`.
         normed: its sums of squares for this step are launched.
     """
@@ -84,9 +92,12 @@ class Bucket:
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     numel: int
+    lo: int
+    hi: int
     format: StateFormat
     layout: Layout = field(init=False)
     working: Buffer = field(init=False)
+    kept: Buffer | None = None
     state: tuple[Buffer, ...] = ()
     other: tuple[Buffer, ...] = ()
     pending: Buffer | None = None
@@ -97,16 +108,41 @@ class Bucket:
     weight_free_after: Event | None = None
     visible_free_after: Event | None = None
     weight_ready: Event | None = None
+    gathered: Event | None = None
     streamed: bool = False
+    kept_on_device: bool = False
     touched: bool = False
     normed: bool = False
 
     def __post_init__(self) -> None:
+        owned = [(slot, *self.piece(slot)) for slot in self.slots]
+        held = [(slot, lo, hi) for slot, lo, hi in owned if lo < hi]
         self.layout = Layout(
-            [slot.offset for slot in self.slots],
-            [slot.numel for slot in self.slots],
-            [slot.index for slot in self.slots],
+            [slot.offset + lo - self.lo for slot, lo, _ in held],
+            [hi - lo for _, lo, hi in held],
+            [slot.index for slot, _, _ in held],
+            [lo for _, lo, _ in held],
         )
+
+    @property
+    def shard_numel(self) -> int:
+        """Of each buffer on the host."""
+        return self.hi - self.lo
+
+    @property
+    def from_host(self) -> bool:
+        """Whether loads of its block come from the host."""
+        return self.streamed and not self.kept_on_device
+
+    @property
+    def shard(self) -> Range:
+        """This rank's elements of the working weights."""
+        return Range(self.working, self.lo, self.hi)
+
+    def piece(self, slot: Slot) -> tuple[int, int]:
+        """[lo, hi) of a parameter's elements, in the order of its memory, that the shard holds."""
+        lo = min(max(self.lo - slot.offset, 0), slot.numel)
+        return lo, max(lo, min(self.hi - slot.offset, slot.numel))
 
     @property
     def host_weight(self) -> Buffer | None:
@@ -115,8 +151,8 @@ class Bucket:
 
     @property
     def visible(self) -> Buffer:
-        """Of a streamed block: the host copy of the weights, which loads read."""
-        buffer = self.shown or self.host_weight or self.pending
+        """Of a streamed block: the copy of the weights that loads read."""
+        buffer = self.kept or self.shown or self.host_weight or self.pending
         assert buffer is not None
         return buffer
 
@@ -125,11 +161,14 @@ class Bucket:
         self.state, self.other = self.other, self.state
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
-        """One parameter's state: 1-D pieces of the buffers, in the order of the fields."""
+        """What the shard holds of a parameter's state: 1-D pieces of the buffers, in the order of
+        the fields."""
+        first, last = self.piece(slot)
+        start = slot.offset - self.lo if first < last else 0
         pieces = []
         for buffer in self.state:
-            per = self.numel // buffer.flat.numel()
-            lo, hi = slot.offset // per, -(-(slot.offset + slot.numel) // per)
+            per = self.shard_numel // buffer.flat.numel()
+            lo, hi = (start + first) // per, -(-(start + last) // per)
             pieces.append(buffer.flat[lo:hi])
         return tuple(pieces)
 
@@ -148,15 +187,17 @@ def pack(
     params: Iterable[tuple[str, nn.Parameter]],
     order: Mapping[nn.Parameter, int],
     format: StateFormat,
+    ranks: Ranks = ALONE,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned."""
+    """Lay parameters out one after the other, each aligned, and cut the whole into shards."""
     slots: list[Slot] = []
     offset = 0
     for full_name, param in params:
         shape, stride = tuple(param.shape), dense_stride(param)
         slots.append(Slot(full_name, param, order[param], offset, param.numel(), shape, stride))
         offset += -(-param.numel() // ALIGN) * ALIGN
-    return Bucket(name, group, dtype, tuple(slots), offset, format)
+    numel = -(-offset // (ALIGN * ranks.size)) * ALIGN * ranks.size
+    return Bucket(name, group, dtype, tuple(slots), numel, *ranks.shard(numel), format)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -12,13 +12,14 @@ from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
+from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
     RING_SLOTS,
-    gradient_ring,
+    host_staging_bytes,
+    make_reduction,
     make_streamer,
     map_resident,
-    staging_bytes,
     streamed_blocks,
 )
 from offloadtrain.engine.engine import Engine
@@ -58,18 +59,22 @@ def build(
     streamed = streamed_blocks(blocks, settings)
     squares = map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
     map_resident([block for block in blocks if block not in streamed], ledger, settings)
-    streamer = make_streamer(streamed, lanes, ledger, settings) if streamed else None
+    collectives = Collectives(lanes, settings.ranks)
+    streamer = None
+    if streamed:
+        streamer = make_streamer(streamed, lanes, collectives, ledger, settings)
     host_ring = _host_ring(arena, buckets, lanes, settings)
     gradients = Gradients(
         lanes,
         blocks,
-        device_ring=gradient_ring(buckets, lanes, ledger, settings),
+        ranks=settings.ranks,
+        reduction=make_reduction(buckets, lanes, collectives, ledger, settings),
         host_ring=host_ring,
         squares=squares,
         grad_accum_steps=settings.grad_accum_steps,
     )
     adopt_weights(model, parts, blocks, rule, settings, param_init_fn)
-    updates = Updates(lanes, rule, groups, host_ring, seed=settings.seed)
+    updates = Updates(lanes, rule, groups, host_ring, collectives, seed=settings.seed)
     passages = Passages(
         model,
         blocks,
@@ -87,6 +92,7 @@ def build(
         updates=updates,
         mode=_mode(lanes, updates, settings),
         streamer=streamer,
+        collectives=collectives,
         clip_norm=settings.clip_norm,
         skip_nonfinite=settings.skip_nonfinite,
         scaler=LossScaler() if settings.dtype is torch.float16 else None,
@@ -130,7 +136,7 @@ def _streamable_frozen(
     part: Part, owner: Mapping[nn.Parameter, Block], settings: Settings
 ) -> list[tuple[str, nn.Parameter]]:
     """Frozen parameters of a repeated part, which come and go with its trained ones."""
-    if settings.working == "device" or not part.repeated:
+    if not settings.streams or not part.repeated:
         return []
     return [
         (name, param)
@@ -165,6 +171,7 @@ def _buckets(
             params,
             order,
             format_for(settings.state, dtype),
+            settings.ranks,
         )
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
@@ -191,7 +198,7 @@ def _parking(arena: Arena, ledger: Ledger, lanes: Lanes, settings: Settings) -> 
 
 def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:
     if settings.update == "delayed":
-        return Delayed(lanes, updates, settings.warmup_steps)
+        return Delayed(lanes, updates, settings.warmup_steps, alone=settings.ranks.alone)
     if settings.update == "speculative":
         return Speculative(lanes, updates)
     return (Early if settings.updates_early else Exact)(lanes, updates)
@@ -203,7 +210,7 @@ def _host_ring(arena: Arena, buckets: Sequence[Bucket], lanes: Lanes, settings: 
     def slots(nbytes: int) -> list[Tensor]:
         return arena.map([Request("host staging", nbytes, torch.uint8)] * RING_SLOTS)
 
-    ring = Ring("host staging", lanes, staging_bytes(buckets), slots)
+    ring = Ring("host staging", lanes, host_staging_bytes(buckets), slots)
     if settings.accumulates:
         ring.prepare()
     return ring

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket
-from offloadtrain.engine.ring import Ring
+from offloadtrain.engine.bucket import ALIGN, Bucket
+from offloadtrain.engine.collectives import Collectives
+from offloadtrain.engine.reduce import Reduction, TakeStaging
+from offloadtrain.engine.ring import Reserved, Ring
 from offloadtrain.engine.settings import Settings
 from offloadtrain.engine.streamer import Streamer, block_bytes
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.memory import Ledger
-from offloadtrain.transfer import Buffer, Lanes
+from offloadtrain.transfer import Buffer, Lane, Lanes
 from offloadtrain.units import format_bytes
 
 RING_SLOTS = 2
@@ -36,7 +38,7 @@ def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
     """
     repeated = [block for block in blocks if block.repeated]
     limit = settings.device_memory_limit
-    if settings.working == "device":
+    if not settings.streams:
         if limit is not None:
             _resident_within(blocks, [], settings, limit)
         return []
@@ -58,6 +60,7 @@ def streamed_blocks(blocks: Sequence[Block], settings: Settings) -> list[Block]:
         if block in streamed:
             for bucket in block.held:
                 bucket.streamed = True
+                bucket.kept_on_device = settings.working == "device"
         else:
             block.frozen = ()  # these stay where the rest of the model's frozen weights are
     return streamed
@@ -69,7 +72,9 @@ def _resident_within(
     """How many of the repeated blocks can stay on the device."""
     buckets = [bucket for block in blocks for bucket in block.buckets]
     sizes = [block_bytes(block) for block in repeated]
-    rest = sum(map(block_bytes, blocks)) - sum(sizes) + RING_SLOTS * staging_bytes(buckets)
+    rest = sum(map(block_bytes, blocks)) - sum(sizes) + _staging_total(buckets, settings)
+    if settings.working == "device" and settings.streams:
+        rest += sum(sizes) // settings.ranks.size  # the shards
     least = rest + settings.device_slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
         keys = ", or set working = 'host'"
@@ -93,35 +98,81 @@ def map_resident(blocks: Sequence[Block], ledger: Ledger, settings: Settings) ->
 
 
 def make_streamer(
-    blocks: Sequence[Block], lanes: Lanes, ledger: Ledger, settings: Settings
+    blocks: Sequence[Block],
+    lanes: Lanes,
+    collectives: Collectives,
+    ledger: Ledger,
+    settings: Settings,
 ) -> Streamer:
     """Slots of the largest block's size; until its first load a block's weights are nowhere."""
+    for bucket in (bucket for block in blocks for bucket in block.held if bucket.kept_on_device):
+        numel, dtype = bucket.shard_numel, bucket.dtype
+        flat = ledger.device_tensor("weight shards", numel, dtype, settings.device)
+        bucket.kept = Buffer(f"shard {bucket.name}", flat)
     nbytes = max(map(block_bytes, blocks))
     count = min(settings.device_slots, len(blocks))
     memories = [
         ledger.device_tensor("streaming slots", nbytes, torch.uint8, settings.device)
         for _ in range(count)
     ]
-    return Streamer(lanes, blocks, memories)
+    return Streamer(lanes, collectives, blocks, memories)
 
 
-def staging_bytes(buckets: Sequence[Bucket]) -> int:
-    """Of one staging slot: a larger bucket goes through it in pieces."""
-    largest = max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
-    return min(largest, STAGING_BYTES)
+def staging_bytes(buckets: Sequence[Bucket], settings: Settings) -> int:
+    """Of one slot for gathered gradients: a larger bucket goes through it in pieces, which hold at
+    least one alignment of every rank's shard."""
+    sizes = [bucket.numel * _reduced_in(bucket, settings).itemsize for bucket in buckets]
+    return max(min(max(sizes), STAGING_BYTES), ALIGN * 4 * settings.ranks.size)
 
 
-def gradient_ring(
-    buckets: Sequence[Bucket], lanes: Lanes, ledger: Ledger, settings: Settings
-) -> Ring:
-    """Staging for gathered gradients on their way down."""
+def host_staging_bytes(buckets: Sequence[Bucket]) -> int:
+    """Of one slot for gradients and weights on the host."""
+    return min(max(b.shard_numel * b.dtype.itemsize for b in buckets), STAGING_BYTES)
 
-    def slots(nbytes: int) -> list[Tensor]:
-        return [
-            ledger.device_tensor("gradient staging", nbytes, torch.uint8, settings.device)
-            for _ in range(RING_SLOTS)
-        ]
 
-    ring = Ring("gradient staging", lanes, staging_bytes(buckets), slots)
-    ring.prepare()
-    return ring
+def make_reduction(
+    buckets: Sequence[Bucket],
+    lanes: Lanes,
+    collectives: Collectives,
+    ledger: Ledger,
+    settings: Settings,
+) -> Reduction:
+    """Gathers gradients in a few slots, or in a place for each of them (ZeRO stage 1)."""
+
+    def map_one(owner: str, nbytes: int) -> Tensor:
+        return ledger.device_tensor(owner, nbytes, torch.uint8, settings.device)
+
+    def ring(owner: str, nbytes: int) -> Ring:
+        made = Ring(owner, lanes, nbytes, lambda n: [map_one(owner, n) for _ in range(RING_SLOTS)])
+        made.prepare()
+        return made
+
+    ranks, slot_bytes = settings.ranks, staging_bytes(buckets, settings)
+    narrows = any(_reduced_in(bucket, settings) is not bucket.dtype for bucket in buckets)
+    rounded = ring("rounded gradients", slot_bytes // ranks.size // 2) if narrows else None
+    take: TakeStaging
+    if settings.zero_stage == 1 and not ranks.alone:
+        whole = Reserved("gradients", lanes, lambda nbytes: map_one("gradients", nbytes))
+        take = lambda bucket, numel, dtype: whole.take(bucket.name, numel, dtype, Lane.COMPUTE)  # noqa: E731
+        slot_bytes = max(b.numel * _reduced_in(b, settings).itemsize for b in buckets)
+    else:
+        slots = ring("gradient staging", slot_bytes)
+        take = lambda bucket, numel, dtype: slots.take(numel, dtype, Lane.COMPUTE)  # noqa: E731
+    return Reduction(
+        lanes,
+        collectives,
+        take,
+        piece_bytes=slot_bytes,
+        dtype=settings.reduction,
+        rounded=rounded,
+    )
+
+
+def _staging_total(buckets: Sequence[Bucket], settings: Settings) -> int:
+    if settings.zero_stage == 1 and not settings.ranks.alone:
+        return sum(bucket.numel * _reduced_in(bucket, settings).itemsize for bucket in buckets)
+    return RING_SLOTS * staging_bytes(buckets, settings)
+
+
+def _reduced_in(bucket: Bucket, settings: Settings) -> torch.dtype:
+    return bucket.dtype if settings.ranks.alone else settings.reduction or bucket.dtype

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 
+from offloadtrain.distributed import RankError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.gradients import Arrival, Gradients
 from offloadtrain.engine.modes import Decision, Exact, Guess
 from offloadtrain.engine.passages import Passages
@@ -49,6 +52,7 @@ class Engine:
         updates: Updates,
         mode: Exact,
         streamer: Streamer | None,
+        collectives: Collectives,
         clip_norm: float | None,
         skip_nonfinite: bool,
         scaler: LossScaler | None,
@@ -62,6 +66,9 @@ class Engine:
         self._updates = updates
         self._mode = mode
         self._streamer = streamer
+        self._collectives = collectives
+        self._ranks = collectives.ranks
+        self._forward_order: list[Block] | None = None
         self._passages = passages
         passages.on_root = gradients.end_micro_step
         self._clip_norm = clip_norm
@@ -96,7 +103,15 @@ class Engine:
 
     @property
     def forward_order(self) -> list[Block]:
-        return self._passages.forward_order
+        """In which weights go up; among ranks it is what rank 0 saw in its first step."""
+        if self._ranks.alone:
+            return self._passages.forward_order
+        if self._forward_order is None:
+            number = {block: i for i, block in enumerate(self._blocks)}
+            seen = [number[block] for block in self._passages.forward_order]
+            agreed = self._ranks.exchange(seen)[0].tolist()
+            self._forward_order = [self._blocks[int(i)] for i in agreed]
+        return self._forward_order
 
     def deliver(self, block: Block, slot: Slot) -> None:
         """Post-accumulate-grad hook of one parameter."""
@@ -106,11 +121,13 @@ class Engine:
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones"
             )
-        arrival = self._gradients.deliver(block, slot)
+        arrival, complete = self._gradients.deliver(block, slot)
         if arrival is Arrival.AGAIN:
             self._mode.spoiled(block)
         elif arrival is Arrival.COMPLETE and self.last_step is not None:
-            self._mode.completed(block, step=self.step_count + 1, scale=self.loss_scale)
+            scale = self.loss_scale * self._ranks.size
+            for one in complete:
+                self._mode.completed(one, step=self.step_count + 1, scale=scale)
         else:
             self._mode.settle()
 
@@ -143,10 +160,12 @@ class Engine:
                 "since the last step"
             )
         scale = self.loss_scale
-        norm = math.sqrt(self._gradients.sum_of_squares()) / scale
+        squares, of_ranks = self._gradients.sum_of_squares(self._intent())
+        self._check_agreement(of_ranks)
+        norm = math.sqrt(squares) / (scale * self._ranks.size)
         skipped = self._skip_nonfinite and not math.isfinite(norm)
         coef = 1.0 if skipped else self._clip_coef(norm)
-        decision = Decision(self.step_count + 1, skipped, coef, scale)
+        decision = Decision(self.step_count + 1, skipped, coef, scale, self._ranks.size)
         guess = self._mode.apply(self.forward_order, decision)
         self.step_count += not skipped
         self._gradients.drop()
@@ -201,6 +220,34 @@ class Engine:
         self.lanes.close()
         if self._streamer is not None:
             self._streamer.leave()
+        self._ranks.close()
+
+    def _intent(self) -> list[float]:
+        """What every rank must be about to do alike; see `_check_agreement`."""
+        if self._ranks.alone:
+            return []
+        groups = repr(self._updates.hyperparameters()).encode()
+        counts = [self.step_count, self._gradients.micro_steps]
+        return [*counts, self._collectives.take_digest(), crc32(groups)]
+
+    def _check_agreement(self, of_ranks: torch.Tensor) -> None:
+        """Every rank must have launched the same collectives and be about to do the same update.
+
+        Args:
+            of_ranks: (ranks, n), the intent of each.
+
+        Raises:
+            RankError: naming the first rank that differs from rank 0.
+        """
+        what = ("the step count", "the number of backwards", "the collectives", "hyperparameters")
+        for rank, row in enumerate(of_ranks):
+            if not torch.equal(row, of_ranks[0]):
+                differs = what[int((row != of_ranks[0]).nonzero()[0, 0])]
+                raise RankError(
+                    f"ranks disagree in step {self.step_count + 1}: {differs} of rank {rank} are "
+                    "not those of rank 0. Every rank must run the same model and schedule; only "
+                    "its batches differ"
+                )
 
     def _clip_coef(self, norm: float) -> float:
         if self._clip_norm is None:
@@ -230,6 +277,7 @@ class Engine:
             busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
             d2h_bytes=spent.d2h_bytes,
             h2d_bytes=spent.h2d_bytes,
+            comm_bytes=spent.comm_bytes,
             timeline=timeline,
         )
 

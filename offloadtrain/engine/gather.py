@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.bucket import ALIGN, Bucket, Slot
+from offloadtrain.engine.bucket import ALIGN, Slot
 
 Delivered = Sequence[tuple[Slot, Tensor]]
 """Parameters of a bucket, in its order, with the gradients that they received."""
 
 
-def pieces(bucket: Bucket, slot_bytes: int) -> list[tuple[int, int]]:
-    """Ranges [lo, hi) of a bucket's elements that fit a staging slot; one where it fits whole."""
-    step = slot_bytes // bucket.dtype.itemsize // ALIGN * ALIGN
-    starts = range(0, bucket.numel, step)
-    return [(lo, min(lo + step, bucket.numel)) for lo in starts] or [(0, 0)]
+def pieces(numel: int, most: int) -> list[tuple[int, int]]:
+    """Ranges [lo, hi) of so many elements with at most `most` each; one where that is enough."""
+    step = most // ALIGN * ALIGN
+    return [(lo, min(lo + step, numel)) for lo in range(0, numel, step)] or [(0, 0)]
 
 
 def fill(flat: Tensor, lo: int, delivered: Delivered) -> None:

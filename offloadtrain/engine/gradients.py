@@ -8,6 +8,13 @@ What a block has not delivered by then is zero. A block whose parameters have al
 at once; if one of them delivers again in the same micro-step (reentrant recompute), the block's
 later gradient is added to the earlier one, and from then on the block leaves only at the end of
 its micro-steps.
+
+[Note: Whose turn]
+Several ranks must launch their reduce-scatters in one order, whatever each of them is ready for
+first. In the first micro-step that is the order of registration, last block first; then what rank 0
+saw in its first backward. A block that is ready early waits; one that no gradient has reached on
+this rank sends zeros at the end. Which blocks deliver twice is agreed on after the first micro-step
+too.
 """
 
 from __future__ import annotations
@@ -20,12 +27,14 @@ import torch
 from torch import Tensor
 
 from offloadtrain import kernels
+from offloadtrain.distributed import Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.gather import Delivered, fill, pieces
+from offloadtrain.engine.reduce import Reduction
 from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.kernels import KernelCalls
+from offloadtrain.order import Turns
 from offloadtrain.transfer import Buffer, Lane, Lanes, Range, copy
 
 
@@ -61,26 +70,37 @@ class Gradients:
         lanes: Lanes,
         blocks: Sequence[Block],
         *,
-        device_ring: Ring,
+        ranks: Ranks,
+        reduction: Reduction,
         host_ring: Ring,
         squares: Buffer,
         grad_accum_steps: int,
     ) -> None:
-        """`squares`: host fp64, (number of parameters,), each parameter's sum of squares."""
+        """`squares`: host fp64, (number of parameters,), each parameter's sum of squares, of what
+        is in this rank's shards."""
         self._lanes = lanes
         self._blocks = blocks
-        self._device_ring = device_ring
+        self._ranks = ranks
+        self._reduction = reduction
         self._host_ring = host_ring
         self._squares = squares
         self._grad_accum_steps = grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
+        self._trained = [block for block in blocks if block.buckets]
+        self._number = {block: number for number, block in enumerate(self._trained)}
+        last_first = range(len(self._trained) - 1, -1, -1)
+        self._turns = Turns(last_first, free=ranks.alone)
+        self._agreed = ranks.alone
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
         self.open = False
         """A micro-step has begun and not ended."""
 
-    def deliver(self, block: Block, slot: Slot) -> Arrival:
+    def deliver(self, block: Block, slot: Slot) -> tuple[Arrival, list[Block]]:
         """Autograd has put a gradient into `slot.param.grad`.
+
+        Returns:
+            What that means, and the blocks whose gradient of the step is now complete.
 
         Raises:
             GradientError: if it is one backward too many, or a sparse one.
@@ -91,12 +111,15 @@ class Gradients:
         delivery = self._deliveries[block]
         delivery.arrived += 1
         if delivery.left:
+            self._check_twice(block)
             delivery.leaves_late = True
-            return Arrival.AGAIN
+            return Arrival.AGAIN, []
         if delivery.arrived < block.expected or delivery.leaves_late:
-            return Arrival.PART
-        self._take(block)
-        return Arrival.COMPLETE if self._in_last else Arrival.PART
+            return Arrival.PART, []
+        due = [self._trained[number] for number in self._turns.ready(self._number[block])]
+        for one in due:
+            self._take(one)
+        return (Arrival.COMPLETE, due) if due and self._in_last else (Arrival.PART, [])
 
     @property
     def _in_last(self) -> bool:
@@ -107,8 +130,14 @@ class Gradients:
         """What was not delivered by now is zero. Ignored if no micro-step is open."""
         if not self.open:
             return
+        for number in self._turns.rest():
+            self._take(self._trained[number])
+        if self._agreed:
+            for block in self._late():
+                self._take(block)
+        else:
+            self._agree()
         for block in self._blocks:
-            self._take(block)
             block.end_backward()
         self._reset_deliveries()
         self.open = False
@@ -126,20 +155,32 @@ class Gradients:
         self.open = False
         self.micro_steps = 0
 
-    def sum_of_squares(self) -> float:
-        """Of all gradients of the step, fp64; waits for the host lane.
+    def sum_of_squares(self, beside: Sequence[float] = ()) -> tuple[float, Tensor]:
+        """Of all gradients of the step, fp64; waits for the host lane, and for every rank's.
 
-        Each parameter's sum runs over fixed segments (see `kernels`); parameters are added in the
-        order of `model.named_parameters()`, so that blocks, buckets and groups change no bit.
+        Each parameter's sum runs over fixed segments (see `kernels`); ranks are added in order,
+        then parameters in the order of `model.named_parameters()`, so that blocks, buckets and
+        groups change no bit.
+
+        Args:
+            beside: what every rank tells the others in the same exchange.
+
+        Returns:
+            The sum, and (ranks, n) fp64: what they told.
         """
         for block in self._blocks:
             for bucket in block.buckets:
                 self._complete(bucket)
         self._lanes.host_wait(self._lanes.record(Lane.HOST), "the gradient norm")
+        squares = self._squares.flat
+        told = self._ranks.exchange(torch.cat([squares, torch.tensor(beside, dtype=squares.dtype)]))
         total = 0.0
-        for value in self._squares.flat.tolist():
-            total += value
-        return total
+        for values in told[:, : squares.numel()].T.tolist():
+            of_parameter = 0.0
+            for value in values:
+                of_parameter += value
+            total += of_parameter
+        return total, told[:, squares.numel() :]
 
     def _begin(self) -> None:
         if self.micro_steps >= self._grad_accum_steps:
@@ -150,28 +191,63 @@ class Gradients:
             )
         self.open = True
 
+    def _check_twice(self, block: Block) -> None:
+        if self._agreed and not self._ranks.alone:
+            raise GradientError(
+                f"block '{block.name}' received a second gradient in one backward, which it did "
+                f"not in the first one: with {self._ranks.size} ranks the order of their sums is "
+                "fixed by then. Use recompute with use_reentrant=False, or let the first backward "
+                "take every path of the model"
+            )
+
+    def _late(self) -> list[Block]:
+        """Who may have something left after its turn."""
+        return [block for block in self._trained if self._deliveries[block].leaves_late]
+
+    def _agree(self) -> None:
+        """At the end of the first micro-step: rank 0's order is everybody's, and a block that has
+        delivered twice on any rank leaves late on all of them."""
+        self._agreed, count = True, len(self._trained)
+        place = {number: position for position, number in enumerate(self._turns.seen)}
+        places = [float(place.get(number, count)) for number in range(count)]
+        flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
+        self._lanes.host_wait(self._lanes.record(Lane.COMM), "the first gradients' sums")
+        of_ranks = self._ranks.exchange([*places, *flags])
+        first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
+        for block, is_late in zip(self._trained, late, strict=True):
+            if is_late:
+                self._deliveries[block].leaves_late = True
+                self._take(block)
+        order = sorted(range(count), key=lambda number: (first[number], -number))
+        self._turns.agree([number for number in order if not late[number]])
+
     def _reset_deliveries(self) -> None:
         for delivery in self._deliveries.values():
             delivery.arrived, delivery.left = 0, False
+        self._turns.restart()
 
     def _take(self, block: Block) -> None:
-        """Send what the block's parameters hold down, and let go of it on the device."""
+        """Send what the block's parameters hold down, and let go of it on the device. Among ranks
+        everybody sends, zeros where nothing is held."""
         for bucket in block.buckets:
             delivered = [slot for slot in bucket.slots if slot.param.grad is not None]
-            if delivered:
+            if delivered or not self._ranks.alone:
                 self._send(bucket, delivered)
         self._deliveries[block].left = True
 
     def _send(self, bucket: Bucket, delivered: Sequence[Slot]) -> None:
         """Piece by piece through the staging rings; most buckets are one piece."""
-        whole = self._in_last and len(delivered) == len(bucket.slots)
+        complete = len(delivered) == len(bucket.slots) or not self._ranks.alone
+        whole = self._in_last and complete
         pairs = [(slot, grad) for slot in delivered if (grad := slot.param.grad) is not None]
         for slot in delivered:
             slot.param.grad = None
-        ranges = pieces(bucket, self._device_ring.slot_bytes)
+        ranges = self._reduction.pieces(bucket)
         measured = whole and bucket.grad is None and len(ranges) == 1
         for lo, hi in ranges:
-            lease = self._gather(bucket, pairs, lo, hi)
+            lease = self._reduction.launch(bucket, pairs, lo, hi)
+            assert lease.filled is not None
+            self._lanes.wait(Lane.D2H, lease.filled, f"gradients of {bucket.name}")
             if bucket.grad is None:
                 self._accumulate(bucket, lease, lo, hi, measured=measured)
             elif bucket.touched:
@@ -194,18 +270,6 @@ class Gradients:
         if bucket.grad_free_after is not None:
             self._lanes.wait(lane, bucket.grad_free_after, f"upload of {bucket.name} has left")
             bucket.grad_free_after = None
-
-    def _gather(self, bucket: Bucket, delivered: Delivered, lo: int, hi: int) -> Lease:
-        """One flat 16-bit copy of the gradients, zero where there is none, on the compute lane."""
-        lease = self._device_ring.take(hi - lo, bucket.dtype, Lane.COMPUTE)
-
-        def gather(flat: Tensor) -> None:
-            fill(flat, lo, delivered)
-
-        self._lanes.launch(Lane.COMPUTE, f"gather {bucket.name}", gather, (), [lease.range])
-        ready = self._lanes.record(Lane.COMPUTE)
-        self._lanes.wait(Lane.D2H, ready, f"gradients of {bucket.name}")
-        return lease
 
     def _add(self, bucket: Bucket, lease: Lease, lo: int, hi: int) -> None:
         """A second gradient of one micro-step: added in its dtype, as autograd itself does."""

@@ -36,11 +36,11 @@ def map_host(
     buckets = [bucket for block in blocks for bucket in block.buckets]
     norms = Request("norms", num_params, torch.float64)
     base = [norms, *(r for b in buckets for r in _requests(b, rule, settings, doubled=False))]
-    frozen = [bucket for block in blocks for bucket in block.frozen]
-    still = [Request("frozen weights", bucket.numel, bucket.dtype) for bucket in frozen]
+    frozen = [b for block in blocks for b in block.frozen if b.from_host]
+    still = [Request("frozen weights", bucket.shard_numel, bucket.dtype) for bucket in frozen]
     base += still
     if settings.accumulates:
-        slot = Request("host staging", device_memory.staging_bytes(buckets), torch.uint8)
+        slot = Request("host staging", device_memory.host_staging_bytes(buckets), torch.uint8)
         base += [slot] * device_memory.RING_SLOTS
     _check_limit(base, settings.host_memory_limit)
     doubled = _doubled(blocks, rule, settings, _span_bytes(base))
@@ -78,9 +78,12 @@ def _give_host(
 
 def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
     """Whether new weights need memory of their own until their upload."""
-    if bucket.streamed:
+    if bucket.from_host:
         return not bucket.format.holds_weight
-    if settings.accumulates and bucket.numel * bucket.dtype.itemsize > device_memory.STAGING_BYTES:
+    if (
+        settings.accumulates
+        and bucket.shard_numel * bucket.dtype.itemsize > device_memory.STAGING_BYTES
+    ):
         return not bucket.format.holds_weight  # no slot of the ring holds them
     early = doubled or settings.update != "speculative"
     return settings.weights_wait and early and not bucket.format.holds_weight
@@ -88,7 +91,7 @@ def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
 
 def _is_shown(bucket: Bucket, settings: Settings) -> bool:
     """Whether loads cannot read where an update writes: it may run inside backward."""
-    return bucket.streamed and (settings.update != "exact" or settings.updates_early)
+    return bucket.from_host and (settings.update != "exact" or settings.updates_early)
 
 
 _OWNERS = {"master": "master weights", "weight": "host weights"}
@@ -100,20 +103,20 @@ def _requests(
     kept = [
         (
             _OWNERS.get(field.name, field.name),
-            field.numel(bucket.numel),
+            field.numel(bucket.shard_numel),
             field.dtype or bucket.dtype,
         )
         for field in bucket.format.fields(rule.moments)
     ]
     requests = [Request(*one) for one in kept]
     if settings.accumulates:
-        requests.append(Request("gradient sums", bucket.numel, torch.float32))
+        requests.append(Request("gradient sums", bucket.shard_numel, torch.float32))
     else:
-        requests.append(Request("gradients", bucket.numel, bucket.dtype))
+        requests.append(Request("gradients", bucket.shard_numel, bucket.dtype))
     if _pends(bucket, settings, doubled):
-        requests.append(Request("pending weights", bucket.numel, bucket.dtype))
+        requests.append(Request("pending weights", bucket.shard_numel, bucket.dtype))
     if _is_shown(bucket, settings):
-        requests.append(Request("shown weights", bucket.numel, bucket.dtype))
+        requests.append(Request("shown weights", bucket.shard_numel, bucket.dtype))
     if doubled:
         requests += [Request("other copy of the state", *one[1:]) for one in kept]
     return requests

@@ -43,16 +43,18 @@ class Decision:
         step: which optimizer step this is, 1-based; where it is skipped, which one it would be.
         coef: the clip coefficient, 1.0 for none.
         scale: the loss scale that the gradients carry.
+        ranks: whose mean the gradient is; the sum over them arrives.
     """
 
     step: int
     skipped: bool
     coef: float
     scale: float
+    ranks: int
 
     @property
     def grad_scale(self) -> float:
-        return self.coef / self.scale
+        return self.coef / (self.scale * self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,10 @@ class Exact:
         """Updated already, and not uploaded."""
 
     def completed(self, block: Block, *, step: int, scale: float) -> None:
-        """Inside backward: the step's gradient of the block is whole, and launched to the host."""
+        """Inside backward: the step's gradient of the block is whole, and launched to the host.
+
+        `scale`: what the gradient has to be divided by.
+        """
 
     def spoiled(self, block: Block) -> None:
         """A gradient arrived for a block whose gradient was complete."""
@@ -235,11 +240,19 @@ class Speculative(Exact):
 
 
 class Delayed(Exact):
-    """Adam during the next step: one step of staleness, after `warmup_steps` exact ones."""
+    """Adam during the next step: one step of staleness, after `warmup_steps` exact ones.
 
-    def __init__(self, lanes: Lanes, updates: Updates, warmup_steps: int) -> None:
+    Alone, weights go up as soon as no graph needs the old ones. When that is depends on who lets go
+    of a graph when, and ranks must gather weights in one order: so among ranks they go up at the
+    next step().
+    """
+
+    def __init__(
+        self, lanes: Lanes, updates: Updates, warmup_steps: int, *, alone: bool = True
+    ) -> None:
         super().__init__(lanes, updates)
         self._warmup_steps = warmup_steps
+        self._alone = alone
         self._waiting: dict[Block, list[tuple[Bucket, Lease]]] = {}
         self._behind: list[Block] = []
         """Complete in this backward, with an update of the last step that waits."""
@@ -247,7 +260,7 @@ class Delayed(Exact):
         """Some blocks have their new weights, and the backward goes on."""
 
     def completed(self, block: Block, *, step: int, scale: float) -> None:
-        if block in self._waiting:
+        if block in self._waiting and self._alone:
             self._behind.append(block)
         self.settle()
 
@@ -279,7 +292,7 @@ class Delayed(Exact):
         self._behind.clear()
         self._begun = False
         read = self._lanes.record(Lane.COMPUTE)
-        for block in reversed(list(self._waiting)):
+        for block in reversed(list(self._waiting)):  # in forward order
             self._upload(block, read)
 
     def _update(self, bucket: Bucket, decision: Decision) -> Lease:

@@ -35,6 +35,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     optimizer. `state[p]` holds `step` and the tensors of the state format (`fp32`: `master` and the
     moments): views of host memory shaped as the parameter (scales: one value per block), at rest
     after `synchronize()`, valid until `close()` (update mode "speculative": until the next step).
+    Among ranks each has its shard of it: views of the elements that it owns, 1-D where these are
+    not the whole parameter.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__init__(groups, rule.defaults())
         self.device = settings.device
         self.working_dtype = settings.dtype
+        self.ranks = settings.ranks
         self.ledger = Ledger()
         self._rule = rule
         self._arena = Arena(self.ledger, pin=settings.pin_memory and self.device.type == "cuda")

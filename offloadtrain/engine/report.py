@@ -36,10 +36,11 @@ class StepReport:
         early_buckets: buckets that were updated inside backward.
         guessed_right: of these updates in mode "speculative"; None where there was none.
         exposed_ms: how long compute waited for transfers and the host since the step before.
-        busy_ms: by lane (compute, d2h, host, h2d, load), work since the step before; of compute,
-            the forwards and backwards of blocks. On CUDA, what had not ended by now counts in the
-            next step.
+        busy_ms: by lane (compute, d2h, host, h2d, load, comm), work since the step before; of
+            compute, the forwards and backwards of blocks. On CUDA, what had not ended by now counts
+            in the next step.
         d2h_bytes, h2d_bytes: moved since the step before.
+        comm_bytes: sent to other ranks in collectives since the step before.
         timeline: intervals of the lanes, where this step was sampled.
     """
 
@@ -55,4 +56,5 @@ class StepReport:
     busy_ms: Mapping[str, float]
     d2h_bytes: int
     h2d_bytes: int
+    comm_bytes: int
     timeline: tuple[Interval, ...] = field(default=(), repr=False)

@@ -81,3 +81,22 @@ class Ring:
         if slot.free_after is not None:
             self._lanes.wait(lane, slot.free_after, f"{self._name} slot is free")
         return _SlotLease(slot, self._lanes.alloc(slot.buffers[dtype].first(numel), lane))
+
+
+class Reserved:
+    """A slot of its own for every bucket, where memory is not to be shared."""
+
+    def __init__(self, name: str, lanes: Lanes, make: Callable[[int], Tensor]) -> None:
+        """`make`: maps one uint8 tensor of so many bytes."""
+        self._rings: dict[str, Ring] = {}
+        self._name = name
+        self._lanes = lanes
+        self._make = make
+
+    def take(self, owner: str, numel: int, dtype: torch.dtype, lane: Lane) -> Lease:
+        """The owner's slot, which has the size of its first use; see `Ring.take`."""
+        if owner not in self._rings:
+            nbytes = numel * dtype.itemsize
+            name = f"{self._name} {owner}"
+            self._rings[owner] = Ring(name, self._lanes, nbytes, lambda n: [self._make(n)])
+        return self._rings[owner].take(numel, dtype, lane)

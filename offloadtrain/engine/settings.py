@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offloadtrain.distributed import Ranks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -20,6 +22,10 @@ class Settings:
         device_memory_limit: bytes that the engine may hold on the device.
         activation: "keep"; "recompute": repeated modules keep their inputs only; "offload": and
             these on the host.
+        zero_stage: what is cut into shards where there are several ranks: 1: optimizer states; 2:
+            and gradients; 3: and the weights of repeated blocks.
+        reduction: dtype in which gradients are summed over ranks; None: that of the weights.
+        ranks: who shares the state.
     """
 
     device: torch.device
@@ -38,10 +44,19 @@ class Settings:
     resident_blocks: int | None
     device_memory_limit: int | None
     activation: str
+    zero_stage: int
+    reduction: torch.dtype | None
+    ranks: Ranks
 
     @property
     def accumulates(self) -> bool:
         return self.grad_accum_steps > 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether repeated blocks come to the device for their use: from the host, or from shards
+        on the devices."""
+        return self.working == "host" or (self.zero_stage == 3 and not self.ranks.alone)
 
     @property
     def updates_early(self) -> bool:

@@ -9,6 +9,10 @@ right and slower. Weights on the device are clean, so eviction moves nothing: th
 compute has done what it was given before. Two things pin a block: a forward of it that is running,
 and a node of the graph that has unpacked one of its weights and is still running. While a block has
 no slot its parameters are NaN: whoever reads them past the engine sees it.
+
+Among ranks each holds a shard of the weights, on its host or on its device. A load puts the shard
+into its place in the slot and gathers the others around it; so every rank must use blocks in the
+same order.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block, Residence
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.collectives import Collectives
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.order import Cursor, prefetches, victim
 from offloadtrain.transfer import Buffer, Event, Lane, Lanes, copy
@@ -46,9 +51,16 @@ class Slot:
 class Streamer:
     """Gives streamed blocks their slots."""
 
-    def __init__(self, lanes: Lanes, blocks: Sequence[Block], memories: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        collectives: Collectives,
+        blocks: Sequence[Block],
+        memories: Sequence[Tensor],
+    ) -> None:
         """`memories`: one uint8 tensor per slot, as `block_bytes` of the largest block."""
         self._lanes = lanes
+        self._collectives = collectives
         self.blocks = list(blocks)
         self._number = {block: number for number, block in enumerate(blocks)}
         self._slots = [Slot(memory) for memory in memories]
@@ -111,7 +123,10 @@ class Streamer:
                 slot.block, slot.free_after = None, self._lanes.record(Lane.COMPUTE)
 
     def lay_open(self) -> None:
-        """The lanes are idle: parameters show the host's copy, until their next use."""
+        """The lanes are idle: parameters show the host's copy, until their next use. Where that is
+        a shard, they stay as they are."""
+        if not self._collectives.ranks.alone:
+            return
         for block in self.blocks:
             if not block.forwards:  # somebody asks from inside of its forward
                 self.evict(block)
@@ -119,7 +134,10 @@ class Streamer:
         self._open = True
 
     def leave(self) -> None:
-        """Parameters keep their weights, in memory of their own on the host."""
+        """Parameters keep their weights, in memory of their own on the host; not where the host has
+        a shard of them: then they are gone."""
+        if not self._collectives.ranks.alone:
+            return
         self.lay_open()
         for block in self.blocks:
             for bucket in block.held:
@@ -184,13 +202,12 @@ class Streamer:
             if bucket.weight_ready is not None:
                 self._lanes.wait(Lane.LOAD, bucket.weight_ready, f"weights of {bucket.name}")
                 bucket.weight_ready = None
-            source, target = (
-                bucket.visible.whole,
-                self._lanes.alloc(bucket.working.whole, Lane.LOAD),
-            )
-            self._lanes.launch(Lane.LOAD, f"load {bucket.name}", copy, [source], [target])
+            whole, source = bucket.working.whole, bucket.visible.whole
+            self._lanes.alloc(whole, Lane.LOAD)
+            self._lanes.launch(Lane.LOAD, f"load {bucket.name}", copy, [source], [bucket.shard])
             bucket.visible_free_after = self._lanes.record(Lane.LOAD)
-        block.entered_device(self._lanes.record(Lane.LOAD))
+            self._collectives.all_gather(bucket.name, whole, bucket.visible_free_after)
+        block.entered_device(self._lanes.record(self._collectives.load_lane))
 
     @staticmethod
     def _lay_out(block: Block, slot: Slot) -> None:

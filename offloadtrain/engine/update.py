@@ -10,6 +10,7 @@ from torch import Tensor
 from offloadtrain import kernels
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.kernels import KernelCalls
 from offloadtrain.optim import UpdateRule
@@ -25,6 +26,7 @@ class Updates:
         rule: UpdateRule,
         groups: Sequence[Mapping[str, Any]],
         host_ring: Ring,
+        collectives: Collectives,
         *,
         seed: int,
     ) -> None:
@@ -34,6 +36,7 @@ class Updates:
         self._rule = rule
         self._groups = groups
         self._host_ring = host_ring
+        self._collectives = collectives
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Of every group, as they are now."""
@@ -55,20 +58,32 @@ class Updates:
         return staged
 
     def upload(self, bucket: Bucket, staged: Lease, read: Event) -> None:
-        """To the device, once compute has read the old weights for the last time (`read`).
+        """To the device, once compute has read the old weights for the last time (`read`), and from
+        there to all ranks.
 
         Of a streamed block: to where its next load reads them.
         """
-        if bucket.streamed:
+        if bucket.from_host:
             self._publish(bucket, staged)
             return
         if staged.filled is not None:
             self._lanes.wait(Lane.H2D, staged.filled, f"adam of {bucket.name}")
-        self._lanes.wait(Lane.H2D, read, "backward has read the old weights")
-        self._lanes.launch(
-            Lane.H2D, f"h2d {bucket.name}", copy, [staged.range], [bucket.working.whole]
-        )
-        staged.release(self._lanes.record(Lane.H2D))
+        if bucket.kept is not None:
+            self._wait_read(bucket, Lane.H2D)
+        else:
+            self._lanes.wait(Lane.H2D, read, "backward has read the old weights")
+        if bucket.gathered is not None:  # two uploads without a forward in between
+            self._lanes.wait(Lane.H2D, bucket.gathered, f"last all-gather of {bucket.name}")
+            bucket.gathered = None
+        target = bucket.shard if bucket.kept is None else bucket.kept.whole
+        self._lanes.launch(Lane.H2D, f"h2d {bucket.name}", copy, [staged.range], [target])
+        arrived = self._lanes.record(Lane.H2D)
+        staged.release(arrived)
+        if bucket.kept is not None:
+            bucket.weight_ready = arrived
+        elif not self._collectives.ranks.alone:
+            whole = bucket.working.whole
+            bucket.gathered = self._collectives.all_gather(bucket.name, whole, arrived)
 
     def emit(self, blocks: Sequence[Block]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
@@ -89,11 +104,11 @@ class Updates:
         if block.streamer is not None:
             block.replaced()
         else:
-            block.launched_upload(self._lanes.record(Lane.H2D))
+            block.launched_upload(self._lanes.record(self._collectives.upload_lane))
 
     def _publish(self, bucket: Bucket, staged: Lease) -> None:
         if bucket.shown is not None:
-            self._wait_read(bucket)
+            self._wait_read(bucket, Lane.HOST)
             name, shown = f"show {bucket.name}", bucket.shown.whole
             show = KernelCalls(kernels.copy)
             self._lanes.launch(Lane.HOST, name, show, [staged.range], [shown])
@@ -101,10 +116,11 @@ class Updates:
             staged.filled = self._lanes.record(Lane.HOST)
         bucket.weight_ready = staged.filled
 
-    def _wait_read(self, bucket: Bucket) -> None:
+    def _wait_read(self, bucket: Bucket, lane: Lane) -> None:
+        """Before `lane` overwrites what loads read."""
         if bucket.visible_free_after is not None:
             why = f"last load of {bucket.name}"
-            self._lanes.wait(Lane.HOST, bucket.visible_free_after, why)
+            self._lanes.wait(lane, bucket.visible_free_after, why)
             bucket.visible_free_after = None
 
     def _stage(self, bucket: Bucket, beside: bool) -> Lease:
@@ -117,7 +133,7 @@ class Updates:
             return self._waiting(bucket, bucket.pending.whole)
         if bucket.grad is not None:
             return _OverGradient(bucket, bucket.grad.whole)
-        return self._host_ring.take(bucket.numel, bucket.dtype, Lane.HOST)
+        return self._host_ring.take(bucket.shard_numel, bucket.dtype, Lane.HOST)
 
     def _waiting(self, bucket: Bucket, weights: Range) -> Lease:
         if bucket.weight_free_after is not None:
@@ -125,8 +141,8 @@ class Updates:
                 Lane.HOST, bucket.weight_free_after, f"upload of {bucket.name} has left"
             )
             bucket.weight_free_after = None
-        if bucket.shown is None:
-            self._wait_read(bucket)
+        if bucket.shown is None and bucket.kept is None:
+            self._wait_read(bucket, Lane.HOST)
         return _OwnWeights(bucket, weights)
 
     def _cast(self, bucket: Bucket, staged: Range) -> None:

@@ -273,11 +273,11 @@ def _run_split16(
     operand = _operand(grad)
 
     def body(lo: int, hi: int) -> None:
-        for offset, numel, parameter in rows:
+        for offset, numel, parameter, first in rows:
             begin, stop = max(lo, offset), min(hi, offset + numel)
             while begin < stop:
-                element = begin - offset
-                end = min(stop, offset + ((element >> 32) + 1 << 32))
+                element = begin - offset + first
+                end = min(stop, offset - first + ((element >> 32) + 1 << 32))
                 key = scalars.key(parameter, element)
                 keys = (np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32))
                 count = np.uint32(element & 0xFFFFFFFF)
@@ -315,7 +315,7 @@ def accumulate_squares(
     total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
 ) -> None:
     """See `kernels.accumulate`."""
-    for offset, numel, _ in layout.rows():
+    for offset, numel, _, _ in layout.rows():
         piece = slice(offset, offset + numel)
         accumulate(total[piece], grad[piece], first)
     sum_squares(total, layout, squares)
@@ -325,7 +325,7 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     """See `kernels.sum_squares_many`."""
     pairs = [
         (offset + done, min(SEGMENT, numel - done))
-        for offset, numel, _ in layout.rows()
+        for offset, numel, _, _ in layout.rows()
         for done in range(0, numel, SEGMENT)
     ]
     starts = np.array([start for start, _ in pairs], np.int64)
@@ -334,7 +334,7 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     body = lambda lo, hi: _segments(operand, starts, counts, sums, lo, hi)  # noqa: E731
     threads.run(len(pairs), _GRAIN // SEGMENT, body)
     values = iter(sums.tolist())
-    for _, numel, id in layout.rows():
+    for _, numel, id, _ in layout.rows():
         total = 0.0
         for _ in range(-(-numel // SEGMENT)):
             total += next(values)

@@ -75,34 +75,42 @@ class Layout:
     """Which elements of a bucket's flat buffers belong to which parameter.
 
     Attributes:
-        table: (parameters, 3) int64 rows of offset, numel, id, in the order of the offsets.
+        table: (parameters, 4) int64 rows of offset, numel, id, first, in the order of the offsets.
         extent: elements up to the end of the last parameter.
         last_id: the largest id; -1 if there is no parameter.
     """
 
     __slots__ = ("address", "count", "extent", "last_id", "table")
 
-    def __init__(self, offsets: Sequence[int], numels: Sequence[int], ids: Sequence[int]) -> None:
-        """Describe a bucket.
+    def __init__(
+        self,
+        offsets: Sequence[int],
+        numels: Sequence[int],
+        ids: Sequence[int],
+        firsts: Sequence[int] | None = None,
+    ) -> None:
+        """Describe a bucket, or a shard of one.
 
         Args:
             offsets: elements, multiples of BLOCK, ascending.
             numels: elements of each parameter.
             ids: what stochastic rounding and sums of squares know each parameter by.
+            firsts: of a shard, the number in its parameter of each one's first element, a multiple
+                of BLOCK: what is rounded stochastically draws the same in any shard. Default: 0.
 
         Raises:
             ValueError: if parameters overlap, or one starts within a block.
         """
-        rows = list(zip(offsets, numels, ids, strict=True))
+        rows = list(zip(offsets, numels, ids, firsts or [0] * len(ids), strict=True))
         self.extent = 0
-        for offset, numel, _ in rows:
-            if offset % BLOCK or numel < 0 or offset < self.extent:
+        for offset, numel, _, first in rows:
+            if offset % BLOCK or first % BLOCK or numel < 0 or offset < self.extent:
                 raise ValueError(
                     f"a parameter of {numel} elements at offset {offset}: offsets must be "
                     f"multiples of {BLOCK}, ascending, and at least {self.extent} here"
                 )
             self.extent = offset + numel
-        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
         self.count = len(rows)
         self.last_id = max(ids, default=-1)
         self.address = self.table.data_ptr()
@@ -112,9 +120,9 @@ class Layout:
         """Return the layout of a bucket that is one parameter."""
         return cls([0], [numel], [id])
 
-    def rows(self) -> list[tuple[int, int, int]]:
-        """(offset, numel, id) of each parameter."""
-        return [(offset, numel, id) for offset, numel, id in self.table.tolist()]
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """(offset, numel, id, first) of each parameter."""
+        return [(offset, numel, id, first) for offset, numel, id, first in self.table.tolist()]
 
 
 def blocks(numel: int) -> int:

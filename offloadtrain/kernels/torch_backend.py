@@ -51,10 +51,10 @@ def adam(
         return
     assert layout is not None
     step = _adam_split16 if isinstance(state, Split16State) else _adam_int8
-    for offset, numel, parameter in layout.rows():
-        for lo, hi in _pieces(numel):
-            key = scalars.key(parameter, lo)
-            elements = torch.arange(lo, hi) & 0xFFFFFFFF
+    for offset, numel, parameter, first in layout.rows():
+        for lo, hi in _pieces(numel, first):
+            key = scalars.key(parameter, first + lo)
+            elements = torch.arange(first + lo, first + hi) & 0xFFFFFFFF
             piece = (offset + lo, offset + hi)
             values = random_bits(key, elements)
             step(_at(state, *piece), _at(out, *piece), grad[slice(*piece)], values, scalars)
@@ -113,7 +113,7 @@ def accumulate_squares(
     total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
 ) -> None:
     """See `kernels.accumulate`."""
-    for offset, numel, _ in layout.rows():
+    for offset, numel, _, _ in layout.rows():
         piece = slice(offset, offset + numel)
         accumulate(total[piece], grad[piece], first)
     sum_squares(total, layout, squares)
@@ -121,7 +121,7 @@ def accumulate_squares(
 
 def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     """See `kernels.sum_squares_many`."""
-    for offset, numel, id in layout.rows():
+    for offset, numel, id, _ in layout.rows():
         squares[id] = _sum_squares(flat[offset : offset + numel])
 
 
@@ -145,9 +145,13 @@ def first_touch(memory: Tensor) -> None:
     memory.zero_()
 
 
-def _pieces(numel: int) -> Iterator[tuple[int, int]]:
-    for lo in range(0, numel, _PIECE):
-        yield lo, min(lo + _PIECE, numel)
+def _pieces(numel: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Cut where the element's number, counted from `first`, is a multiple of the piece's size."""
+    lo = 0
+    while lo < numel:
+        hi = min(lo + _PIECE - (first + lo) % _PIECE, numel)
+        yield lo, hi
+        lo = hi
 
 
 def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:

@@ -1,4 +1,4 @@
-"""The lanes of a step (compute, d2h, host, h2d, load) and the order between them."""
+"""The lanes of a step (compute, d2h, host, h2d, load, comm) and the order between them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from offloadtrain.transfer.base import (
     LaneError,
     Lanes,
     LaneTotals,
+    Operation,
     Range,
     Span,
     copy,
@@ -30,6 +31,7 @@ __all__ = [
     "LaneError",
     "LaneTotals",
     "Lanes",
+    "Operation",
     "Range",
     "SequentialLanes",
     "Span",
@@ -41,12 +43,14 @@ __all__ = [
 _chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
 
 
-def lanes_for(device: torch.device) -> Lanes:
+def lanes_for(device: torch.device, *, among_ranks: bool = False) -> Lanes:
     """The backend that overlaps where the device can: streams on CUDA, in order on the CPU; or what
     `on_lanes` has chosen."""
     if (chosen := _chosen.get()) is not None:
         return chosen
-    return CudaLanes(device) if device.type == "cuda" else SequentialLanes()
+    return (
+        CudaLanes(device, among_ranks=among_ranks) if device.type == "cuda" else SequentialLanes()
+    )
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class Lane(StrEnum):
     LOAD = "load"
     """Copies from the host to the device: streamed weights, in the order of their use. Beside h2d,
     whose next copy may wait for an update that the forward does not need yet."""
+    COMM = "comm"
+    """Collectives between ranks, in one order on all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,12 +106,14 @@ class LaneTotals:
         busy_ms: by lane, time in operations; of compute, in spans. On CUDA, of what is known to
             have ended: the last operations of a step count in the next one.
         exposed_ms: time that compute waited for the others.
+        comm_bytes: that this rank has sent to others in collectives over gradients and weights.
     """
 
     busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     exposed_ms: float = 0.0
     d2h_bytes: int = 0
     h2d_bytes: int = 0
+    comm_bytes: int = 0
 
     def minus(self, earlier: LaneTotals) -> LaneTotals:
         return LaneTotals(
@@ -117,6 +121,7 @@ class LaneTotals:
             exposed_ms=self.exposed_ms - earlier.exposed_ms,
             d2h_bytes=self.d2h_bytes - earlier.d2h_bytes,
             h2d_bytes=self.h2d_bytes - earlier.h2d_bytes,
+            comm_bytes=self.comm_bytes - earlier.comm_bytes,
         )
 
     def copy(self) -> LaneTotals:

@@ -4,9 +4,10 @@
 * compute and d2h operations are launched by the thread that runs the user's code (in backward: the
   autograd thread of the device, while the training thread waits inside backward), straight onto
   their streams.
-* host, h2d and load operations go to a thread of their lane each. The host thread computes, without
-  the interpreter's lock where the kernels are native; the two others launch copies onto their
-  streams. A stream cannot wait for CPU work that has not happened,
+* host, h2d, load and comm operations go to a thread of their lane each; among ranks d2h too, since
+  it waits for comm. The host thread computes, without
+  the interpreter's lock where the kernels are native; the others launch copies and collectives
+  onto their streams. A stream cannot wait for CPU work that has not happened,
   and waiting on a CUDA event that was never recorded is a silent no-op: so whoever waits for an
   event first blocks its thread until the event is *issued* (for the host lane: has happened), then
   makes its stream wait for the rest.
@@ -69,18 +70,19 @@ class _StreamInterval:
 class CudaLanes(Lanes):
     """The lanes of one device. Streams live as long as the lanes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, among_ranks: bool = False) -> None:
         super().__init__()
         self._device = device
         # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
-        # beside compute of the block before.
+        # beside compute of the block before; comm beside all of them.
+        on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, *([Lane.D2H] if among_ranks else [])]
         self._streams = {
-            lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD)
+            lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
         }
         self._failure = Failure()
         begin = partial(torch.cuda.set_device, device)
         self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
-        self._workers = {lane: Worker(lane, self._failure, begin) for lane in (Lane.H2D, Lane.LOAD)}
+        self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._closed = False
         self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
         """Not known to have ended; each lane's by their order."""
@@ -148,7 +150,7 @@ class CudaLanes(Lanes):
         self._failure.check()
 
     def synchronize(self) -> None:
-        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD):
+        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM):
             self.host_wait(self.record(lane), "synchronize")
         torch.cuda.current_stream(self._device).synchronize()
 

@@ -49,7 +49,9 @@ class ThreadLanes(ClockedLanes):
         self._pace = pace
         self._host = make_host_lane(self._failure)
         self._workers = {
-            lane: Worker(lane, self._failure) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD)
+            lane: Worker(lane, self._failure)
+            for lane in Lane
+            if lane not in (Lane.COMPUTE, Lane.HOST)
         }
         self._closed = False
 
@@ -108,7 +110,7 @@ class ThreadLanes(ClockedLanes):
         self._failure.check()
 
     def synchronize(self) -> None:
-        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD):
+        for lane in Lane:
             self.host_wait(self.record(lane), "synchronize")
 
     def close(self) -> None:

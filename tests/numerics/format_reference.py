@@ -92,14 +92,14 @@ def random_bits(key: int, count: int) -> Tensor:
 def inside(layout: Layout, numel: int) -> Tensor:
     """(numel,) whether an element belongs to a parameter."""
     found = torch.zeros(numel, dtype=torch.bool)
-    for offset, length, _ in layout.rows():
+    for offset, length, _, _ in layout.rows():
         found[offset : offset + length] = True
     return found
 
 
 def drawn(case: Case) -> Tensor:
     found = torch.zeros(case.grad.numel(), dtype=torch.int64)
-    for offset, length, id in case.layout.rows():
+    for offset, length, id, _ in case.layout.rows():
         found[offset : offset + length] = random_bits(case.scalars.key(id, 0), length)
     return found
 
@@ -219,7 +219,7 @@ def moment_step(state: State, name: str, values: Tensor, layout: Layout) -> Tens
 
 def block_largest(values: Tensor, layout: Layout) -> Tensor:
     found = torch.zeros_like(values)
-    for offset, length, _ in layout.rows():
+    for offset, length, _, _ in layout.rows():
         for start in range(offset, offset + length, BLOCK):
             end = min(start + BLOCK, offset + length)
             found[start:end] = values[start:end].abs().max()

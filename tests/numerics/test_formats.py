@@ -85,7 +85,7 @@ def test_nothing_outside_of_the_layout_is_written(
     state = random_state(name, numel, dtype)
     found = stepped(state, gradient(numel, dtype), layout, backend)
     inside = torch.zeros(numel, dtype=torch.bool)
-    for offset, length, _ in layout.rows():
+    for offset, length, _, _ in layout.rows():
         inside[offset : offset + length] = True
     for before, after in zip(state, found, strict=True):
         per_block = before.numel() != numel
@@ -122,7 +122,7 @@ def test_the_double_buffered_form(name: str, dtype: torch.dtype, backend: Backen
             kernels.adam(source, grad, scalars, layout=layout, out=target)
             kernels.adam(straight, grad, scalars, layout=layout)
             assert differing(source, untouched) == {}
-            for offset, length, _ in layout.rows():
+            for offset, length, _, _ in layout.rows():
                 for a, b in zip(target, straight, strict=True):
                     lo, hi = (offset // 128, -(-(offset + length) // 128))
                     at = slice(lo, hi) if a.numel() != numel else slice(offset, offset + length)

@@ -97,7 +97,7 @@ def test_the_last_microbatch_is_squared_as_it_is_added(
                 kernels.accumulate_squares(fused, grad, first, layout, squares)
                 kernels.accumulate(apart, grad, first)
                 assert squares.tolist() == squares_of(apart, layout), chosen
-            for offset, numel, _ in layout.rows():
+            for offset, numel, _, _ in layout.rows():
                 piece = slice(offset, offset + numel)
                 assert torch.equal(fused[piece], apart[piece])
             assert torch.equal(fused[74_353:], total[74_353:])

@@ -1,0 +1,159 @@
+"""Ranks: the processes that share one model's optimizer state. The only door to process groups.
+
+[Note: Shards]
+Every flat buffer of a bucket is cut into as many equal *shards* as there are ranks, rank r's at
+elements [r·S, (r+1)·S). Gradients are summed into the shards by a reduce-scatter in place, so that
+each rank sends only its own shard to its host and updates only that; an all-gather in place makes
+every shard whole on every device. Both move (N-1)/N of a bucket out of each rank. One rank has one
+shard and no collective.
+
+Collectives are matched by their order. They run on one lane, and every rank launches them in one
+order (`order.Agreed`); what goes to the host for a decision has a process group of its own, so that
+it never meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offloadtrain.errors import OffloadTrainError
+
+Group = dist.ProcessGroup
+_T = TypeVar("_T")
+
+
+class RankError(OffloadTrainError):
+    """Ranks do not do the same thing, or one of them cannot go on."""
+
+
+class Ranks:
+    """One rank among `size`; alone, every call returns at once.
+
+    Attributes:
+        rank: of this process among them.
+        size: how many there are.
+    """
+
+    def __init__(
+        self,
+        group: Group | None = None,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Join the processes of `group`; each of them calls this at the same point.
+
+        Args:
+            group: whose members share the state; None: this process alone.
+            device: where gradients and weights are: NCCL for a GPU, Gloo for the CPU.
+            timeout: of a collective; None: torch's.
+        """
+        self.rank, self.size = 0, 1
+        self._groups: list[Group] = []
+        self._of_some = False
+        if group is None or dist.get_world_size(group) == 1:
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        on_gpu = device is not None and device.type == "cuda"
+        # Others need not call this for a group of some of them. Such a group's name is made of its
+        # ranks and of what is alive: it is kept, or the next one would meet its addresses.
+        self._of_some = self.size < dist.get_world_size()
+        for backend in ("nccl" if on_gpu else "gloo", "gloo"):
+            made = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=self._of_some,
+            )
+            assert isinstance(made, Group)  # this process is one of them
+            self._groups.append(made)
+
+    @classmethod
+    def of(cls, group: Group | None, device: torch.device) -> Ranks:
+        """The ranks of `group`; if None, all there are."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        return cls(group, device)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def shard(self, numel: int) -> tuple[int, int]:
+        """[lo, hi) of this rank among `numel` elements, which `size` divides."""
+        count = numel // self.size
+        return self.rank * count, (self.rank + 1) * count
+
+    def sent_bytes(self, whole: Tensor) -> int:
+        """What this rank sends to others in a reduce-scatter or an all-gather of `whole`."""
+        return whole.nbytes // self.size * (self.size - 1)
+
+    def reduce_scatter(self, whole: Tensor) -> None:
+        """Sum over ranks, in place: afterwards this rank's shard of `whole` (n,) holds its sum, the
+        rest is undefined. In the order of the current stream."""
+        lo, hi = self.shard(whole.numel())
+        dist.reduce_scatter_tensor(whole[lo:hi], whole, group=self._groups[0])
+
+    def all_gather(self, whole: Tensor) -> None:
+        """In place: every rank's shard of `whole` (n,) to every rank. In the order of the current
+        stream."""
+        lo, hi = self.shard(whole.numel())
+        dist.all_gather_into_tensor(whole, whole[lo:hi], group=self._groups[0])
+
+    def exchange(self, row: Sequence[float] | Tensor) -> Tensor:
+        """A few numbers from every rank.
+
+        Args:
+            row: (k,), as many from every rank.
+
+        Returns:
+            (size, k) fp64 on the host, the same on every rank.
+        """
+        own = torch.as_tensor(row, dtype=torch.float64).reshape(1, -1)
+        if self.alone:
+            return own.clone()
+        rows = torch.empty(self.size, own.shape[1], dtype=torch.float64)
+        dist.all_gather_into_tensor(rows, own, group=self._groups[1])
+        return rows
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values into every rank's `tensor`, which is on the host and contiguous."""
+        if not self.alone:
+            group = self._groups[1]
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+
+    def tell(self, value: _T) -> _T:
+        """Rank 0's `value`, which can be pickled."""
+        if self.alone:
+            return value
+        group, told = self._groups[1], [value]
+        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
+        return told[0]
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's `value`, which can be pickled, in the order of ranks."""
+        if self.alone:
+            return [value]
+        gathered: list[_T] = [value] * self.size
+        dist.all_gather_object(gathered, value, group=self._groups[1])
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.exchange([0.0])
+
+    def close(self) -> None:
+        """Let go of the groups; what runs on them must be over. Idempotent."""
+        while self._groups:
+            group = self._groups.pop()
+            if not self._of_some and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+ALONE = Ranks()
+"""This process and nobody else."""

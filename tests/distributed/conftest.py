@@ -1,0 +1,36 @@
+"""One pool of ranks for each size, made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool, RankFailedError
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, Pool]]:
+    made: dict[int, Pool] = {}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(pools: dict[int, Pool]) -> Run:
+    """ranks(size, fn, …): call `fn` on so many ranks."""
+
+    def run(size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if size not in pools:
+            pools[size] = Pool(size)
+        try:
+            return pools[size].run(fn, *args, **kwargs)
+        except RankFailedError:
+            pools.pop(size).close()  # its collectives do not match any more
+            raise
+
+    return run

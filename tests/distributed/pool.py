@@ -1,0 +1,93 @@
+"""Processes that are ranks of one Gloo group, kept for many calls: starting them takes longer than
+what they are asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60
+
+
+class RankFailedError(AssertionError):
+    """A call failed on some of the ranks."""
+
+
+class Pool:
+    """So many ranks; `run` calls a module-level function on each of them."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "offloadtrain", "offloadtrain.engine"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            store = str(Path(self._folder.name, "store"))
+            process = context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Its results, in the order of ranks.
+
+        Raises:
+            RankFailedError: with every rank's traceback; the pool is of no use afterwards.
+        """
+        for pipe in self._pipes:
+            pipe.send((fn, args, kwargs))
+        answers = [self._answer(rank) for rank in range(len(self._pipes))]
+        failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failed:
+            raise RankFailedError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        if not self._pipes[rank].poll(TIMEOUT_S):
+            return False, f"no answer in {TIMEOUT_S} s"
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            return False, "ended"
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S / 2),
+    )
+    while True:
+        try:
+            fn, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, fn(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

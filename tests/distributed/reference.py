@@ -1,0 +1,105 @@
+"""Data parallelism as everybody writes it, resident: whole gradients, summed over ranks bucket by
+bucket, one fp32 master of everything on every rank under torch's AdamW.
+
+The cut of a bucket and the owner of an element decide in which order Gloo adds, so they are taken
+from the optimizer under test; nothing else is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offloadtrain as ot
+from tests.numerics.reference import ResidentRun, segment_squares
+
+
+class DataParallelRun(ResidentRun):
+    """`ResidentRun` whose gradient is the sum over ranks of theirs, and whose step means it."""
+
+    def follow(self, optimizer: ot.OffloadOptimizer, reduction: torch.dtype | None = None) -> None:
+        """Take the cuts of `optimizer`'s buckets; parameters without elements are in none."""
+        self.trained = {name: p for name, p in self.trained.items() if p.numel()}
+        self.masters = {name: self.masters[name] for name in self.trained}
+        self.buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
+        self.reduction = reduction
+
+    def sum_over_ranks(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One microbatch's gradients, (working dtype) → fp32."""
+        summed = {}
+        for bucket in self.buckets:
+            dtype = self.reduction or bucket.dtype
+            whole = torch.zeros(bucket.numel, dtype=dtype)
+            for slot in bucket.slots:
+                slot.view(whole).copy_(grads[slot.name])
+            shard = torch.empty(bucket.numel // dist.get_world_size(), dtype=dtype)
+            dist.reduce_scatter_tensor(shard, whole)
+            dist.all_gather_into_tensor(whole, shard)
+            whole = whole.to(bucket.dtype)
+            summed |= {slot.name: slot.view(whole).float() for slot in bucket.slots}
+        return summed
+
+    def step(self, batches, loss_of) -> list[float]:  # type: ignore[no-untyped-def]
+        sums: dict[str, Tensor] = {}
+        losses = []
+        for batch in batches:
+            loss = loss_of(self.model, batch)
+            losses.append(loss.item())
+            if len(batches) > 1:
+                loss = loss / len(batches)
+            (loss * self.scale if self.scale != 1.0 else loss).backward()
+            grads = {
+                name: torch.zeros_like(param) if param.grad is None else param.grad
+                for name, param in self.trained.items()
+            }
+            for name, grad in self.sum_over_ranks(grads).items():
+                sums[name] = sums[name] + grad if name in sums else grad.clone()
+                self.trained[name].grad = None
+        self.apply(sums)
+        return losses
+
+    def apply(self, sums: dict[str, Tensor]) -> None:
+        ranks = dist.get_world_size()
+        total = 0.0
+        for name in self.trained:
+            total += self.squares(name, sums[name])
+        norm = math.sqrt(total) / (self.scale * ranks)
+        self.norms.append(norm)
+        if not math.isfinite(norm):
+            self.skipped += 1
+            self.scale /= 2
+            return
+        coef = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+        factor = torch.tensor(coef / (self.scale * ranks), dtype=torch.float32).item()
+        self.update(sums, factor)
+
+    def squares(self, name: str, grad: Tensor) -> float:
+        """Shard by shard, added in the order of ranks."""
+        bucket, slot = next((b, s) for b in self.buckets for s in b.slots if s.name == name)
+        flat, size, total = slot.flattened(grad), bucket.numel // dist.get_world_size(), 0.0
+        for rank in range(dist.get_world_size()):
+            lo = min(max(rank * size - slot.offset, 0), slot.numel)
+            hi = max(lo, min((rank + 1) * size - slot.offset, slot.numel))
+            total += segment_squares(flat[lo:hi]) if lo < hi else 0.0
+        return total
+
+
+def whole_state(optimizer: ot.OffloadOptimizer, key: str) -> dict[str, Tensor]:
+    """One field of the state of every parameter, put together from the ranks' shards."""
+    found = {}
+    for bucket in (b for block in optimizer._blocks for b in block.buckets):
+        for slot in bucket.slots:
+            piece = optimizer.state[slot.param][key].reshape(-1)
+            assert piece.numel() == bucket.piece(slot)[1] - bucket.piece(slot)[0]
+            pieces: list[Tensor | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(
+                pieces,
+                slot.flattened(optimizer.state[slot.param][key])
+                if piece.numel() == slot.numel
+                else piece,
+            )
+            found[slot.name] = slot.shaped(torch.cat([p for p in pieces if p is not None]))
+    return found

@@ -1,0 +1,322 @@
+"""What moves, what is held where, what is proved, and what is refused among ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.distributed import RankError
+from offloadtrain.engine import GradientError
+from offloadtrain.engine.bucket import ALIGN
+from offloadtrain.memory import Tier
+from offloadtrain.transfer import SequentialLanes, on_lanes
+from offloadtrain.transfer.prover import prove
+from offloadtrain.transfer.recorder import Launched, RecordingLanes
+from offloadtrain.transfer.threads import ThreadLanes
+from tests.distributed.conftest import Run
+from tests.distributed.test_sharded import compare, own_batches
+from tests.numerics.models import Chain, MixedReentrant, loss_of
+from tests.numerics.test_offload import train
+
+
+def offloaded(model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
+    chosen = {"device": "cpu", "precision": "bf16", "clip_norm": 0.5} | options
+    return ot.offload(model, ot.AdamW(lr=1e-2), **chosen)
+
+
+def moved(depth: int, steps: int, **options: Any) -> dict[str, float]:
+    """Bytes of the last step on this rank, and bytes held."""
+    torch.manual_seed(0)
+    model = Chain(depth)
+    optimizer = offloaded(model, **options)
+    accum = options.get("grad_accum_steps", 1)
+    stream = own_batches(steps * accum)
+    for step in range(steps):
+        train(optimizer, model, stream[step * accum : (step + 1) * accum])
+    report = optimizer.last_step
+    assert report is not None
+    buckets = [b for block in optimizer._blocks for b in block.buckets]
+    held = {(row.owner, row.tier): row.bytes for row in optimizer.ledger.rows()}
+    numbers = {
+        "elements": sum(b.numel for b in buckets),
+        "repeated": sum(b.numel for k in optimizer._blocks if k.repeated for b in k.buckets),
+        "d2h": report.d2h_bytes,
+        "h2d": report.h2d_bytes,
+        "comm": report.comm_bytes,
+        "host": optimizer.ledger.total(Tier.HOST),
+        "device": optimizer.ledger.total(Tier.DEVICE),
+        "state": sum(n for (owner, _), n in held.items() if owner in STATE),
+    }
+    optimizer.close()
+    return numbers
+
+
+STATE = ("master weights", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_of_theory(ranks: Run, size: int, stage: int, accum: int) -> None:
+    for found in ranks(size, moved, 4, 3, zero_stage=stage, grad_accum_steps=accum):
+        shard = 2 * found["elements"] // size
+        assert found["d2h"] == accum * shard
+        assert found["h2d"] == shard
+        assert found["comm"] == (accum + 1) * (size - 1) * shard
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_of_stage_3(ranks: Run, size: int) -> None:
+    """Every block is gathered for forward and again for backward, but those that a slot still
+    holds from forward: with one slot the last one."""
+    for found in ranks(size, moved, 6, 3, zero_stage=3, working="host", device_slots=1):
+        rest = found["elements"] - found["repeated"]
+        gathered = rest + found["repeated"] * (2 * 6 - 1) // 6
+        shard = 2 // size
+        assert found["comm"] == 2 * (size - 1) * (found["elements"] + gathered) // size, shard
+        assert found["h2d"] == 2 * gathered // size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_holds_its_part(ranks: Run, size: int) -> None:
+    for found in ranks(size, moved, 16, 1):
+        assert found["state"] == 12 * found["elements"] // size
+    shards = ranks(size, moved, 64, 1, zero_stage=3, device_slots=2)
+    for found, other in zip(shards, ranks(size, moved, 64, 1), strict=True):
+        saved = 2 * found["repeated"] * (1 - 1 / size - 2 / 64)
+        assert found["device"] == other["device"] - saved
+
+
+def padding_of_a_real_size(size: int) -> float:
+    """Share of a 0.6 M parameter block that alignment adds."""
+    model = nn.Sequential(nn.Linear(768, 768), nn.Linear(768, 768))
+    optimizer = offloaded(model)
+    buckets = [b for block in optimizer._blocks for b in block.buckets]
+    total = sum(p.numel() for p in model.parameters())
+    optimizer.close()
+    return size * sum(b.shard_numel for b in buckets) / total - 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_host_state_is_one_nth_within_a_percent(ranks: Run, size: int) -> None:
+    assert max(ranks(size, padding_of_a_real_size, size)) < 0.01
+
+
+class Odd(nn.Module):
+    """Parameters of any sizes, smaller than a shard and larger."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 4)
+        self.scales = nn.ParameterList(torch.randn(n) for n in sizes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for scale in self.scales:
+            x = x + x * scale.sum()
+        return x @ self.embed.weight.T
+
+
+def odd_sizes(sizes: list[int], **options: Any) -> None:
+    from tests.numerics import models
+
+    models.MODELS["odd"] = lambda: Odd(sizes)
+    compare("odd", "fp32", steps=2, **options)
+
+
+def test_sizes_that_no_rank_count_divides(ranks: Run) -> None:
+    @settings(max_examples=12, deadline=None, derandomize=True)
+    @given(
+        sizes=st.lists(st.integers(1, 700), min_size=1, max_size=5),
+        size=st.sampled_from([2, 3, 4]),
+        stage=st.sampled_from([1, 2, 3]),
+    )
+    def check(sizes: list[int], size: int, stage: int) -> None:
+        ranks(size, odd_sizes, sizes, zero_stage=stage)
+
+    check()
+    assert 4 * ALIGN > 500  # so that some shards hold no parameter
+
+
+def proved(**options: Any) -> tuple[list[Any], set[str]]:
+    """Faults of three steps' program on this rank, and the names of what ran on the comm lane."""
+    torch.manual_seed(0)
+    model, lanes = Chain(4), RecordingLanes(SequentialLanes())
+    with on_lanes(lanes):
+        optimizer = offloaded(model, **options)
+    accum = options.get("grad_accum_steps", 1)
+    stream = own_batches(3 * accum)
+    for step in range(3):
+        train(optimizer, model, stream[step * accum : (step + 1) * accum])
+    optimizer.synchronize()
+    optimizer.close()
+    launched = [entry for entry in lanes.program if isinstance(entry, Launched)]
+    return prove(lanes.program), {e.name.split()[0] for e in launched if e.lane == "comm"}
+
+
+@pytest.mark.parametrize("update", ["exact", "speculative", "delayed"])
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_race(ranks: Run, stage: int, working: str, update: str) -> None:
+    if working == "host" and stage != 3:
+        return  # refused
+    for state in ("fp32", "int8"):
+        for extra in ({}, {"grad_accum_steps": 2}, {"reduction": "fp32"}):
+            chosen = {"zero_stage": stage, "working": working, "update": update, "state": state}
+            for faults, kinds in ranks(2, proved, **chosen, **extra):
+                assert not faults
+                assert {"reduce-scatter", "all-gather"} <= kinds
+
+
+def alone_in_a_world() -> tuple[int, set[str]]:
+    """A group of one among many processes: no collective, no shard."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    lanes = RecordingLanes(SequentialLanes())
+    model = Chain()
+    with on_lanes(lanes):
+        optimizer = offloaded(model, process_group=group)
+    train(optimizer, model, own_batches(1))
+    comm = {e.name for e in lanes.program if isinstance(e, Launched) and e.lane == "comm"}
+    assert optimizer.last_step is not None
+    optimizer.close()
+    return optimizer.last_step.comm_bytes, comm
+
+
+def test_no_collective_alone(ranks: Run) -> None:
+    assert ranks(2, alone_in_a_world) == [(0, set())] * 2
+
+
+def halves() -> list[float]:
+    """Two optimizers over two halves of a world, each training its own model."""
+    rank = dist.get_rank()
+    mine = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    torch.manual_seed(rank // 2)
+    model = Chain()
+    optimizer = offloaded(model, process_group=mine)
+    assert optimizer.ranks.size == 2
+    norms = []
+    for tokens in own_batches(2):
+        train(optimizer, model, [tokens])
+        norms.append(optimizer.grad_norm)
+    optimizer.close()
+    return norms
+
+
+def test_a_part_of_the_world(ranks: Run) -> None:
+    for _ in range(2):  # a second group of the same ranks must not meet the first one's addresses
+        one, same, other, again = ranks(4, halves)
+        assert one == same != other == again
+
+
+def differing(what: str) -> str:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Chain(3 + (what == "model" and rank))
+    options: dict[str, Any] = {}
+    if what == "options" and rank == 1:
+        options["state"] = "split16"
+    try:
+        optimizer = offloaded(model, **options)
+        for tokens in own_batches(3):
+            if what == "hyperparameters" and rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.5
+            train(optimizer, model, [tokens])
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("model", "layers.3"), ("options", "split16"), ("hyperparameters", "step 1: hyperparameters")],
+)
+def test_ranks_that_differ_are_refused(ranks: Run, what: str, says: str) -> None:
+    for message in ranks(2, differing, what):
+        assert says in message
+        assert "rank 1" in message
+
+
+def host_copies_without_stage_3() -> str:
+    try:
+        offloaded(Chain(), working="host")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_streaming_among_ranks_is_stage_3(ranks: Run) -> None:
+    assert all("set zero_stage = 3" in message for message in ranks(2, host_copies_without_stage_3))
+
+
+def reentrant() -> list[float]:
+    """A weight that delivers twice in one backward: in the first one it is summed in two parts,
+    later in one."""
+    torch.manual_seed(0)
+    model = MixedReentrant()
+    with on_lanes(ThreadLanes()):
+        optimizer = offloaded(model, precision="fp32", zero_stage=2)
+    norms = []
+    for tokens in own_batches(4):
+        train(optimizer, model, [tokens])
+        norms.append(optimizer.grad_norm)
+    optimizer.close()
+    return norms
+
+
+def reentrant_by_torch() -> list[float]:
+    torch.manual_seed(0)
+    model = MixedReentrant()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for tokens in own_batches(4):
+        loss_of(model, tokens).backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        adam.step()
+        adam.zero_grad()
+    return norms
+
+
+def test_a_block_that_delivers_twice(ranks: Run) -> None:
+    for found, expected in zip(ranks(2, reentrant), ranks(2, reentrant_by_torch), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Late(Chain):
+    """Delivers twice in one backward, but not in the first one."""
+
+    turn = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.recompute = "reentrant" if self.turn else ""
+        self.turn += 1
+        x = self.embed(tokens)
+        if self.recompute:
+            x = torch.utils.checkpoint.checkpoint(self.layers[0], x, use_reentrant=True)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def late_surprise() -> str:
+    model = Late()
+    optimizer = offloaded(model)
+    try:
+        for tokens in own_batches(2):
+            train(optimizer, model, [tokens])
+    except GradientError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_delivery_that_nobody_knew_of_is_refused(ranks: Run) -> None:
+    assert all("second gradient" in message for message in ranks(2, late_surprise))

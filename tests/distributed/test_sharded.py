@@ -1,0 +1,266 @@
+"""N ranks with shards on their hosts have the bits of N ranks that keep everything."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offloadtrain as ot
+from offloadtrain.engine import device_memory
+from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
+from offloadtrain.transfer.seeded import SeededLanes
+from offloadtrain.transfer.threads import ThreadLanes
+from tests.distributed.conftest import Run
+from tests.distributed.reference import DataParallelRun, whole_state
+from tests.numerics.models import MODELS, Chain, batches, loss_of
+from tests.numerics.test_offload import DTYPES, train
+
+LANES = {
+    "in order": SequentialLanes,
+    "threads": lambda: ThreadLanes(seed=dist.get_rank(), longest_delay_ms=1.0),
+    "seeded": lambda: SeededLanes(dist.get_rank()),
+    "late": lambda: SeededLanes(dist.get_rank(), late=True),
+}
+
+
+def own_batches(count: int) -> list[torch.Tensor]:
+    """As many of this rank's own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return batches(count * size)[rank::size]
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(dist.get_rank())  # rank 0's weights have to become everybody's
+    return MODELS[name]()
+
+
+def same_start(model: nn.Module) -> nn.Module:
+    """A copy with the weights of rank 0."""
+    twin = copy.deepcopy(model)
+    for param in twin.parameters():
+        dist.broadcast(param.data, 0)
+    return twin
+
+
+def compare(
+    name: str,
+    precision: str = "bf16",
+    *,
+    lanes: str = "in order",
+    accum: int = 1,
+    clip: float | None = 0.5,
+    steps: int = 4,
+    explicit: bool = True,
+    reduction: str = "working",
+    **options: Any,
+) -> None:
+    """On one rank: losses, norms, weights, masters and moments."""
+    model = model_of(name)
+    twin = same_start(model)
+    chosen: Lanes = LANES[lanes]()
+    chosen.poison = True
+    with on_lanes(chosen):
+        optimizer = ot.offload(
+            model,
+            ot.AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+            device="cpu",
+            precision=precision,
+            clip_norm=clip,
+            grad_accum_steps=accum,
+            reduction=reduction,
+            **options,
+        )
+    run = DataParallelRun(twin, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale)
+    run.follow(optimizer, torch.float32 if reduction == "fp32" else None)
+    stream = own_batches(steps * accum)
+    micros = [stream[step * accum : (step + 1) * accum] for step in range(steps)]
+    # All of the reference first: its collectives must not meet those that a lane puts off.
+    expected = [run.step(micro, loss_of) for micro in micros]
+    for step, micro in enumerate(micros):
+        assert train(optimizer, model, micro, explicit=explicit) == expected[step], step
+        assert optimizer.grad_norm == run.norms[step], step
+    assert run.skipped < steps
+    optimizer.synchronize()
+    for name, param in model.named_parameters():
+        if not param.isnan().any():  # of a streamed block without a slot
+            assert torch.equal(param, run.params[name]), name
+    for key, expect in {
+        "master": run.master,
+        "exp_avg": run.moment,
+        "exp_avg_sq": run.moment,
+    }.items():
+        for name, value in whole_state(optimizer, key).items():
+            of_reference = expect(name) if key == "master" else expect(name, key)
+            assert torch.equal(value, of_reference), (name, key)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_as_resident_data_parallelism(ranks: Run, size: int, name: str) -> None:
+    ranks(size, compare, name)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("lanes", LANES)
+def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
+    steps = 10 if precision == "fp16" else 4
+    ranks(2, compare, "chain", precision, lanes=lanes, zero_stage=stage, steps=steps)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("reduction", ["working", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_microbatches_and_wide_sums(ranks: Run, size: int, reduction: str, precision: str) -> None:
+    ranks(size, compare, "tied", precision, accum=2, reduction=reduction)
+    ranks(size, compare, "frozen", precision, accum=2, reduction=reduction, clip=None)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("update", ["speculative", "early"])
+@pytest.mark.parametrize("lanes", ["threads", "seeded"])
+def test_update_modes(ranks: Run, lanes: str, update: str, stage: int) -> None:
+    chosen: dict[str, Any] = {"update": update, "clip": 1e9}
+    if update == "early":
+        chosen = {"clip": None, "skip_nonfinite": False}
+    ranks(2, compare, "chain", lanes=lanes, zero_stage=stage, steps=6, accum=2, **chosen)
+    ranks(2, compare, "two heads", lanes=lanes, zero_stage=stage, steps=6, **chosen)
+
+
+@pytest.mark.parametrize("name", ["chain", "frozen", "shared", "tied"])
+@pytest.mark.parametrize("activation", ["keep", "recompute", "offload"])
+def test_weights_in_shards_on_the_host(ranks: Run, name: str, activation: str) -> None:
+    ranks(2, compare, name, lanes="threads", working="host", zero_stage=3, activation=activation)
+    ranks(4, compare, name, working="host", zero_stage=3, activation=activation, accum=2)
+
+
+def test_wrong_guesses(ranks: Run) -> None:
+    ranks(2, compare, "chain", update="speculative", clip=0.1, zero_stage=3, steps=6)
+
+
+def test_plain_backward(ranks: Run) -> None:
+    ranks(2, compare, "chain", accum=2, explicit=False)
+    ranks(2, compare, "unusual", explicit=False)
+
+
+def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:
+    """Train on this rank; every bit that can be asked for, as bytes."""
+    device_memory.STAGING_BYTES = pieces
+    torch.manual_seed(0)
+    model = Chain(4)
+    accum = options.get("grad_accum_steps", 1)
+    with on_lanes(ThreadLanes(seed=dist.get_rank(), longest_delay_ms=0.5)):
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", clip_norm=0.5, **options)
+    losses = []
+    stream = own_batches(6 * accum)
+    for step in range(6):
+        losses.append(train(optimizer, model, stream[step * accum : (step + 1) * accum]))
+    kept = {
+        name: {k: v.clone() for k, v in state.items()} for name, state in optimizer.named_state()
+    }
+    assert optimizer.last_step is not None
+    optimizer.close()
+    device_memory.STAGING_BYTES = 64 << 20
+    return {"losses": losses, "norm": optimizer.last_step.grad_norm, "state": kept}
+
+
+def same_runs(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = run_of(**one), run_of(**other)
+    assert first["losses"] == second["losses"]
+    assert first["norm"] == second["norm"]
+    for name, state in first["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, second["state"][name][key]), (name, key)
+
+
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_placements_change_no_bit(ranks: Run, state: str, accum: int) -> None:
+    plain = {"state": state, "grad_accum_steps": accum}
+    for other in (
+        {"zero_stage": 1},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "working": "host"},
+        {"zero_stage": 3, "resident_blocks": 2},
+        {"update": "speculative"},
+        {"zero_stage": 3, "update": "speculative", "working": "host"},
+    ):
+        ranks(2, same_runs, plain, plain | other)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_delayed_is_the_same_in_all_placements(ranks: Run, stage: int) -> None:
+    plain = {"update": "delayed", "warmup_steps": 1, "zero_stage": 1}
+    ranks(2, same_runs, plain, plain | {"zero_stage": stage})
+
+
+def test_pieces_change_no_bit_between_two_ranks(ranks: Run) -> None:
+    """With two addends the order of the sum is no question, so that cuts cannot matter."""
+    for options in ({}, {"grad_accum_steps": 2}, {"reduction": "fp32"}, {"state": "int8"}):
+        ranks(2, same_runs, options, options | {"pieces": 1024})
+
+
+def against_one_process(size: int) -> None:
+    """Mean of ranks' losses and the weights: those of one process with all the batches."""
+    torch.manual_seed(0)
+    model, resident = Chain(), Chain()
+    resident.load_state_dict(model.state_dict())
+    chosen = {"device": "cpu", "precision": "fp32", "clip_norm": 0.5}
+    sharded = ot.offload(model, ot.AdamW(lr=1e-3), **chosen)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    single = ot.offload(resident, ot.AdamW(lr=1e-3), process_group=alone, **chosen)
+    stream = batches(50 * size)
+    for step in range(50):
+        of_all = stream[step * size : (step + 1) * size]
+        losses = torch.tensor(train(sharded, model, [of_all[dist.get_rank()]]))
+        dist.all_reduce(losses)
+        # One microbatch: windows of equal length, so that the mean of means is the mean.
+        expected = train(single, resident, [torch.cat(of_all)])
+        assert abs(losses.item() / size - expected[0]) < 1e-5 * expected[0]
+        if step == 0:
+            assert sharded.grad_norm == pytest.approx(single.grad_norm, rel=1e-6)
+    sharded.close()
+    single.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_ranks_are_one(ranks: Run, size: int) -> None:
+    ranks(size, against_one_process, size)
+
+
+def against_torch(size: int) -> None:
+    """DDP and FSDP2 under torch's AdamW, the same model and batches."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    ours, ddp, fsdp = Chain(), Chain(), Chain()
+    for other in (ddp, fsdp):
+        other.load_state_dict(ours.state_dict())
+    wrapped = DistributedDataParallel(ddp)
+    for layer in fsdp.layers:
+        fully_shard(layer)
+    fully_shard(fsdp)
+    optimizer = ot.offload(ours, ot.AdamW(lr=1e-3), device="cpu", precision="fp32")
+    others = [(wrapped, torch.optim.AdamW(ddp.parameters(), lr=1e-3))]
+    others.append((fsdp, torch.optim.AdamW(fsdp.parameters(), lr=1e-3)))
+    for tokens in own_batches(20):
+        (mine,) = train(optimizer, ours, [tokens])
+        for model, adam in others:
+            loss = loss_of(model, tokens)
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            assert abs(loss.item() - mine) < 1e-5 * mine
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ddp_and_fsdp2_agree(ranks: Run, size: int) -> None:
+    ranks(size, against_torch, size)

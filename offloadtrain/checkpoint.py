@@ -11,6 +11,12 @@ renamed and its parent fsynced. Only after that may older checkpoints be pruned.
 the newest folder whose name is complete is whole, and a crash costs at most what was being written.
 Disks also lie, so a checkpoint is trusted only after its hashes were verified; if they do not hold,
 the one before it is used.
+
+[Note: Shards in a checkpoint]
+Each rank writes what it holds into files of its own, all of them into one folder, which their hosts
+share; rank 0 writes the rest, and commits once every rank has said that its files are there. A
+tensor is known by the name of its parameter and, where it is not all of it, by its range of
+elements in the order of the parameter's memory: any number of ranks reads what any number wrote.
 """
 
 from __future__ import annotations
@@ -21,8 +27,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -32,12 +38,21 @@ import torch
 from safetensors import safe_open
 
 from offloadtrain import durable, tensor_file, units
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.distributed import ALONE, UNTRAINED, Extent, Ranks
+from offloadtrain.manifest import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    VERSION,
+    CheckpointError,
+    DamagedCheckpointError,
+    digest_of,
+    file_entry,
+    read_manifest,
+    verify_file,
+)
 
-FORMAT = "offloadtrain-checkpoint"
-VERSION = 1
 GROUP_BYTES = 1 << 30
-MANIFEST, STATE = "manifest.json", "state.json"
 
 _COMPLETE = re.compile(r"step-(\d{8})")
 _UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+|\.trash-.*")
@@ -45,21 +60,20 @@ _UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+|\.trash-.*")
 Tensors = dict[str, torch.Tensor]
 
 
-class CheckpointError(OffloadTrainError):
-    """A checkpoint cannot be written, or does not belong to this model or version."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, cut short or changed; an older one may be good."""
-
-
 class OffloadedState(Protocol):
-    """What a checkpoint needs of an optimizer; tensors are views of host memory, not copies."""
+    """What a checkpoint needs of an optimizer: state of trained parameters, and `UNTRAINED` of what
+    it holds shards of beside them. Tensors are views of host memory, not copies.
+
+    Where an extent is not the whole parameter, its tensors are 1-D.
+    """
 
     param_groups: list[dict[str, Any]]
 
+    def extents(self) -> Mapping[str, Extent]: ...
     def named_state(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]: ...
-    def load_named_state(self, name: str, state: Mapping[str, torch.Tensor]) -> None: ...
+    def load_named_state(
+        self, name: str, state: Mapping[str, torch.Tensor], *, lo: int | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +101,15 @@ def save(
     state: Mapping[str, Any],
     *,
     group_bytes: int = GROUP_BYTES,
+    ranks: Ranks = ALONE,
 ) -> Saved:
-    """Write `folder/step-<step>`; see [Note: Commit protocol].
+    """Write `folder/step-<step>`; see [Note: Commit protocol] and [Note: Shards in a checkpoint].
 
-    The optimizer must be synchronized, and nothing may change it before this returns.
+    The optimizer must be synchronized, and nothing may change it before this returns. Every rank
+    calls this, and every rank fails if one does.
 
     Args:
-        state: what is not a tensor; must survive JSON.
+        state: what is not a tensor; must survive JSON; rank 0's is kept.
         group_bytes: a file holds whole parameters, and ends when it has reached this size.
 
     Raises:
@@ -102,21 +118,48 @@ def save(
     """
     started = time.perf_counter()
     final = folder / f"step-{step:08d}"
-    unfinished = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
+    unfinished = ranks.tell(folder / f"{final.name}.tmp-{secrets.token_hex(4)}")
     try:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        clean(folder)
-        _check_space(folder, _tensor_bytes(model, optimizer))
-        os.mkdir(unfinished, 0o700)
-        num_bytes = _write(unfinished, step, model, optimizer, state, group_bytes)
-        durable.rename_folder(unfinished, final)
-    except OSError as error:
-        _remove_quietly(unfinished)
-        raise CheckpointError(_save_failure(final, error)) from error
+        with _together(ranks, final):
+            if ranks.rank == 0:
+                _make(unfinished)
+        with _together(ranks, final):
+            _check_space(folder, _tensor_bytes(model, optimizer, ranks), ranks)
+            files, described = _write(unfinished, model, optimizer, ranks, group_bytes)
+        of_ranks = ranks.gather((files, described))
+        with _together(ranks, final):
+            if ranks.rank == 0:
+                manifest = _manifest(step, model, optimizer, of_ranks)
+                _commit(unfinished, final, manifest, state)
     except BaseException:
-        _remove_quietly(unfinished)
+        if ranks.rank == 0:
+            _remove_quietly(unfinished)
         raise
+    num_bytes = sum(record.num_bytes for files, _ in of_ranks for record in files.values())
     return Saved(final, num_bytes, time.perf_counter() - started)
+
+
+@contextmanager
+def _together(ranks: Ranks, final: Path) -> Iterator[None]:
+    """What fails here on one rank fails on all of them."""
+    failed: Exception | None = None
+    message = None
+    try:
+        yield
+    except CheckpointError as error:
+        failed, message = error, str(error)
+    except OSError as error:
+        failed, message = error, _save_failure(final, error)
+    for rank, other in enumerate(ranks.gather(message)):
+        if other is not None:
+            where = "" if ranks.alone else f"rank {rank}: "
+            raise CheckpointError(where + other) from failed
+
+
+def _make(unfinished: Path) -> None:
+    os.makedirs(unfinished.parent, 0o700, exist_ok=True)
+    clean(unfinished.parent)
+    os.mkdir(unfinished, 0o700)
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
@@ -155,17 +198,21 @@ def step_of(path: Path) -> int:
 
 
 def newest_good(
-    folder: Path, on_damaged: Callable[[Path, DamagedCheckpointError], None]
+    folder: Path,
+    on_damaged: Callable[[Path, DamagedCheckpointError], None],
+    ranks: Ranks = ALONE,
 ) -> Checkpoint | None:
     """Return the newest checkpoint that verifies, or None; reports each damaged one it passes.
+
+    Every rank calls this and gets the same answer.
 
     Raises:
         CheckpointError: the newest was written by a newer version of the format. It is good, so
             it is not passed over for an older one.
     """
-    for path in find(folder):
+    for path in ranks.tell(find(folder)):
         try:
-            return verify(path)
+            return verify(path, ranks)
         except DamagedCheckpointError as damage:
             on_damaged(path, damage)
     return None
@@ -178,21 +225,29 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def verify(path: Path) -> Checkpoint:
-    """Read every file of a checkpoint once and compare it with the manifest.
+def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
+    """Read every file of a checkpoint once, on one of the ranks, and compare it with the manifest.
 
     Raises:
         DamagedCheckpointError: a file is missing, unreadable, cut short or changed.
         CheckpointError: a newer version of the format.
     """
-    manifest = _read_manifest(path)
-    if manifest["version"] > VERSION:
-        raise CheckpointError(
-            f"{path} has checkpoint format version {manifest['version']}; this offloadtrain reads "
-            f"up to version {VERSION}. Use the version of offloadtrain that wrote it, or newer."
-        )
-    for name, expected in manifest["files"].items():
-        _verify_file(path / name, expected)
+    damaged: DamagedCheckpointError | None = None
+    try:
+        manifest = read_manifest(path)
+        if manifest["version"] > VERSION:
+            raise CheckpointError(
+                f"{path} has checkpoint format version {manifest['version']}; this offloadtrain "
+                f"reads up to version {VERSION}. Use the version of offloadtrain that wrote it, or "
+                "newer."
+            )
+        for name, expected in sorted(manifest["files"].items())[ranks.rank :: ranks.size]:
+            verify_file(path / name, expected)
+    except DamagedCheckpointError as error:
+        damaged = error
+    of_ranks = ranks.gather(None if damaged is None else str(damaged))
+    if message := next(filter(None, of_ranks), None):
+        raise DamagedCheckpointError(message) from damaged
     state = json.loads((path / STATE).read_bytes())
     return Checkpoint(path, manifest["step"], manifest, state)
 
@@ -206,15 +261,35 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Offloaded
         CheckpointError: the checkpoint is of another model; nothing was loaded.
     """
     _check_same_model(checkpoint, model, optimizer)
-    untrained = _untrained(model, optimizer)
-    for name, owners in _by_file(checkpoint.manifest).items():
+    untrained, extents = _untrained(model, optimizer), optimizer.extents()
+    for name, pieces in _by_file(checkpoint.manifest).items():
+        wanted = {piece: kinds for piece, kinds in pieces.items() if _touches(piece, extents)}
+        if not wanted:
+            continue
         with safe_open(checkpoint.path / name, framework="pt") as file, torch.no_grad():
-            for owner, kinds in owners.items():
+            for (owner, lo, _), kinds in wanted.items():
                 loaded = {kind: file.get_tensor(f"{kind}/{owner}") for kind in kinds}
-                if "untrained" in loaded:
-                    untrained[owner].copy_(loaded["untrained"])
+                if owner in extents:
+                    optimizer.load_named_state(owner, loaded, lo=lo)
                 else:
-                    optimizer.load_named_state(owner, loaded)
+                    _part(untrained[owner], lo, loaded[UNTRAINED]).copy_(loaded[UNTRAINED])
+
+
+def _part(whole: torch.Tensor, lo: int | None, piece: torch.Tensor) -> torch.Tensor:
+    """Where in a dense tensor a piece that begins at element `lo` belongs; None: all of it."""
+    if lo is None:
+        return whole
+    return whole.as_strided((whole.numel(),), (1,))[lo : lo + piece.numel()]
+
+
+_Piece = tuple[str, int | None, int | None]
+"""Owner, first element, and the one behind the last; None: all of it."""
+
+
+def _touches(piece: _Piece, extents: Mapping[str, Extent]) -> bool:
+    owner, lo, hi = piece
+    own = extents.get(owner)
+    return own is None or lo is None or hi is None or (lo < own.hi and own.lo < hi)
 
 
 def fingerprint(model: torch.nn.Module, optimizer: OffloadedState) -> str:
@@ -225,42 +300,83 @@ def fingerprint(model: torch.nn.Module, optimizer: OffloadedState) -> str:
 # ---- writing
 
 
+_Files = dict[str, durable.FileRecord]
+_Described = list[dict[str, Any]]
+
+
 def _write(
     folder: Path,
+    model: torch.nn.Module,
+    optimizer: OffloadedState,
+    ranks: Ranks,
+    group_bytes: int,
+) -> tuple[_Files, _Described]:
+    """Write this rank's tensors; return its files and what they hold."""
+    files: _Files = {}
+    described: _Described = []
+    extents, of_rank = optimizer.extents(), "" if ranks.alone else f"r{ranks.rank:03d}-"
+    for number, group in enumerate(_groups(_owned(model, optimizer, ranks), group_bytes)):
+        name = f"tensors-{of_rank}{number:05d}.safetensors"
+        files[name] = durable.write_file(folder / name, tensor_file.file_parts(group))
+        described += [_description(name, key, tensor, extents) for key, tensor in group.items()]
+    durable.sync_folder(folder)
+    return files, described
+
+
+def _manifest(
     step: int,
     model: torch.nn.Module,
     optimizer: OffloadedState,
-    state: Mapping[str, Any],
-    group_bytes: int,
-) -> int:
-    """Write all files into an empty folder and return their total size."""
-    files: dict[str, durable.FileRecord] = {}
-    described: list[dict[str, Any]] = []
-    for number, group in enumerate(_groups(_owned(model, optimizer), group_bytes)):
-        name = f"tensors-{number:05d}.safetensors"
-        files[name] = durable.write_file(folder / name, tensor_file.file_parts(group))
-        described += [_description(name, key, tensor) for key, tensor in group.items()]
-    files[STATE] = durable.write_file(folder / STATE, [json.dumps(state, indent=1).encode()])
-    manifest = {
+    of_ranks: Sequence[tuple[_Files, _Described]],
+) -> dict[str, Any]:
+    """Without its hash, and without the file of the state."""
+    return {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
         "fingerprint": fingerprint(model, optimizer),
-        "files": {name: _file_entry(record) for name, record in files.items()},
-        "tensors": described,
+        "files": {name: file_entry(one) for files, _ in of_ranks for name, one in files.items()},
+        "tensors": [entry for _, described in of_ranks for entry in described],
     }
-    manifest["sha256"] = _digest(manifest)
-    last = durable.write_file(folder / MANIFEST, [json.dumps(manifest, indent=1).encode()])
-    durable.sync_folder(folder)
-    return last.num_bytes + sum(record.num_bytes for record in files.values())
 
 
-def _owned(model: torch.nn.Module, optimizer: OffloadedState) -> Iterator[tuple[str, Tensors]]:
-    """Yield (owner, its tensors by kind): trained parameters first, then all other state."""
+def _commit(
+    unfinished: Path, final: Path, manifest: dict[str, Any], state: Mapping[str, Any]
+) -> None:
+    """Write state and manifest, and give the folder its name."""
+    text = json.dumps(state, indent=1).encode()
+    manifest["files"][STATE] = file_entry(durable.write_file(unfinished / STATE, [text]))
+    manifest["sha256"] = digest_of(manifest)
+    durable.write_file(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    durable.sync_folder(unfinished)
+    durable.rename_folder(unfinished, final)
+
+
+def _description(
+    file: str, key: str, tensor: torch.Tensor, extents: Mapping[str, Extent]
+) -> dict[str, Any]:
+    kind, owner = key.split("/", 1)
+    dtype = tensor_file.dtype_name(key, tensor.dtype)
+    entry = {"name": owner, "kind": kind, "dtype": dtype, "shape": [*tensor.shape], "file": file}
+    extent = extents.get(owner)
+    if extent is not None and not extent.whole:
+        entry |= {"range": [extent.lo, extent.hi], "of": [*extent.shape]}
+    return entry
+
+
+def _owned(
+    model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks
+) -> Iterator[tuple[str, Tensors]]:
+    """Yield (owner, its tensors by kind): what this rank holds of trained parameters, then, on rank
+    0, all other state."""
+    extents = optimizer.extents()
     for name, state in optimizer.named_state():
-        yield name, dict(state)
+        if extents[name].whole or extents[name].lo < extents[name].hi:
+            yield name, dict(state)
+    if ranks.rank:
+        return
     for name, tensor in _untrained(model, optimizer).items():
-        yield name, {"untrained": tensor}
+        yield name, {UNTRAINED: tensor}
 
 
 def _groups(owned: Iterator[tuple[str, Tensors]], group_bytes: int) -> Iterator[Tensors]:
@@ -277,7 +393,7 @@ def _groups(owned: Iterator[tuple[str, Tensors]], group_bytes: int) -> Iterator[
 
 def _untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     """Return the parameters that the optimizer does not hold, and the persistent buffers."""
-    trained = {name for name, _ in optimizer.named_state()}
+    trained = optimizer.extents()
     found: Tensors = {name: p for name, p in model.named_parameters() if name not in trained}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -286,27 +402,14 @@ def _untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     return found
 
 
-def _description(file: str, key: str, tensor: torch.Tensor) -> dict[str, Any]:
-    kind, owner = key.split("/", 1)
-    dtype = tensor_file.dtype_name(key, tensor.dtype)
-    return {"name": owner, "kind": kind, "dtype": dtype, "shape": [*tensor.shape], "file": file}
+def _tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
+    owned = _owned(model, optimizer, ranks)
+    return sum(tensor.nbytes for _, tensors in owned for tensor in tensors.values())
 
 
-def _file_entry(record: durable.FileRecord) -> dict[str, Any]:
-    return {"bytes": record.num_bytes, "sha256": record.sha256}
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the hash of a manifest without its own "sha256", whatever its layout as text."""
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState) -> int:
-    return sum(t.nbytes for _, tensors in _owned(model, optimizer) for t in tensors.values())
-
-
-def _check_space(folder: Path, num_bytes: int) -> None:
+def _check_space(folder: Path, num_bytes: int, ranks: Ranks) -> None:
+    """All ranks write to one disk."""
+    num_bytes = int(ranks.exchange([num_bytes]).sum())
     disk = os.statvfs(folder)
     free, needed = disk.f_bavail * disk.f_frsize, int(num_bytes * 1.05) + (1 << 20)
     if free < needed:
@@ -332,43 +435,19 @@ def _remove_quietly(folder: Path) -> None:
 # ---- reading
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        if manifest["sha256"] == _digest(manifest) and manifest["format"] == FORMAT:
-            return dict(manifest)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: {error!r}") from error
-    raise DamagedCheckpointError(f"{path / MANIFEST} does not match its own hash")
-
-
-def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
-    try:
-        found = durable.hash_file(path)
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if found.num_bytes != expected["bytes"]:
-        raise DamagedCheckpointError(
-            f"{path} has {found.num_bytes} bytes, the manifest says {expected['bytes']}"
-        )
-    if found.sha256 != expected["sha256"]:
-        raise DamagedCheckpointError(f"{path} has changed since it was written (sha256 differs)")
-
-
-def _by_file(manifest: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Return file -> owner -> kinds."""
-    files: dict[str, dict[str, list[str]]] = {}
+def _by_file(manifest: Mapping[str, Any]) -> dict[str, dict[_Piece, list[str]]]:
+    """Return file -> piece -> kinds."""
+    files: dict[str, dict[_Piece, list[str]]] = {}
     for entry in manifest["tensors"]:
-        owners = files.setdefault(entry["file"], {})
-        owners.setdefault(entry["name"], []).append(entry["kind"])
+        pieces = files.setdefault(entry["file"], {})
+        piece = (entry["name"], *entry.get("range", (None, None)))
+        pieces.setdefault(piece, []).append(entry["kind"])
     return files
 
 
 def _shapes(model: torch.nn.Module, optimizer: OffloadedState) -> dict[str, list[int]]:
-    return {
-        owner: list(next(iter(tensors.values())).shape)
-        for owner, tensors in _owned(model, optimizer)
-    }
+    trained = {name: [*extent.shape] for name, extent in optimizer.extents().items()}
+    return trained | {name: [*x.shape] for name, x in _untrained(model, optimizer).items()}
 
 
 def _fingerprint_of(shapes: Mapping[str, list[int]]) -> str:
@@ -381,7 +460,8 @@ def _check_same_model(
     mine = _shapes(model, optimizer)
     if _fingerprint_of(mine) == checkpoint.manifest["fingerprint"]:
         return
-    saved = {entry["name"]: entry["shape"] for entry in checkpoint.manifest["tensors"]}
+    tensors = checkpoint.manifest["tensors"]
+    saved = {entry["name"]: entry.get("of", entry["shape"]) for entry in reversed(tensors)}
     names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
     lines = [f"  {n}: {_shape(saved, n)} in the checkpoint, {_shape(mine, n)} here" for n in names]
     more = [f"  and {len(names) - 5} more"] if len(names) > 5 else []

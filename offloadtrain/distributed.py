@@ -14,7 +14,9 @@ it never meets them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,11 +27,31 @@ from torch import Tensor
 from offloadtrain.errors import OffloadTrainError
 
 Group = dist.ProcessGroup
+# torch 2.13 has given both a new name and deprecates the old one.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _T = TypeVar("_T")
 
 
 class RankError(OffloadTrainError):
     """Ranks do not do the same thing, or one of them cannot go on."""
+
+
+UNTRAINED = "untrained"
+"""What the values of a parameter without state are called beside the fields of a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Elements [lo, hi) of a parameter of `shape`, in the order of its memory."""
+
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+
+    @property
+    def whole(self) -> bool:
+        return self.hi - self.lo == math.prod(self.shape)
 
 
 class Ranks:
@@ -97,13 +119,13 @@ class Ranks:
         """Sum over ranks, in place: afterwards this rank's shard of `whole` (n,) holds its sum, the
         rest is undefined. In the order of the current stream."""
         lo, hi = self.shard(whole.numel())
-        dist.reduce_scatter_tensor(whole[lo:hi], whole, group=self._groups[0])
+        reduce_scatter_single(whole[lo:hi], whole, group=self._groups[0])
 
     def all_gather(self, whole: Tensor) -> None:
         """In place: every rank's shard of `whole` (n,) to every rank. In the order of the current
         stream."""
         lo, hi = self.shard(whole.numel())
-        dist.all_gather_into_tensor(whole, whole[lo:hi], group=self._groups[0])
+        all_gather_single(whole, whole[lo:hi], group=self._groups[0])
 
     def exchange(self, row: Sequence[float] | Tensor) -> Tensor:
         """A few numbers from every rank.
@@ -118,7 +140,7 @@ class Ranks:
         if self.alone:
             return own.clone()
         rows = torch.empty(self.size, own.shape[1], dtype=torch.float64)
-        dist.all_gather_into_tensor(rows, own, group=self._groups[1])
+        all_gather_single(rows, own, group=self._groups[1])
         return rows
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -18,13 +18,14 @@ from offloadtrain import events, kernels
 from offloadtrain.alerts import Alerts
 from offloadtrain.assembly import Parts
 from offloadtrain.calibrate import bandwidth
-from offloadtrain.checkpoint import CheckpointError, Saved
+from offloadtrain.checkpoint import Saved
 from offloadtrain.config import Config
 from offloadtrain.console import Console, StepLine
 from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.event_writer import EventWriter
 from offloadtrain.footprint import state_bytes
+from offloadtrain.manifest import CheckpointError
 from offloadtrain.memory import Tier
 from offloadtrain.nvml import Nvml
 from offloadtrain.optim import FORMATS

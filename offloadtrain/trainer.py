@@ -25,13 +25,13 @@ from torch import Tensor
 
 from offloadtrain import checkpoint, rng
 from offloadtrain.assembly import Parts
-from offloadtrain.checkpoint import CheckpointError, DamagedCheckpointError
 from offloadtrain.config import Config
 from offloadtrain.control import Requests
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.errors import ConfigError, OffloadTrainError
+from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim.schedule import learning_rate
 from offloadtrain.progress import Progress, StepClock

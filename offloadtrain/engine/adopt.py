@@ -107,10 +107,7 @@ def _move_to_host(bucket: Bucket) -> None:
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
         lo, hi = bucket.piece(slot)
-        start = slot.offset + lo - bucket.lo
-        target = bucket.visible.flat[start : start + hi - lo] if lo < hi else None
-        if target is not None:
-            target.copy_(slot.flattened(slot.param.data.to(bucket.dtype))[lo:hi])
+        bucket.weights_of(slot).copy_(slot.flattened(slot.param.data.to(bucket.dtype))[lo:hi])
         if bucket.shard_numel == bucket.numel:
             slot.param.data = slot.view(bucket.visible.flat)
 

@@ -160,6 +160,12 @@ class Bucket:
         """The other copy of the state becomes the state."""
         self.state, self.other = self.other, self.state
 
+    def weights_of(self, slot: Slot) -> Tensor:
+        """What the shard holds of a parameter's weights, where loads read them: (n,)."""
+        lo, hi = self.piece(slot)
+        start = slot.offset + lo - self.lo if lo < hi else 0
+        return self.visible.flat[start : start + hi - lo]
+
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
         """What the shard holds of a parameter's state: 1-D pieces of the buffers, in the order of
         the fields."""

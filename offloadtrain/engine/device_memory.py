@@ -127,7 +127,8 @@ def staging_bytes(buckets: Sequence[Bucket], settings: Settings) -> int:
 
 def host_staging_bytes(buckets: Sequence[Bucket]) -> int:
     """Of one slot for gradients and weights on the host."""
-    return min(max(b.shard_numel * b.dtype.itemsize for b in buckets), STAGING_BYTES)
+    largest = max(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets)
+    return max(min(largest, STAGING_BYTES), ALIGN * 4)
 
 
 def make_reduction(
@@ -153,11 +154,10 @@ def make_reduction(
     take: TakeStaging
     if settings.zero_stage == 1 and not ranks.alone:
         whole = Reserved("gradients", lanes, lambda nbytes: map_one("gradients", nbytes))
-        take = lambda bucket, numel, dtype: whole.take(bucket.name, numel, dtype, Lane.COMPUTE)  # noqa: E731
-        slot_bytes = max(b.numel * _reduced_in(b, settings).itemsize for b in buckets)
+        take = lambda key, numel, dtype: whole.take(key, numel, dtype, Lane.COMPUTE)  # noqa: E731
     else:
         slots = ring("gradient staging", slot_bytes)
-        take = lambda bucket, numel, dtype: slots.take(numel, dtype, Lane.COMPUTE)  # noqa: E731
+        take = lambda key, numel, dtype: slots.take(numel, dtype, Lane.COMPUTE)  # noqa: E731
     return Reduction(
         lanes,
         collectives,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.distributed import UNTRAINED, Extent
 from offloadtrain.engine.adopt import ParamInit, set_master
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
@@ -19,6 +20,7 @@ from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.settings import Settings
+from offloadtrain.kernels import BLOCK
 from offloadtrain.memory import Arena, Ledger
 from offloadtrain.optim import UpdateRule, recognise
 from offloadtrain.optim.formats import Field
@@ -199,27 +201,48 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.finish_load(step=int(steps.pop()), scaler=state_dict.get("scaler"))
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(parameter name, the tensors of its state): views of host memory, at rest."""
+        """(parameter name, the tensors of its state): views of host memory, at rest. Of frozen
+        parameters in shards: their weights."""
         self.synchronize()
         for _, slot in self._slots():
             entry = self.state[slot.param]
             yield slot.name, {name: x for name, x in entry.items() if name != "step"}
+        for bucket, slot in self._frozen_shards():
+            yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
 
-    def load_named_state(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copy one parameter's state in; `finish_load` makes it effective.
+    def extents(self) -> dict[str, Extent]:
+        """What this rank holds of every trained parameter, and of frozen ones in shards."""
+        held = [*self._slots(), *self._frozen_shards()]
+        return {slot.name: Extent(slot.shape, *bucket.piece(slot)) for bucket, slot in held}
+
+    def load_named_state(
+        self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
+    ) -> None:
+        """Copy state of one parameter in, as far as this rank holds it; `finish_load` makes it
+        effective.
 
         State of another format is converted, rounded to nearest where this one is narrower.
+
+        Args:
+            tensors: of the parameter's shape; or 1-D, of its elements from `lo` on, a multiple of
+                128, in the order of its memory. Scales: one value per 128 elements.
 
         Raises:
             EngineError: for an unknown parameter, a missing tensor or another shape.
         """
         self.synchronize()
+        frozen = next(((b, s) for b, s in self._frozen_shards() if s.name == name), None)
+        if frozen is not None:
+            _load_weights(*frozen, tensors[UNTRAINED], lo)
+            return
         found = next(((b, s) for b, s in self._slots() if s.name == name), None)
         if found is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
-        self._load_slot(*found, tensors)
+        self._load_slot(*found, tensors, lo)
 
-    def _load_slot(self, bucket: Bucket, slot: Slot, tensors: Mapping[str, Tensor]) -> None:
+    def _load_slot(
+        self, bucket: Bucket, slot: Slot, tensors: Mapping[str, Tensor], lo: int | None
+    ) -> None:
         given = {key: value for key, value in tensors.items() if key != "step"}
         moments = self._rule.moments
         source = recognise(given, moments)
@@ -228,8 +251,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise EngineError(
                 f"'{slot.name}' needs {wanted}, the state has {', '.join(given) or 'nothing'}"
             )
-        flat = tuple(_taken(slot, field, given[field.name]) for field in source.fields(moments))
-        own = bucket.state_of(slot)
+        fields = source.fields(moments)
+        count = slot.numel if lo is None else given[fields[0].name].numel()
+        taken = tuple(_taken(slot, field, given[field.name], lo, count) for field in fields)
+        (first, last), lo = bucket.piece(slot), lo or 0
+        begin, end = max(first, lo), min(last, lo + count)
+        if begin >= end:
+            return
+        flat = _cut(fields, taken, begin - lo, end - lo)
+        own = _cut(bucket.format.fields(moments), bucket.state_of(slot), begin - first, end - first)
         if [x.dtype for x in own] == [x.dtype for x in flat]:
             for mine, value in zip(own, flat, strict=True):
                 mine.copy_(value)
@@ -245,6 +275,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.step_count = step
         self._step_tensor.fill_(step)
         self._engine.emit()
+        self._seal.renew()  # frozen parameters may have been loaded too
 
     def adopt_written_weights(self) -> None:
         """Masters from the working weights that others wrote (`model.load_state_dict`).
@@ -282,6 +313,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]
         return iter(sorted(pairs, key=lambda pair: pair[1].index))
 
+    def _frozen_shards(self) -> list[tuple[Bucket, Slot]]:
+        """Frozen parameters that are nowhere as a whole, but in a device slot at times."""
+        if self.ranks.alone:
+            return []
+        return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]
+
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
             fields = bucket.format.fields(self._rule.moments)
@@ -299,20 +336,41 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ]
 
 
-def _taken(slot: Slot, field: Field, tensor: Tensor) -> Tensor:
+def _load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
+    """What this rank holds of frozen weights, from all of them or a piece of them."""
+    flat = slot.flattened(tensor) if lo is None else tensor
+    (first, last), lo = bucket.piece(slot), lo or 0
+    begin, end = max(first, lo), min(last, lo + flat.numel())
+    if begin < end:
+        bucket.weights_of(slot)[begin - first : end - first].copy_(flat[begin - lo : end - lo])
+
+
+def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
     """A tensor of saved state as (n,), in the order of the parameter's memory."""
-    fits = (
-        tensor.numel() == field.numel(slot.numel)
-        if field.per_block
-        else tuple(tensor.shape) == slot.shape
-    )
+    wanted: tuple[int, ...]
+    if field.per_block:
+        fits, wanted = tensor.numel() == field.numel(count), (field.numel(count),)
+    elif lo is None:
+        fits, wanted = tuple(tensor.shape) == slot.shape, slot.shape
+    else:
+        fits, wanted = tuple(tensor.shape) == (count,) and lo + count <= slot.numel, (count,)
     if not fits:
-        wanted = (field.numel(slot.numel),) if field.per_block else slot.shape
         raise EngineError(
             f"'{slot.name}' needs {field.name} of shape {wanted}, the state has "
             f"{tuple(tensor.shape)}"
         )
-    return tensor.reshape(-1) if field.per_block else slot.flattened(tensor)
+    whole = lo is None and not field.per_block
+    return slot.flattened(tensor) if whole else tensor.reshape(-1)
+
+
+def _cut(
+    fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int
+) -> tuple[Tensor, ...]:
+    """Elements [lo, hi) of each, or the scales of the blocks that they are in."""
+    return tuple(
+        tensor[lo // BLOCK : -(-hi // BLOCK)] if field.per_block else tensor[lo:hi]
+        for field, tensor in zip(fields, tensors, strict=True)
+    )
 
 
 def _release(lanes: Lanes, arena: Arena) -> None:

@@ -13,8 +13,8 @@ from offloadtrain.engine.gather import Delivered, fill, pieces
 from offloadtrain.engine.ring import Lease, Ring
 from offloadtrain.transfer import Event, Lane, Lanes, Range
 
-TakeStaging = Callable[[Bucket, int, torch.dtype], Lease]
-"""(bucket, elements, dtype) → device memory to be written on the compute lane."""
+TakeStaging = Callable[[str, int, torch.dtype], Lease]
+"""(whose piece, elements, dtype) → device memory to be written on the compute lane."""
 
 
 class Reduction:
@@ -63,7 +63,7 @@ class Reduction:
     def _gather(self, bucket: Bucket, delivered: Delivered, lo: int, hi: int) -> Lease:
         """A flat copy of the gradients, zero where there is none, on the compute lane."""
         shards, count = self._collectives.ranks.size, hi - lo
-        lease = self._take(bucket, shards * count, self._reduced_in(bucket))
+        lease = self._take(f"{bucket.name}[{lo}]", shards * count, self._reduced_in(bucket))
         whole = count == bucket.shard_numel
 
         def gather(flat: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offloadtrain as ot
+from offloadtrain.distributed import all_gather_single, reduce_scatter_single
 from tests.numerics.reference import ResidentRun, segment_squares
 
 
@@ -36,8 +37,8 @@ class DataParallelRun(ResidentRun):
             for slot in bucket.slots:
                 slot.view(whole).copy_(grads[slot.name])
             shard = torch.empty(bucket.numel // dist.get_world_size(), dtype=dtype)
-            dist.reduce_scatter_tensor(shard, whole)
-            dist.all_gather_into_tensor(whole, shard)
+            reduce_scatter_single(shard, whole)
+            all_gather_single(whole, shard)
             whole = whole.to(bucket.dtype)
             summed |= {slot.name: slot.view(whole).float() for slot in bucket.slots}
         return summed

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from offloadtrain import checkpoint
-from offloadtrain.checkpoint import CheckpointError, DamagedCheckpointError
+from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from tests.trainer.toy_state import ToyModel, ToyState, filled, same
 
 
@@ -154,7 +154,7 @@ def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
     content = json.loads(manifest.read_text()) | {"version": 2}
-    content["sha256"] = checkpoint._digest(content)
+    content["sha256"] = checkpoint.digest_of(content)
     manifest.write_text(json.dumps(content))
     with pytest.raises(
         CheckpointError, match="format version 2; this offloadtrain reads up to version 1"

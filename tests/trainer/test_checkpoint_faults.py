@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from offloadtrain import checkpoint, durable
-from offloadtrain.checkpoint import CheckpointError
+from offloadtrain.manifest import CheckpointError
 from tests.trainer.faulty_os import FaultyOs, fail_with, kill
 from tests.trainer.toy_state import filled, same
 

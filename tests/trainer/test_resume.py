@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from offloadtrain import events, rng
-from offloadtrain.checkpoint import CheckpointError
 from offloadtrain.config import ConfigError
+from offloadtrain.manifest import CheckpointError
 from offloadtrain.optim import LossScaler
 from offloadtrain.trainer import Trainer
 from tests.trainer.conftest import StopAfter

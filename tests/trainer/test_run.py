@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offloadtrain import checkpoint, config, events
-from offloadtrain.checkpoint import CheckpointError
+from offloadtrain.manifest import CheckpointError
 from offloadtrain.memory import HostMemoryError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.trainer import MAX_SKIPS, TrainingError

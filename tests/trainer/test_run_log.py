@@ -34,6 +34,7 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
         busy_ms={"host": 1.0},
         d2h_bytes=1,
         h2d_bytes=1,
+        comm_bytes=0,
     )
     clock = StepClock()
     clock.lap("forward")

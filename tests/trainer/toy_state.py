@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from offloadtrain.distributed import Extent
+
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -37,7 +39,14 @@ class ToyState:
     def named_state(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
         yield from self.tensors.items()
 
-    def load_named_state(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+    def extents(self) -> dict[str, Extent]:
+        shapes = {name: tensors["master"].shape for name, tensors in self.tensors.items()}
+        return {name: Extent(tuple(shape), 0, shape.numel()) for name, shape in shapes.items()}
+
+    def load_named_state(
+        self, name: str, state: Mapping[str, torch.Tensor], *, lo: int | None = None
+    ) -> None:
+        assert lo is None
         for kind, tensor in state.items():
             self.tensors[name][kind].copy_(tensor)
 

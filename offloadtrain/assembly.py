@@ -15,13 +15,16 @@ from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
+from offloadtrain.distributed import ALONE, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.footprint import state_bytes
 from offloadtrain.memory import HostMemoryError, available_bytes
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.shapes import num_block_params
+from offloadtrain.share import shared
 from offloadtrain.units import format_bytes, parse_bytes
+from offloadtrain.world import Place
 
 PrepareProgress = Callable[[int, int], None]
 
@@ -31,11 +34,15 @@ class Parts:
     """What the loop drives.
 
     Attributes:
+        local: the job of this rank: its part of the global batch.
+        ranks: who trains together; for what the loop itself exchanges.
         precision: of the working weights, with "auto" resolved.
         why: how it was chosen, if it was chosen here.
         val_tokens: None if nothing is held out.
     """
 
+    local: Config
+    ranks: Ranks
     model: Transformer
     optimizer: OffloadOptimizer
     batches: Batches
@@ -45,21 +52,35 @@ class Parts:
     why: str
 
 
-def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts:
-    """Build everything at the state before the first step.
+def assemble(
+    job: Config,
+    on_prepare: PrepareProgress | None = None,
+    ranks: Ranks = ALONE,
+    place: Place | None = None,
+) -> Parts:
+    """Build everything at the state before the first step. Every rank calls this.
+
+    Args:
+        place: of this process among those of its host; default: alone.
 
     Raises:
         ConfigError: the job asks for what this machine or the data does not have.
         DataError, HostMemoryError: from the data and the engine.
     """
-    _set_up_torch(config)
+    config = shared(job, ranks.size)
+    place = place or Place()
     device = resolve_device(config.device.kind)
+    _set_up_torch(config, device, place)
     _bound_process(config.device.process_memory_limit, device)
     precision, why = resolve_precision(config.device.precision, device)
     _check_state(config.optim.state, precision, why)
     _check_skips(config.optim.skip_nonfinite, precision, why)
-    _check_fits(config, device)
+    _check_fits(config, device, place, ranks)
+    if ranks.rank:
+        ranks.barrier()  # rank 0 makes the token files where there are none
     train_tokens, val_tokens = open_tokens(config, on_prepare)
+    if ranks.rank == 0:
+        ranks.barrier()
     for tokens in filter(None, (train_tokens, val_tokens)):
         _check_vocabulary(config, tokens)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
@@ -85,10 +106,14 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
         else config.device.resident_blocks,
         device_memory_limit=_limit(config.device.memory_limit),
         activation=config.device.activation,
+        zero_stage=config.ranks.zero_stage,
+        reduction=config.ranks.reduction,
         param_init_fn=model.initializer(config.train.seed),
         pin_memory=config.device.pin_memory,
     )
     return Parts(
+        local=config,
+        ranks=ranks,
         model=model,
         optimizer=optimizer,
         batches=Batches(
@@ -96,6 +121,8 @@ def assemble(config: Config, on_prepare: PrepareProgress | None = None) -> Parts
             batch=config.train.micro_batch,
             seq_len=config.data.seq_len,
             seed=config.train.seed,
+            rank=ranks.rank,
+            world=ranks.size,
         ),
         train_tokens=train_tokens,
         val_tokens=val_tokens,
@@ -209,22 +236,27 @@ def _cpu_has_bf16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and ask is not None and ask())
 
 
-def _set_up_torch(config: Config) -> None:
-    rng.seed_all(config.train.seed)
-    if config.device.threads:
-        torch.set_num_threads(config.device.threads)
-        kernels.set_threads(config.device.threads)
+def _set_up_torch(config: Config, device: torch.device, place: Place) -> None:
+    rng.seed_all(config.train.seed + place.rank)  # each rank draws its own dropout
+    threads = config.device.threads
+    if not threads and place.local_size > 1 and device.type == "cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) // place.local_size)
+    if threads:
+        torch.set_num_threads(threads)
+        kernels.set_threads(threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
 
 
-def _check_fits(config: Config, device: torch.device) -> None:
+def _check_fits(config: Config, device: torch.device, place: Place, ranks: Ranks) -> None:
     """Refuse before the first byte is allocated, in place of being killed half-way."""
     tiers = state_bytes(config)
-    needed = tiers["host"] | {"weights of one block as built": 4 * _largest_part(config)}
+    needed = {owner: size // ranks.size for owner, size in tiers["host"].items()}
+    needed |= {"weights of one block as built": 4 * _largest_part(config)}
     if device.type == "cpu":
         needed |= tiers["device"]
+    needed = {owner: size * place.local_size for owner, size in needed.items()}
     total, available = sum(needed.values()), available_bytes()
     if total > available:
         parts = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in needed.items())

@@ -11,6 +11,14 @@ from offloadtrain.console import loss_curve
 from offloadtrain.units import format_duration
 
 
+def ended_as(log: Path) -> str | None:
+    """Return the status of the last start in an event log; None where it is not there."""
+    if not log.exists():
+        return None
+    ends = [r.event for r in events.read(log) if isinstance(r.event, events.RunEnded)]
+    return ends[-1].status if ends else None
+
+
 def summary(log: Path) -> str:
     """Return curve, losses and sample from a run's event log, all its starts together."""
     train: dict[int, float] = {}

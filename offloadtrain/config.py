@@ -128,6 +128,20 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksConfig:
+    """What several ranks share out. Without a meaning for one.
+
+    Attributes:
+        zero_stage: 1: optimizer states; 2: and gradients; 3: and the weights of blocks; 0: 3 where
+            `device.working` is "host", else 2.
+        reduction: dtype in which gradients are summed over ranks; "working": that of the weights.
+    """
+
+    zero_stage: int = 0
+    reduction: Literal["working", "fp32"] = "working"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The loop. Zero in an `…_every` key: never.
 
@@ -166,12 +180,13 @@ class Config:
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     device: DeviceConfig = DeviceConfig()
+    ranks: RanksConfig = RanksConfig()
     train: TrainConfig
     runs_dir: str = "runs"
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of one optimizer step on one device."""
+        """Tokens of one optimizer step, on all ranks."""
         return self.train.micro_batch * self.data.seq_len * self.train.grad_accum_steps
 
 
@@ -180,6 +195,7 @@ _SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "optim": OptimConfig,
     "device": DeviceConfig,
+    "ranks": RanksConfig,
     "train": TrainConfig,
 }
 _PLAIN = {"name": str, "runs_dir": str}
@@ -321,6 +337,7 @@ _RULES: dict[str, _Rule] = {
     "optim.min_lr_ratio": _SHARE,
     "optim.delay_warmup_steps": _NOT_NEGATIVE,
     "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
+    "ranks.zero_stage": ((lambda value: 0 <= value <= 3), "0 (as the placement asks), 1, 2 or 3"),
     "device.slots": _at_least(1),
     "device.resident_blocks": ((lambda value: value >= -1), "-1 (by memory_limit) or more"),
     "device.memory_limit": _SIZE,

@@ -77,8 +77,11 @@ class Console:
         *,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        quiet: bool = False,
     ) -> None:
-        """`every_s`: between plain lines; a live line is refreshed ten times a second at most."""
+        """`every_s`: between plain lines; a live line is refreshed ten times a second at most.
+        `quiet`: say nothing: another rank does."""
+        self._quiet = quiet
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._interval_s = 0.1 if self._live else every_s
@@ -112,6 +115,8 @@ class Console:
             self._open = False
 
     def _write(self, text: str) -> None:
+        if self._quiet:
+            return
         with suppress(OSError, ValueError):  # the pipe's reader has left, or the stream is closed
             self._stream.write(text)
             self._stream.flush()

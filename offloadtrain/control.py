@@ -49,6 +49,13 @@ class Requests:
         self._seen_ns = 0
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
+    def waiting(self) -> bool:
+        """Whether the folder has changed since it was last looked through."""
+        try:
+            return os.stat(self._folder).st_mtime_ns != self._seen_ns
+        except OSError:  # somebody removed it: then nobody asks
+            return False
+
     def poll(self) -> list[Request]:
         """New requests, the oldest first; each is moved away and handed out once."""
         try:

@@ -15,6 +15,7 @@ it never meets them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +24,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from offloadtrain.errors import OffloadTrainError
+from offloadtrain.world import Place, Store
 
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.
@@ -179,3 +182,41 @@ class Ranks:
 
 ALONE = Ranks()
 """This process and nobody else."""
+
+
+def connect(place: Place, *, on_gpu: bool, timeout_s: float) -> Store:
+    """Make the default process group; return the store that outlives restarts of the ranks.
+
+    Every attempt has keys of its own: what dead ranks have left there must not be read.
+
+    Args:
+        on_gpu: NCCL beside Gloo, on the GPU of the local rank.
+    """
+    on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    keeps = place.rank == 0 and not on_agent
+    store = TCPStore(host, port, None if on_agent else place.size, keeps, timeout)
+    if on_gpu:
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=attempt_store(store, place),  # type: ignore[arg-type]
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+    )
+    # A connection of its own: one that waits for a key keeps others from asking.
+    return TCPStore(host, port, None, False, timeout)
+
+
+def attempt_store(store: Store, place: Place) -> Store:
+    """Keys of this attempt only."""
+    prefix = f"offloadtrain/attempt{place.attempt}"
+    return PrefixStore(prefix, store)  # type: ignore[arg-type]
+
+
+def disconnect() -> None:
+    """Leave the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -76,7 +76,10 @@ class Step(Event):
         busy_ms: lane → time that it worked, hidden or exposed.
         early_buckets: buckets updated inside backward.
         guessed_right: whether these updates, made on a guess, held; None where nothing was guessed.
-        mfu: share of the device's peak, 0 to 1; None if the peak is not known.
+        mfu: share of the devices' peak, 0 to 1; None if the peak is not known.
+        comm_bytes: that this rank has sent to others in collectives.
+        ranks_ms: in the log of rank 0, by rank, its step without the time that it waited for slower
+            ranks; empty where there is one rank.
     """
 
     KIND: ClassVar[str] = "step"
@@ -100,6 +103,8 @@ class Step(Event):
     mfu: float | None = None
     early_buckets: int = 0
     guessed_right: bool | None = None
+    comm_bytes: int = 0
+    ranks_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -59,3 +60,27 @@ class StepClock:
     @property
     def total_ms(self) -> float:
         return 1e3 * (self._lap - self._began)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the ranks have told each other of a step.
+
+    Attributes:
+        loss: mean over ranks.
+        own_ms: by rank, what its step would have taken without waiting for slower ranks in
+            collectives; the last to arrive waits least.
+        asks: somebody has requests.
+    """
+
+    loss: float
+    own_ms: tuple[float, ...]
+    asks: bool
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[float]]) -> Told:
+        """From (loss, step_ms, comm_ms, stop, asks) of each rank."""
+        losses, steps, comms, _, asks = zip(*(map(float, row) for row in rows), strict=True)
+        least = min(comms)
+        own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
+        return cls(sum(losses) / len(losses), own, any(asks))

@@ -57,6 +57,22 @@ class RunFolder:
         self.run_id = path.name
         self._lock = _lock(path / "lock")
 
+    @classmethod
+    def of_rank_0(cls, path: Path) -> RunFolder:
+        """The folder that rank 0 of this job has locked, for another rank to write its log.
+
+        Raises:
+            RunFolderError: it is not there: the hosts share no file system at this path.
+        """
+        if not (path / "events").is_dir():
+            raise RunFolderError(
+                f"{path} is not on {socket.gethostname()}: all hosts of a job must see the run "
+                "folder; set runs_dir to a file system that they share"
+            )
+        run = cls.__new__(cls)
+        run.path, run.run_id, run._lock = path, path.name, -1
+        return run
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

@@ -30,7 +30,7 @@ from offloadtrain.memory import Tier
 from offloadtrain.nvml import Nvml
 from offloadtrain.optim import FORMATS
 from offloadtrain.peaks import peak_flops
-from offloadtrain.progress import Progress, StepClock
+from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.shapes import flops_per_token, num_params
 from offloadtrain.telemetry import Machine, Sampler, probe
@@ -45,11 +45,13 @@ _MEMORY_CHANGE = 0.005
 class RunLog:
     """Turns what happens into events and console lines. Close it by leaving its context."""
 
-    def __init__(self, run: RunFolder, config: Config, console: Console) -> None:
+    def __init__(self, run: RunFolder, config: Config, console: Console, rank: int = 0) -> None:
+        """`rank`: whose log; only rank 0 evaluates alerts."""
         self._run, self._config, self._console = run, config, console
+        self._rank = rank
         self._began_s = time.monotonic()
         self._nvml = Nvml()
-        self._writer = EventWriter(run.events(), on_error=self._cannot_write)
+        self._writer = EventWriter(run.events(rank), rank, on_error=self._cannot_write)
         self._alerts = Alerts(self._alert, time.monotonic)
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._progress = Progress()
@@ -83,10 +85,12 @@ class RunLog:
         self._progress, self._optimizer = progress, parts.optimizer
         config, device = self._config, parts.optimizer.device
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self._peak_flops = peak_flops(device_name, parts.precision)
+        one = peak_flops(device_name, parts.precision)
+        self._peak_flops = one and one * parts.ranks.size
         machine = probe(self._nvml)
         facts: dict[str, Any] = {"name": config.name, "num_params": num_params(config.model)}
-        self._run.write_run(facts)
+        if self._rank == 0:
+            self._run.write_run(facts | {"ranks": parts.ranks.size})
         self._writer.emit(
             events.RunStarted(
                 run_id=self._run.run_id,
@@ -176,8 +180,8 @@ class RunLog:
         progress: Progress,
         report: StepReport,
         clock: StepClock,
+        told: Told,
         *,
-        loss: float,
         lr: float,
     ) -> None:
         """A step was tried; `number` counts from 1, and a skipped one keeps it."""
@@ -185,7 +189,7 @@ class RunLog:
         scaling = self._optimizer is not None and self._optimizer.working_dtype is torch.float16
         step = events.Step(
             step=number,
-            loss=loss,
+            loss=told.loss,
             lr=lr,
             tokens=progress.tokens,
             grad_norm=report.grad_norm,
@@ -197,13 +201,16 @@ class RunLog:
             busy_ms=dict(report.busy_ms),
             d2h_bytes=report.d2h_bytes,
             h2d_bytes=report.h2d_bytes,
+            comm_bytes=report.comm_bytes,
+            ranks_ms=told.own_ms if len(told.own_ms) > 1 and self._rank == 0 else (),
             early_buckets=report.early_buckets,
             guessed_right=report.guessed_right,
             mfu=self._mfu(tokens_per_s),
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )
         self._writer.emit(step)
-        self._alerts.step(step)
+        if self._rank == 0:
+            self._alerts.step(step)
         for interval in report.timeline:
             self._writer.emit(events.Span(step=number, **asdict(interval)))
         if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:

@@ -4,6 +4,7 @@
     resume    the newest good checkpoint of the run: from there on every loss is the same, bit for
               bit, as if the run had never stopped
     step      learning rate; per microbatch data, forward, backward; update; one record
+    exchange  ranks tell each other loss, time and whether one was asked to stop
     between   evaluation, checkpoint, a request to stop
     end       last evaluation, last checkpoint, a sample of text
 
@@ -34,7 +35,7 @@ from offloadtrain.errors import ConfigError, OffloadTrainError
 from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim.schedule import learning_rate
-from offloadtrain.progress import Progress, StepClock
+from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_log import RunLog
 from offloadtrain.stop import StopRequests
 
@@ -64,10 +65,11 @@ class Trainer:
     """One run, from its first or latest step to its last, or until it is asked to stop."""
 
     def __init__(
-        self, config: Config, parts: Parts, folder: Path, log: RunLog, requests: Requests
+        self, config: Config, parts: Parts, folder: Path, log: RunLog, requests: Requests | None
     ) -> None:
-        """`folder`: for checkpoints; only this trainer writes it."""
+        """`folder`: for checkpoints; only this job's trainers write it."""
         self.config = config
+        self._local, self._ranks = parts.local, parts.ranks
         self.model, self.optimizer = parts.model, parts.optimizer
         self.batches, self.val_tokens = parts.batches, parts.val_tokens
         self.progress = Progress()
@@ -87,7 +89,7 @@ class Trainer:
         Raises:
             CheckpointError: there is none, or it is of another model.
         """
-        found = checkpoint.newest_good(self._folder, self._set_aside)
+        found = checkpoint.newest_good(self._folder, self._set_aside, self._ranks)
         if found is None:
             raise CheckpointError(f"{self._folder} holds no good checkpoint to go on from")
         self._check_same_job(found)
@@ -96,10 +98,15 @@ class Trainer:
         self.optimizer.finish_load(**state["optimizer"])
         self.batches.load_state_dict(state["data"])
         self.progress = Progress(**state["progress"])
-        rng.restore(state["rng"])
+        if self._ranks.rank < len(state["rng"]):
+            rng.restore(state["rng"][self._ranks.rank])
+        else:  # a rank that was not there: numbers that nobody else draws
+            rng.seed_all(self.config.train.seed + self._ranks.rank + found.step * self._ranks.size)
         self._saved_step = found.step
 
     def _set_aside(self, path: Path, damage: DamagedCheckpointError) -> None:
+        if self._ranks.rank:
+            return
         kept = checkpoint.set_aside(path)
         self._log.warn("checkpoint-damaged", f"{damage}. It is kept as {kept.name}.")
 
@@ -130,17 +137,19 @@ class Trainer:
             if self.progress.step == 0:
                 self._evaluate()
             while self.progress.step < config.steps and not stop.requested:
-                if self._step():
+                done, told = self._step(stop)
+                if done:
                     self._between_steps()
-                self._answer(stop)
+                self._answer(stop, told)
             if self.progress.step < config.steps:
                 self._save()
                 return Outcome("stopped", self.progress.step, self.progress.val_loss)
             self._finish()
         return Outcome("done", self.progress.step, self.progress.val_loss)
 
-    def _step(self) -> bool:
-        """Try one optimizer step; False if it was skipped."""
+    def _step(self, stop: StopRequests) -> tuple[bool, bool]:
+        """Try one optimizer step; whether it was not skipped, and whether somebody asks for
+        something."""
         clock = StepClock()
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
@@ -149,14 +158,26 @@ class Trainer:
         clock.lap("optimizer")
         report = self.optimizer.last_step
         assert report is not None
-        loss = self._loss.wait()
+        told = self._exchange(self._loss.wait(), clock, report, stop)
         number = self.progress.step + 1
         self.progress.count(
             tokens=self.config.batch_tokens, skipped=report.skipped, seconds=clock.total_ms / 1e3
         )
-        self._log.step(number, self.progress, report, clock, loss=loss, lr=lr)
-        self._check_finite(number, report, loss)
-        return not report.skipped
+        self._log.step(number, self.progress, report, clock, told, lr=lr)
+        self._check_finite(number, report, told.loss)
+        return not report.skipped, told.asks
+
+    def _exchange(
+        self, loss: float, clock: StepClock, report: StepReport, stop: StopRequests
+    ) -> Told:
+        """What ranks say to each other of a step; a request to stop counts from any of them."""
+        comm_ms = report.busy_ms["comm"]
+        asks = self._requests is not None and self._requests.waiting()
+        row = [loss, clock.total_ms, comm_ms, stop.requested is not None, asks]
+        of_ranks = self._ranks.exchange(row)
+        if of_ranks[:, 3].any():
+            stop.requested = stop.requested or "another rank"
+        return Told.of(of_ranks)
 
     def _set_learning_rate(self) -> float:
         optim = self.config.optim
@@ -174,7 +195,7 @@ class Trainer:
 
     def _accumulate(self, clock: StepClock) -> None:
         """Forward and backward of every microbatch; `_loss` gets their mean."""
-        count = self.config.train.grad_accum_steps
+        count = self._local.train.grad_accum_steps
         total = torch.zeros((), device=self.optimizer.device)
         for number in range(count):
             tokens_BT, targets_BT = self._next_batch(self.batches)
@@ -218,13 +239,15 @@ class Trainer:
 
     # ---- between steps
 
-    def _answer(self, stop: StopRequests) -> None:
-        """Do what was asked from outside, here where the state is whole.
+    def _answer(self, stop: StopRequests, asked: bool) -> None:
+        """Do what was asked from outside of rank 0, here where the state is whole.
 
         Raises:
             AbortedError: that is what was asked.
         """
-        for request in self._requests.poll():
+        if not asked:
+            return
+        for request in self._ranks.tell(self._requests.poll() if self._requests else []):
             step = self.progress.step
             if request.refused:
                 self._log.control(request, "refused", step)
@@ -252,16 +275,25 @@ class Trainer:
         if self.val_tokens is None or not self.config.train.eval_every:
             return
         clock = StepClock()
-        batch, seq_len = self.config.train.micro_batch, self.config.data.seq_len
-        batches = Batches(self.val_tokens, batch=batch, seq_len=seq_len, shuffle=False)
-        count = max(1, min(self.config.train.eval_batches, batches.windows // batch))
+        batch, seq_len, ranks = self._local.train.micro_batch, self.config.data.seq_len, self._ranks
+        batches = Batches(
+            self.val_tokens,
+            batch=batch,
+            seq_len=seq_len,
+            rank=ranks.rank,
+            world=ranks.size,
+            shuffle=False,
+        )
+        count = self._local.train.eval_batches
+        count = max(1, min(count, batches.windows // (batch * ranks.size)))
         self.model.eval()
         losses = [self.model(*self._next_batch(batches)) for _ in range(count)]
         self.model.train()
-        self.progress.val_loss = torch.stack(losses).double().mean().item()  # waits for the device
+        mean = torch.stack(losses).double().mean().item()  # waits for the device
+        self.progress.val_loss = ranks.exchange([mean]).mean().item()
         clock.lap("evaluation")
         self.progress.seconds += clock.total_ms / 1e3
-        self._log.evaluated(self.progress, count * batch * seq_len, clock.total_ms)
+        self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)
 
     def _save_or_warn(self) -> None:
         """Save; a full disk must not end a run whose last checkpoint is good."""
@@ -275,11 +307,18 @@ class Trainer:
         if self._saved_step == self.progress.step:
             return
         saved = checkpoint.save(
-            self._folder, self.progress.step, self.model, self.optimizer, self._state()
+            self._folder,
+            self.progress.step,
+            self.model,
+            self.optimizer,
+            self._state(),
+            ranks=self._ranks,
         )
         self._saved_step = self.progress.step
         self.progress.seconds += saved.seconds
         self._log.saved(self.progress.step, saved)
+        if self._ranks.rank:
+            return
         try:
             checkpoint.prune(self._folder, self.config.train.keep_last)
         except OSError as error:
@@ -296,7 +335,7 @@ class Trainer:
             "optimizer": {"step": self.progress.step, "scaler": scaler},
             "progress": asdict(self.progress),
             "data": self.batches.state_dict(),
-            "rng": rng.capture(),
+            "rng": self._ranks.gather(rng.capture()),
             "param_groups": hyperparameters,
             "precision": self._precision,
             "config": asdict(self.config),

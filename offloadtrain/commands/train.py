@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +13,11 @@ from cyclopts import Parameter
 from offloadtrain.commands.jobs import find_job
 from offloadtrain.commands.preview import preview
 from offloadtrain.commands.progress_bar import ProgressBar
+from offloadtrain.errors import ConfigError
+from offloadtrain.world import Place
 
 if TYPE_CHECKING:
+    from offloadtrain.commands.team import Team
     from offloadtrain.config import Config
 
 STOPPED = 75
@@ -29,6 +34,8 @@ def train(
     ] = (),
     run_dir: Path | None = None,
     resume: str = "never",
+    nproc: str = "1",
+    max_restarts: int = 0,
     dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Train a job and print the run folder.
@@ -48,6 +55,11 @@ def train(
         never: a new run. auto: go on with the newest run of this job that is not complete, from its
         newest good checkpoint; a new run where there is none. Otherwise: the run folder to go on
         with.
+    nproc
+        Ranks on this host: a number, or auto: one per GPU. The global batch stays what the job
+        says. On several hosts: torchrun ... -m offloadtrain train JOB.
+    max_restarts
+        With --nproc: how often to start again from the newest checkpoint after a rank has failed.
     dry_run
         Print the resolved job and what it needs, and train nothing.
     """
@@ -59,26 +71,88 @@ def train(
         print(preview(config), file=sys.stderr)
         print(jobs.dump(config), end="")
         return 0
-    return run_job(config, path.read_text(encoding="utf-8"), run_dir=run_dir, resume=resume)
+    place = Place.of(os.environ)
+    if place.size == 1 and nproc != "1":
+        from offloadtrain.commands.launch import launch
+
+        arguments = ["train", str(path), "--resume", resume]
+        arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
+        arguments += ["--set", *overrides] if overrides else []
+        return launch(_ranks_wanted(nproc, config), max_restarts, arguments)
+    if place.size == 1 and max_restarts:
+        raise ConfigError("--max-restarts starts ranks again: it needs --nproc")
+    text = path.read_text(encoding="utf-8")
+    if place.size == 1:
+        return run_job(config, text, run_dir=run_dir, resume=resume)
+    return _run_in_team(config, text, place, run_dir=run_dir, resume=resume)
 
 
-def run_job(config: Config, job_text: str, *, run_dir: Path | None, resume: str) -> int:
+def _ranks_wanted(nproc: str, config: Config) -> int:
+    """Check before anything is started that the job can be shared out."""
+    from offloadtrain.share import shared
+
+    if nproc == "auto":
+        import torch
+
+        count = torch.cuda.device_count() if config.device.kind != "cpu" else 0
+        if not count:
+            raise ConfigError(
+                "--nproc auto takes one rank per GPU, and this torch sees none: give a number"
+            )
+    elif nproc.isdecimal() and int(nproc) > 0:
+        count = int(nproc)
+    else:
+        raise ConfigError(f"--nproc {nproc}: give a number from 1 on, or auto")
+    shared(config, count)
+    return count
+
+
+def _run_in_team(
+    config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str
+) -> int:
+    from offloadtrain.commands.team import Team
+
+    with Team(place, config) as team:
+        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team)
+
+
+def run_job(
+    config: Config,
+    job_text: str,
+    *,
+    run_dir: Path | None,
+    resume: str,
+    team: Team | None = None,
+) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
     from offloadtrain import closing
     from offloadtrain.assembly import assemble
     from offloadtrain.console import Console
     from offloadtrain.control import Requests
+    from offloadtrain.distributed import ALONE
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
+    from offloadtrain.share import explain
     from offloadtrain.trainer import Trainer
 
-    console = Console(every_s=config.train.log_every_s)
-    run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
-    requests = Requests(run.path)
+    first = team is None or team.place.rank == 0
+    console = Console(every_s=config.train.log_every_s, quiet=not first)
+    if team is None:
+        run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
+    else:
+        run, resumes = team.open_run(config, job_text, run_dir, resume, console.say)
     bar = ProgressBar("preparing the data")
-    with run, RunLog(run, config, console) as log:
-        parts = assemble(config, bar.show)
+    ranks = ALONE if team is None else team.ranks
+    with ExitStack() as stack:
+        stack.enter_context(run)
+        log = stack.enter_context(RunLog(run, config, console, ranks.rank))
+        if team is not None:
+            stack.enter_context(team.telling(log))
+        parts = assemble(config, bar.show, ranks, None if team is None else team.place)
         bar.end()
+        if not ranks.alone:
+            console.say(explain(config, parts.local, ranks.size))
+        requests = Requests(run.path) if first else None
         trainer = Trainer(config, parts, run.checkpoints, log, requests)
         if resumes:
             trainer.resume()
@@ -87,9 +161,13 @@ def run_job(config: Config, job_text: str, *, run_dir: Path | None, resume: str)
         log.ended(outcome.status)
         parts.optimizer.close()
         stopped = outcome.status == "stopped"
+        if not first:
+            return 0
         if not stopped:
             console.say("\n" + closing.summary(run.events()))
         console.say("\n" + closing.duration(trainer.progress.seconds, outcome.step))
         console.say(closing.next_commands(run.path, config, stopped=stopped))
-        print(run.path)
+        print(run.path, flush=True)
+    if team is not None:
+        return 0  # torchrun takes any other code for a failure, and starts again
     return STOPPED if stopped else 0

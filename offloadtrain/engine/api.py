@@ -50,7 +50,7 @@ def offload(
     device_memory_limit: int | None = None,
     activation: str = "keep",
     process_group: Group | None = None,
-    zero_stage: int = 2,
+    zero_stage: int = 0,
     reduction: str = "working",
     param_init_fn: ParamInit | None = None,
     pin_memory: bool = True,
@@ -103,7 +103,8 @@ def offload(
             point. Default: all ranks where torch.distributed is initialised, else this process
             alone. Rank 0's weights are everybody's.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
-            weights of repeated blocks, gathered for their use. With working = "host" it must be 3.
+            weights of repeated blocks, gathered for their use; 0: 3 with working = "host", which
+            needs it, else 2.
         reduction: dtype in which gradients are summed over ranks: "working", that of the weights,
             or "fp32", at twice the traffic.
         param_init_fn: gets each module that owns meta parameters or buffers, in the order of
@@ -232,8 +233,10 @@ def _first(one: Any, first: Any) -> str:
 
 
 def _check_stage(stage: int, working: str, ranks: Ranks) -> int:
-    if stage not in (1, 2, 3):
-        raise ValueError(f"zero_stage = {stage} is not one of 1, 2, 3")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage = {stage} is not one of 0, 1, 2, 3")
+    if stage == 0:
+        return 3 if working == "host" else 2
     if working == "host" and stage != 3 and not ranks.alone:
         raise ValueError(
             f"working = 'host' and zero_stage = {stage}: among {ranks.size} ranks each host copy "

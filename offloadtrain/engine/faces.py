@@ -20,6 +20,7 @@ class Face(Protocol):
 
     def synchronize(self) -> None: ...
     def adopt_written_weights(self) -> None: ...
+    def require_whole_weights(self) -> None: ...
 
 
 class _FaceHook:
@@ -61,6 +62,7 @@ class _WaitBeforeSaving(_FaceHook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         face = self._face()
         if face is not None:
+            face.require_whole_weights()
             face.synchronize()
 
 
@@ -98,6 +100,7 @@ class _WaitBeforeLoading(_FaceHook):
     def __call__(self, module: nn.Module, *_: Any) -> None:
         face = self._face()
         if face is not None:
+            face.require_whole_weights()
             face.synchronize()
 
 

@@ -277,6 +277,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.emit()
         self._seal.renew()  # frozen parameters may have been loaded too
 
+    def require_whole_weights(self) -> None:
+        """Raises ModelError where parameters are shards most of the time (ZeRO stage 3)."""
+        if not self.ranks.alone and any(b.streamed for k in self._blocks for b in k.held):
+            raise ModelError(
+                f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
+                "has no state dict of its own. On every rank, take "
+                "dict(optimizer.full_weights()), or save a checkpoint"
+            )
+
+    @torch.no_grad()
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, working weights on the host), one block at a time.
+
+        Among ranks every one of them has to go through all of it.
+        """
+        self.synchronize()
+        done: set[nn.Parameter] = set()
+        for block in self._blocks:
+            block.use()
+            for slot in (slot for bucket in block.held for slot in bucket.slots):
+                done.add(slot.param)
+                yield slot.name, slot.param.detach().to("cpu", copy=True)
+        for name, param in self._model.named_parameters():
+            if param not in done:
+                yield name, param.detach().to("cpu", copy=True)
+
     def adopt_written_weights(self) -> None:
         """Masters from the working weights that others wrote (`model.load_state_dict`).
 

@@ -1,0 +1,77 @@
+"""`offloadtrain train --nproc N`: torchrun on this host, with the exit codes of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from offloadtrain.closing import ended_as
+
+STOP_WITHIN_S = 600
+"""For the checkpoint of a run that is asked to stop."""
+
+
+def launch(ranks: int, max_restarts: int, arguments: Sequence[str]) -> int:
+    """Run `offloadtrain` with these arguments on so many ranks; return the exit code.
+
+    The ranks' standard output is passed on. Ctrl-C and SIGTERM reach them as one SIGTERM: from the
+    terminal every process would get its own, and the second one ends a rank at once.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
+    command += ["--shutdown-timeout", str(STOP_WITHIN_S)] if _has_shutdown_timeout() else []
+    command += ["-m", "offloadtrain", *arguments]
+    environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environ
+    )
+    asked = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.terminate()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run = _echo(process)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return _exit_code(run, code)
+
+
+def _echo(process: subprocess.Popen[str]) -> Path | None:
+    """Pass standard output on; its last line is the run folder."""
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        last = line.strip() or last
+    return Path(last) if last else None
+
+
+def _exit_code(run: Path | None, code: int) -> int:
+    """torchrun ends with 1 where its ranks were asked to stop and did: the log knows better."""
+    from offloadtrain.commands.train import STOPPED
+
+    status = ended_as(run / "events" / "rank000.jsonl") if run is not None else None
+    if status == "stopped":
+        return STOPPED
+    return 0 if status == "done" and code in (0, 1) else code or 1
+
+
+def _has_shutdown_timeout() -> bool:
+    """Since torch 2.13."""
+    from torch.distributed.run import get_args_parser
+
+    return "--shutdown-timeout" in get_args_parser().format_help()

@@ -1,0 +1,131 @@
+"""This process among the ranks of a job: meeting them, opening one run folder, ending together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from offloadtrain import checkpoint, runs
+from offloadtrain.assembly import resolve_device
+from offloadtrain.config import Config
+from offloadtrain.distributed import RankError, Ranks, attempt_store, connect, disconnect
+from offloadtrain.errors import ConfigError, OffloadTrainError
+from offloadtrain.run_folder import RunFolder
+from offloadtrain.run_log import RunLog
+from offloadtrain.world import Place, Watch
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Only a last resort: `world.Watch` notices a failed rank long before."""
+_RUN_KEY = "offloadtrain/run"
+
+
+class Team:
+    """Entered by every rank. A rank that leaves with an error tells the others why, and ends."""
+
+    def __init__(self, place: Place, config: Config) -> None:
+        """
+        Raises:
+            ConfigError: there are more ranks on this host than GPUs.
+        """
+        import torch
+
+        on_gpu = resolve_device(config.device.kind).type == "cuda"
+        if on_gpu and place.local_size > torch.cuda.device_count():
+            raise ConfigError(
+                f"{place.local_size} ranks on this host and {torch.cuda.device_count()} GPUs: "
+                "start one rank per GPU"
+            )
+        self.place = place
+        self._store = connect(place, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self._watch = Watch(attempt_store(self._store, place), place, self._lost)
+        self._log: RunLog | None = None
+        self.ranks = Ranks.of(None, torch.device("cpu"))
+
+    def open_run(
+        self,
+        config: Config,
+        job_text: str,
+        run_dir: Path | None,
+        resume: str,
+        say: Callable[[str], None],
+    ) -> tuple[RunFolder, bool]:
+        """Rank 0 opens it as `runs.open_run`; the others write their logs into it. Ranks that were
+        started again go on with the run that they were in."""
+        if self.place.rank == 0:
+            run_dir, resume = self._after_restart(run_dir, resume)
+            run, resumes = runs.open_run(config, job_text, run_dir=run_dir, resume=resume, say=say)
+            self._store.set(_RUN_KEY, str(run.path.resolve()))
+            self.ranks.tell((run.path.resolve(), resumes))
+            return run, resumes
+        path, resumes = self.ranks.tell((Path(), False))
+        return RunFolder.of_rank_0(path), resumes
+
+    def _after_restart(self, run_dir: Path | None, resume: str) -> tuple[Path | None, str]:
+        if self.place.attempt == 0 or not self._store.check([_RUN_KEY]):
+            return run_dir, resume
+        path = Path(self._store.get(_RUN_KEY).decode())
+        saved = checkpoint.find(path / "checkpoints")
+        return (path, str(path)) if saved else (None, "never")
+
+    @contextmanager
+    def telling(self, log: RunLog) -> Iterator[None]:
+        """What fails inside is told to the other ranks, or is another rank's failure by its name.
+
+        Raises:
+            RankError: another rank has failed first.
+        """
+        self._log = log
+        try:
+            yield
+        except Exception as error:
+            cause = self._watch.cause()
+            if cause is not None:
+                raise RankError(_blamed(cause)) from error
+            self._watch.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.ranks.barrier()
+            self._watch.close()
+            self.ranks.close()
+            disconnect()
+            return
+        self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """No way back: lanes may hang in a collective that others have left, and so would any
+        orderly end."""
+        self._watch.fail(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OffloadTrainError):
+            text = "".join(traceback.format_exception(error))
+        self._leave(text)
+
+    def _lost(self, cause: str) -> None:
+        """On the watch's thread: another rank has failed, and the training thread does not end."""
+        if self._log is not None:
+            self._log.ended("failed", _blamed(cause))
+        self._leave(f"RankError: {_blamed(cause)}")
+
+    def _leave(self, text: str) -> None:
+        print(f"rank {self.place.rank}: {text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _blamed(cause: str) -> str:
+    return f"another rank has failed: {cause}"

@@ -1,0 +1,199 @@
+"""The processes of one job, as torchrun (or a scheduler) has started them: who this one is among
+them, how they meet, and how one that ends tells the others.
+
+[Note: Who failed]
+A rank that dies leaves the others waiting in a collective, for minutes or for ever. So each rank
+has a thread that looks twice a second, through the store and not through collectives: for the
+cause that a failing rank has written down; for processes of the same host that are gone; for hosts
+whose ranks have stopped to say that they live. It names the rank, gives the training thread a few
+seconds to end by itself, and then ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+LOOK_EVERY_S = 0.5
+SILENT_S = 20.0
+"""Since a rank of another host was last heard of."""
+GRACE_S = 5.0
+"""For the training thread to end after another rank has failed."""
+LISTEN_S = 3.0
+"""After a failed collective: another rank's cause may still be on its way."""
+_FAILED = "failed"
+
+
+class Store(Protocol):
+    """Keys and values that all ranks see; torch's TCPStore is one."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the environment says of this process.
+
+    Attributes:
+        attempt: how often the processes were started again.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    attempt: int = 0
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Place:
+        """As torchrun sets it; alone where it does not."""
+        size = int(environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(environ.get("RANK", "0")),
+            size=size,
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_size=int(environ.get("LOCAL_WORLD_SIZE", str(size))),
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Another rank.
+
+    Attributes:
+        life: readable once the process has ended; None on another host.
+        beat, heard_s: what it said last, and when that was new.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    life: int | None
+    beat: bytes = b""
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+class Watch:
+    """Sees that another rank has failed, and says so to the others if this one does."""
+
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        on_lost: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_lost`: called with the cause where the training thread has not ended in time."""
+        self._store, self._place, self._clock = store, place, clock
+        self._on_lost = on_lost
+        self._closed = threading.Event()
+        self._cause: str | None = None
+        self._heard = threading.Event()
+        store.set(f"who{place.rank}", json.dumps({"pid": os.getpid(), "home": _home()}))
+        self._peers = [self._peer(rank) for rank in range(place.size) if rank != place.rank]
+        self._thread = threading.Thread(target=self._run, name="ranks-watch", daemon=True)
+        self._thread.start()
+
+    def cause(self, wait_s: float = LISTEN_S) -> str | None:
+        """Why another rank has failed, if it has; waits a moment for that."""
+        self._heard.wait(wait_s)
+        return self._cause
+
+    def fail(self, message: str) -> None:
+        """This rank cannot go on: the others will know."""
+        self._closed.set()
+        with suppress(Exception):  # the store may be gone with the rank that kept it
+            if not self._store.check([_FAILED]):
+                self._store.set(_FAILED, f"rank {self._place.rank}: {message}")
+                time.sleep(3 * LOOK_EVERY_S)  # this process may keep the store: let them read it
+
+    def close(self) -> None:
+        """This rank has done its work; that it ends is no failure."""
+        self._closed.set()
+        with suppress(Exception):
+            self._store.set(f"done{self._place.rank}", "1")
+        self._thread.join()
+
+    def _peer(self, rank: int) -> _Peer:
+        facts = json.loads(self._store.get(f"who{rank}"))  # waits for it
+        pid, same_home = facts["pid"], facts["home"] == _home()
+        return _Peer(rank, pid, facts["home"][0], _open_pid(pid) if same_home else None)
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_EVERY_S):
+            self._cause = self._look()
+            if self._cause is not None:
+                self._heard.set()
+                with suppress(Exception):
+                    if not self._store.check([_FAILED]):
+                        self._store.set(_FAILED, self._cause)
+                if not self._closed.wait(GRACE_S):
+                    self._on_lost(self._cause)
+                return
+
+    def _look(self) -> str | None:
+        try:
+            self._store.set(f"beat{self._place.rank}", str(time.time_ns()))
+            said = self._said()
+            lost = [why for peer in self._peers if (why := self._lost(peer))]
+            # A rank may have said why just before it ended.
+            return said or (lost and (self._said() or lost[0])) or None
+        except Exception as error:
+            ended = [f"{_name(peer)} has ended" for peer in self._peers if _has_ended(peer)]
+            keeper = "rank 0, or the launcher, which keeps it, has ended"
+            return ended[0] if ended else f"the ranks' store does not answer: {keeper} ({error})"
+
+    def _said(self) -> str:
+        """The cause that somebody has written down."""
+        if not self._store.check([_FAILED]):
+            return ""
+        return self._store.get(_FAILED).decode(errors="replace")
+
+    def _lost(self, peer: _Peer) -> str:
+        """Why a rank counts as lost; "" if it does not."""
+        if self._store.check([f"done{peer.rank}"]):
+            return ""
+        if peer.life is not None:
+            return f"{_name(peer)} has ended" if _has_ended(peer) else ""
+        key = f"beat{peer.rank}"
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        if beat != peer.beat:
+            peer.beat, peer.heard_s = beat, self._clock()
+        silent_s = self._clock() - peer.heard_s
+        return f"{_name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
+
+
+def _has_ended(peer: _Peer) -> bool:
+    return peer.life is not None and bool(select.select([peer.life], [], [], 0)[0])
+
+
+def _name(peer: _Peer) -> str:
+    where = f" on {peer.host}" if peer.life is None else ""
+    return f"rank {peer.rank} (pid {peer.pid}{where})"
+
+
+def _home() -> list[str]:
+    """Host, boot and the space of its process numbers: the same for processes that see each
+    other."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return [socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")]
+
+
+def _open_pid(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

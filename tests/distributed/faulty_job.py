@@ -1,0 +1,58 @@
+"""`python -m tests.distributed.faulty_job POINT STEP RANK train …`: offloadtrain, but in the first
+attempt one rank kills itself in a step: as the kernel would, without a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from offloadtrain import cli, durable
+from offloadtrain.distributed import Ranks
+from offloadtrain.engine.engine import Engine
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import AdamW
+from offloadtrain.trainer import Trainer
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "forward": (Transformer, "forward"),
+    "backward": (Engine, "deliver"),
+    "reduce-scatter": (Ranks, "reduce_scatter"),
+    "adam": (AdamW, "update"),
+    "all-gather": (Ranks, "all_gather"),
+    "checkpoint": (durable, "write_file"),
+    "error": (Transformer, "forward"),
+}
+
+
+def arm(point: str, step: int) -> None:
+    """The first call of the point in the step after `step` is the last thing that happens."""
+    owner, name = POINTS[point]
+    whole: Callable[..., Any] = getattr(owner, name)
+    live = False
+
+    def last(*args: Any, **kwargs: Any) -> Any:
+        if live and point == "error":
+            raise FloatingPointError("something of its own")
+        if live:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*args, **kwargs)
+
+    setattr(owner, name, last)
+    take = Trainer._step
+
+    def watched(trainer: Trainer, *args: Any) -> Any:
+        nonlocal live
+        live = live or trainer.progress.step >= step
+        return take(trainer, *args)
+
+    Trainer._step = watched  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    point, step, rank, *rest = sys.argv[1:]
+    if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        arm(point, int(step))
+    sys.exit(cli.main(rest))

@@ -1,0 +1,194 @@
+"""A rank that is killed, or fails: who is left ends soon and says whose fault it was; started
+again, the job loses no more than the steps since the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from offloadtrain import config, events
+from offloadtrain.world import Place, Watch
+from tests.distributed.faulty_job import POINTS
+from tests.distributed.test_jobs import job_of
+from tests.trainer.small_job import events_of, tensor_hashes, write_text
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WITHIN_S = 30.0
+CLI = [sys.executable, "-m", "offloadtrain"]
+
+
+def environ(**more: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"} | more
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    write_text(tmp_path)
+    made = job_of(tmp_path, **{"train.steps": 9, "train.checkpoint_every": 4, "optim.lr": 3e-3})
+    path = tmp_path / "small.toml"
+    path.write_text(config.dump(made))
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def start(job: Path, point: str, victim: int, step: int = 5) -> list[subprocess.Popen[bytes]]:
+    """Two ranks without a launcher that would end the other one."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.distributed.faulty_job", point, str(step), str(victim)]
+    command += ["train", str(job), "--run-dir", str(job.parent / "run")]
+    processes = []
+    for rank in range(2):
+        env = environ(RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        with (job.parent / f"said{rank}").open("wb") as said:
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said))
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [*((point, 1) for point in POINTS), ("backward", 0), ("error", 0)],  # rank 0 keeps the store
+)
+def test_the_other_rank_ends_and_says_why(job: Path, point: str, victim: int) -> None:
+    processes = start(job, point, victim)
+    lost, left = processes[victim], processes[1 - victim]
+    try:
+        lost.wait(timeout=120)
+        left.wait(timeout=WITHIN_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    said = (job.parent / f"said{1 - victim}").read_text()
+    assert left.returncode == 1
+    assert lost.returncode == (1 if point == "error" else -signal.SIGKILL)
+    cause = f"rank {victim}: FloatingPointError" if point == "error" else f"rank {victim} (pid"
+    assert f"another rank has failed: {cause}" in said
+    log = job.parent / "run" / "events" / f"rank{1 - victim:03d}.jsonl"
+    last = [record.event for record in events.read(log)][-1]
+    assert isinstance(last, events.RunEnded) and last.status == "failed"
+    assert cause in last.message
+
+
+@pytest.mark.parametrize("point", ["all-gather", "checkpoint"])
+def test_a_job_that_is_started_again_loses_nothing(job: Path, point: str, tmp_path: Path) -> None:
+    """The same bits as a job that nobody killed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", "-m"]
+    faulty = [*torchrun, "tests.distributed.faulty_job", point, "6", "1"]
+    for name, command in {"broken": faulty, "whole": [*torchrun, "offloadtrain"]}.items():
+        command = [*command, "train", str(job), "--run-dir", str(tmp_path / name)]
+        done = subprocess.run(command, cwd=ROOT, env=environ(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    steps = [event.step for event in events_of(tmp_path / "broken", events.Step)]
+    again = steps.index(5, 5)  # after the fifth, for the second time
+    assert steps[again:] == [5, 6, 7, 8, 9]
+    assert tensor_hashes(tmp_path / "broken", 9) == tensor_hashes(tmp_path / "whole", 9)
+
+
+def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
+    many = ["--set", "train.steps=5000", "train.eval_every=0"]
+    command = [*CLI, "train", str(job), "--nproc", "2", "--run-dir", str(tmp_path / "run")]
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [*command, *many], cwd=ROOT, env=environ(), stdout=said, stderr=said
+        )
+    log = tmp_path / "run" / "events" / "rank001.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and b'"step"' in log.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert process.returncode == 75
+    stopped = events_of(tmp_path / "run", events.RunEnded)[-1]
+    assert stopped.status == "stopped"
+    goes_on = ["--resume", str(tmp_path / "run"), "--set", f"train.steps={stopped.step + 2}"]
+    done = subprocess.run(
+        [*CLI, "train", str(job), *goes_on], cwd=ROOT, env=environ(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert events_of(tmp_path / "run", events.Step)[-1].step == stopped.step + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nproc", "none"], "--nproc none: give a number"),
+        (["--nproc", "3"], "take 2 ranks, or a batch that 3 divides"),
+        (["--nproc", "auto"], "this torch sees none"),
+        (["--max-restarts", "2"], "it needs --nproc"),
+    ],
+)
+def test_bad_numbers_of_ranks(job: Path, arguments: list[str], says: str) -> None:
+    done = subprocess.run(
+        [*CLI, "train", str(job), *arguments],
+        cwd=ROOT,
+        env=environ(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert not (job.parent / "runs").exists()
+
+
+class Board:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+
+def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of another host is known by what it says only."""
+    monkeypatch.setattr("offloadtrain.world.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("offloadtrain.world.GRACE_S", 0.01)
+    board, now = Board(), [0.0]
+    board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
+    lost: list[str] = []
+    watch = Watch(board, Place(0, 2), lost.append, clock=lambda: now[0])
+    deadline = time.monotonic() + 10
+    for beat in range(5):  # it lives, whatever the clock says
+        now[0] += 15.0
+        board.set("beat1", str(beat))
+        time.sleep(0.05)
+    assert watch.cause(0.0) is None
+    while not lost and time.monotonic() < deadline:
+        now[0] += 5.0
+        time.sleep(0.02)
+    assert "rank 1 (pid 7 on elsewhere) is silent" in lost[0]
+    assert watch.cause() == lost[0] == board.get("failed").decode()
+
+
+def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offloadtrain.world.LOOK_EVERY_S", 0.01)
+    board = Board()
+    board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
+    board.set("done1", "1")
+    now = [0.0]
+    watch = Watch(board, Place(0, 2), pytest.fail, clock=lambda: now[0])
+    now[0] = 1e6
+    time.sleep(0.1)
+    assert watch.cause(0.0) is None
+    watch.close()
+    assert board.check(["done0"])

@@ -1,0 +1,175 @@
+"""Whole jobs on ranks: the same batch on any number of them, evaluation, checkpoints, logs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadtrain import config, events, run_folder
+from offloadtrain.assembly import assemble
+from offloadtrain.config import Config
+from offloadtrain.console import Console
+from offloadtrain.control import Requests
+from offloadtrain.distributed import Ranks
+from offloadtrain.errors import ConfigError
+from offloadtrain.progress import Told
+from offloadtrain.run_folder import RunFolder
+from offloadtrain.run_log import RunLog
+from offloadtrain.share import shared
+from offloadtrain.stop import StopRequests
+from offloadtrain.trainer import Trainer
+from tests.distributed.conftest import Run
+from tests.trainer.small_job import JOB, write_text
+
+FP32 = {"device.precision": '"fp32"', "model.dropout": 0.0}
+CONSTANT = {"optim.schedule": '"constant"'}
+
+
+def job_of(folder: Path, **changes: Any) -> Config:
+    """The small job, its data in `folder`."""
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    return config.loads(JOB.format(folder=folder), "small", overrides)
+
+
+def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    """Run a small job in `folder` on this pool's ranks; what this rank has logged."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    job = job_of(data, **changes)
+    if ranks.rank == 0:
+        text = config.dump(job)
+        run = (
+            RunFolder(folder)
+            if resume
+            else run_folder.create(folder.parent, "small", job=text, resolved=text, path=folder)
+        )
+    ranks.barrier()
+    if ranks.rank:
+        run = RunFolder.of_rank_0(folder)
+    with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
+        parts = assemble(job, ranks=ranks)
+        asked = Requests(folder) if ranks.rank == 0 else None
+        trainer = Trainer(job, parts, run.checkpoints, log, asked)
+        if resume:
+            trainer.resume()
+        log.started(parts, trainer.progress)
+        outcome = trainer.train()
+        log.ended(outcome.status)
+        parts.optimizer.close()
+    told = [record.event for record in events.read(run.events(ranks.rank))]
+    steps = [event for event in told if isinstance(event, events.Step)]
+    ranks.close()
+    return {
+        "status": outcome.status,
+        "losses": {step.step: step.loss for step in steps},
+        "val": outcome.val_loss,
+        "tokens": steps[-1].tokens,
+        "comm": steps[-1].comm_bytes,
+        "ranks_ms": steps[-1].ranks_ms,
+        "busy": steps[-1].busy_ms,
+    }
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_text(tmp_path)
+    return tmp_path
+
+
+def close(one: dict[int, float], other: dict[int, float], rel: float) -> bool:
+    assert one.keys() == other.keys()
+    return all(math.isclose(one[step], other[step], rel_tol=rel) for step in one)
+
+
+def test_the_batch_does_not_depend_on_the_ranks(ranks: Run, tmp_path: Path, data: Path) -> None:
+    chosen = FP32 | {"train.eval_every": 4, "train.eval_batches": 4}
+    (alone,) = ranks(1, trained, tmp_path / "1", data, **chosen)
+    for size in (2, 4):
+        found = ranks(size, trained, tmp_path / str(size), data, **chosen)
+        assert all(one["losses"] == found[0]["losses"] for one in found)  # the mean of all
+        assert close(found[0]["losses"], alone["losses"], 1e-4)
+        assert found[0]["val"] == pytest.approx(alone["val"], rel=1e-4)
+        assert found[0]["tokens"] == alone["tokens"]
+        assert len(found[0]["ranks_ms"]) == size and found[0]["comm"] > 0
+        assert found[1]["ranks_ms"] == () and found[1]["busy"]["comm"] > 0
+    assert alone["comm"] == 0 and alone["ranks_ms"] == ()
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_another_number_of_ranks_goes_on(
+    ranks: Run, tmp_path: Path, data: Path, first: int, then: int
+) -> None:
+    """The same tokens in the same order: the losses are those of a run that was not stopped."""
+    chosen = FP32 | CONSTANT | {"train.steps": 8, "train.checkpoint_every": 4}
+    unbroken = ranks(1, trained, tmp_path / "whole", data, **chosen)[0]["losses"]
+    ranks(first, trained, tmp_path / "run", data, **chosen | {"train.steps": 4})
+    for found in ranks(then, trained, tmp_path / "run", data, resume=True, **chosen):
+        later = {step: found["losses"][step] for step in range(5, 9)}
+        assert close(later, {step: unbroken[step] for step in later}, 1e-4)
+
+
+def test_the_same_ranks_go_on_to_the_bit(ranks: Run, tmp_path: Path, data: Path) -> None:
+    chosen = CONSTANT | {"train.checkpoint_every": 3, "train.steps": 6}  # with dropout
+    whole = ranks(2, trained, tmp_path / "whole", data, **chosen)
+    ranks(2, trained, tmp_path / "run", data, **chosen | {"train.steps": 3})
+    again = ranks(2, trained, tmp_path / "run", data, resume=True, **chosen)
+    for one, other in zip(whole, again, strict=True):
+        assert {step: other["losses"][step] for step in (4, 5, 6)} == {
+            step: one["losses"][step] for step in (4, 5, 6)
+        }
+
+
+def asked_to_stop(folder: Path, data: Path, asked: int) -> dict[str, Any]:
+    """One rank gets the signal, in its second step."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    rank, count = ranks.rank, 0
+    ranks.close()
+    step = Trainer._step
+
+    def noted(trainer: Trainer, stop: StopRequests) -> Any:
+        nonlocal count
+        count += 1
+        if rank == asked and count == 2:
+            stop.requested = "SIGTERM"
+        return step(trainer, stop)
+
+    Trainer._step = noted  # type: ignore[method-assign]
+    try:
+        return trained(folder, data, **FP32)
+    finally:
+        Trainer._step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_all_stop_at_the_same_step(ranks: Run, tmp_path: Path, data: Path, asked: int) -> None:
+    for found in ranks(2, asked_to_stop, tmp_path / "run", data, asked):
+        assert found["status"] == "stopped"
+        assert set(found["losses"]) == {1, 2}
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("micro", "accum", "ranks", "becomes"),
+    [(8, 1, 2, (4, 1)), (8, 4, 2, (8, 2)), (8, 4, 8, (4, 1)), (6, 2, 4, (3, 1)), (4, 3, 2, (3, 2))],
+)
+def test_a_batch_is_shared(micro: int, accum: int, ranks: int, becomes: tuple[int, int]) -> None:
+    job = job_of(Path("x"), **{"train.micro_batch": micro, "train.grad_accum_steps": accum})
+    part = shared(job, ranks).train
+    assert (part.micro_batch, part.grad_accum_steps) == becomes
+    assert part.micro_batch * part.grad_accum_steps * ranks == micro * accum
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    job = job_of(Path("x"), **{"train.micro_batch": 4, "train.grad_accum_steps": 1})
+    with pytest.raises(ConfigError, match="take 2 ranks, or a batch that 3 divides"):
+        shared(job, 3)
+
+
+def test_who_arrives_last_is_seen() -> None:
+    """Each took 100 ms; rank 2 came last and so waited least."""
+    told = Told.of([[1.0, 100.0, 40.0, 0, 0], [2.0, 100.0, 38.0, 0, 1], [3.0, 100.0, 5.0, 0, 0]])
+    assert told.loss == 2.0 and told.asks
+    assert told.own_ms == (65.0, 67.0, 100.0)

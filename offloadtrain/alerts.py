@@ -27,6 +27,8 @@ SLOW_BUS, GOOD_BUS, BUS_STEPS = 0.7, 0.8, 20
 BUS_BYTES = 64 << 20
 """Of a step: less than this says nothing about the bus."""
 _MAD_TO_SIGMA = 1.4826
+BEHIND, NOT_BEHIND, RANK_STEPS = 1.15, 1.08, 20
+"""A rank's time over that of the others, by the median of so many steps."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class _Steps:
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     gbps: dict[str, deque[float]] = field(default_factory=dict)
+    ranks_ms: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=RANK_STEPS))
     skipped: int = 0
     last: Step | None = None
     last_s: float | None = None
@@ -125,6 +128,7 @@ class Alerts:
         yield from self._throughput(number)
         for lane, most in self.calibrated_gbps.items():
             yield from self._bus(lane, most, step)
+        yield from self._skew(step)
         steps.step_ms.append(step.step_ms)
         steps.last, steps.last_s = step, self._clock()
 
@@ -157,6 +161,25 @@ class Alerts:
             "bus is shared, or the memory lies at another NUMA node"
         )
         yield from switch.report(text if slow else "", step.step)
+
+    def _skew(self, step: Step) -> Iterable[Alert]:
+        """One rank is slow where all the others wait for it, at every step."""
+        seen = self._steps.ranks_ms
+        if len(step.ranks_ms) < 2:
+            return
+        seen.append(step.ranks_ms)
+        if len(seen) < RANK_STEPS:
+            return
+        usual = [statistics.median(of_rank) for of_rank in zip(*seen, strict=True)]
+        slowest = max(range(len(usual)), key=usual.__getitem__)
+        others = statistics.median(usual[:slowest] + usual[slowest + 1 :])
+        switch = self._switch("rank-skew", patience=10)
+        limit = NOT_BEHIND if switch.raised else BEHIND
+        text = (
+            f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others {others:.0f} ms "
+            "and wait for it; look at its GPU's clocks, its link and its cores"
+        )
+        yield from switch.report(text if usual[slowest] > limit * others else "", step.step)
 
     # ---- the machine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
-from offloadtrain.distributed import ALONE, Ranks
+from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.footprint import state_bytes
@@ -76,16 +76,35 @@ def assemble(
     _check_state(config.optim.state, precision, why)
     _check_skips(config.optim.skip_nonfinite, precision, why)
     _check_fits(config, device, place, ranks)
-    if ranks.rank:
-        ranks.barrier()  # rank 0 makes the token files where there are none
-    train_tokens, val_tokens = open_tokens(config, on_prepare)
-    if ranks.rank == 0:
-        ranks.barrier()
-    for tokens in filter(None, (train_tokens, val_tokens)):
-        _check_vocabulary(config, tokens)
+    train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
+    _check_same_job(job, train_tokens, ranks)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
         model = Transformer(config.model)
-    optimizer = offload(
+    return Parts(
+        local=config,
+        ranks=ranks,
+        model=model,
+        optimizer=_offloaded(model, config, device, precision),
+        batches=Batches(
+            train_tokens,
+            batch=config.train.micro_batch,
+            seq_len=config.data.seq_len,
+            seed=config.train.seed,
+            rank=ranks.rank,
+            world=ranks.size,
+        ),
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
+        precision=precision,
+        why=why,
+    )
+
+
+def _offloaded(
+    model: Transformer, config: Config, device: torch.device, precision: Precision
+) -> OffloadOptimizer:
+    stay = config.device.resident_blocks
+    return offload(
         model,
         _update_rule(config),
         params=_groups(model, config),
@@ -101,9 +120,7 @@ def assemble(
         host_memory_limit=_limit(config.device.host_memory_limit),
         working=config.device.working,
         device_slots=config.device.slots,
-        resident_blocks=None
-        if config.device.resident_blocks < 0
-        else config.device.resident_blocks,
+        resident_blocks=None if stay < 0 else stay,
         device_memory_limit=_limit(config.device.memory_limit),
         activation=config.device.activation,
         zero_stage=config.ranks.zero_stage,
@@ -111,24 +128,31 @@ def assemble(
         param_init_fn=model.initializer(config.train.seed),
         pin_memory=config.device.pin_memory,
     )
-    return Parts(
-        local=config,
-        ranks=ranks,
-        model=model,
-        optimizer=optimizer,
-        batches=Batches(
-            train_tokens,
-            batch=config.train.micro_batch,
-            seq_len=config.data.seq_len,
-            seed=config.train.seed,
-            rank=ranks.rank,
-            world=ranks.size,
-        ),
-        train_tokens=train_tokens,
-        val_tokens=val_tokens,
-        precision=precision,
-        why=why,
-    )
+
+
+def _open_together(
+    config: Config, on_prepare: PrepareProgress | None, ranks: Ranks
+) -> tuple[TokenFile, TokenFile | None]:
+    """Rank 0 makes the token files where there are none, then the others open them."""
+    if ranks.rank:
+        ranks.barrier()
+    opened = open_tokens(config, on_prepare)
+    if ranks.rank == 0:
+        ranks.barrier()
+    for tokens in filter(None, opened):
+        _check_vocabulary(config, tokens)
+    return opened
+
+
+def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
+    """Raises RankError where hosts have other job files, overrides or token files."""
+    of_ranks = ranks.gather((asdict(job), tokens.header.content))
+    for rank, (other, content) in enumerate(of_ranks):
+        if other != of_ranks[0][0]:
+            keys = [key for key, value in other.items() if value != of_ranks[0][0][key]]
+            raise RankError(f"rank {rank} has another job than rank 0: {', '.join(keys)} differ")
+        if content != of_ranks[0][1]:
+            raise RankError(f"rank {rank} has other tokens in {tokens.path} than rank 0")
 
 
 def _bound_process(limit: str, device: torch.device) -> None:

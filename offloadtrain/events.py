@@ -78,8 +78,8 @@ class Step(Event):
         guessed_right: whether these updates, made on a guess, held; None where nothing was guessed.
         mfu: share of the devices' peak, 0 to 1; None if the peak is not known.
         comm_bytes: that this rank has sent to others in collectives.
-        ranks_ms: in the log of rank 0, by rank, its step without the time that it waited for slower
-            ranks; empty where there is one rank.
+        own_ms: of the step, without waiting for slower ranks in collectives; 0: there is one rank.
+        ranks_ms: in the log of rank 0, the `own_ms` of every rank; empty where there is one.
     """
 
     KIND: ClassVar[str] = "step"
@@ -104,6 +104,7 @@ class Step(Event):
     early_buckets: int = 0
     guessed_right: bool | None = None
     comm_bytes: int = 0
+    own_ms: float = 0.0
     ranks_ms: tuple[float, ...] = ()
 
 

@@ -202,6 +202,7 @@ class RunLog:
             d2h_bytes=report.d2h_bytes,
             h2d_bytes=report.h2d_bytes,
             comm_bytes=report.comm_bytes,
+            own_ms=told.own_ms[self._rank] if len(told.own_ms) > 1 else 0.0,
             ranks_ms=told.own_ms if len(told.own_ms) > 1 and self._rank == 0 else (),
             early_buckets=report.early_buckets,
             guessed_right=report.guessed_right,

@@ -80,6 +80,7 @@ class Trainer:
         self._requests = requests
         self._loss = _LateLoss(self.optimizer.device)
         self._saved_step = -1
+        self._all_stop = False
 
     # ---- resume
 
@@ -136,7 +137,7 @@ class Trainer:
         with StopRequests() as stop:
             if self.progress.step == 0:
                 self._evaluate()
-            while self.progress.step < config.steps and not stop.requested:
+            while self.progress.step < config.steps and not self._stops(stop):
                 done, told = self._step(stop)
                 if done:
                     self._between_steps()
@@ -173,11 +174,14 @@ class Trainer:
         """What ranks say to each other of a step; a request to stop counts from any of them."""
         comm_ms = report.busy_ms["comm"]
         asks = self._requests is not None and self._requests.waiting()
-        row = [loss, clock.total_ms, comm_ms, stop.requested is not None, asks]
-        of_ranks = self._ranks.exchange(row)
-        if of_ranks[:, 3].any():
-            stop.requested = stop.requested or "another rank"
+        noted = not self._ranks.alone and stop.requested is not None
+        of_ranks = self._ranks.exchange([loss, clock.total_ms, comm_ms, noted, asks])
+        self._all_stop = bool(of_ranks[:, 3].any())
         return Told.of(of_ranks)
+
+    def _stops(self, stop: StopRequests) -> bool:
+        """Whether the run ends here: ranks end at the step after which all of them know it."""
+        return bool(stop.requested) if self._ranks.alone else self._all_stop
 
     def _set_learning_rate(self) -> float:
         optim = self.config.optim
@@ -257,7 +261,7 @@ class Trainer:
             if request.action == "checkpoint":
                 self._save_or_warn()
             elif request.action == "stop":
-                stop.requested = "request"
+                stop.requested, self._all_stop = "request", True
             self._log.control(request, "done", step)
             if request.action == "abort":
                 raise AbortedError(f"aborted on request after step {step}; nothing was saved")

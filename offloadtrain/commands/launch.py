@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -72,6 +73,5 @@ def _exit_code(run: Path | None, code: int) -> int:
 
 def _has_shutdown_timeout() -> bool:
     """Since torch 2.13."""
-    from torch.distributed.run import get_args_parser
-
-    return "--shutdown-timeout" in get_args_parser().format_help()
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)

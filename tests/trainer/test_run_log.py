@@ -11,7 +11,7 @@ from offloadtrain import run_folder
 from offloadtrain.assembly import assemble
 from offloadtrain.console import Console
 from offloadtrain.engine import StepReport
-from offloadtrain.progress import Progress, StepClock
+from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_log import RunLog
 from tests.trainer.small_job import small_job
 
@@ -36,7 +36,7 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
         h2d_bytes=1,
         comm_bytes=0,
     )
-    clock = StepClock()
+    clock, told = StepClock(), Told(1.0, (1.0,), False)
     clock.lap("forward")
     folder = run_folder.create(tmp_path, "timed", job="", resolved="")
     spent = []
@@ -44,7 +44,7 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
         log.started(parts, Progress())
         for number in range(2, 1002):
             began = time.perf_counter()
-            log.step(number, Progress(), report, clock, loss=1.0, lr=1e-3)
+            log.step(number, Progress(), report, clock, told, lr=1e-3)
             spent.append(time.perf_counter() - began)
     parts.optimizer.close()
     assert statistics.median(spent) < BUDGET_S

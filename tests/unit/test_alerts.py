@@ -222,3 +222,27 @@ def test_clocks_that_are_held_back() -> None:
     for _ in range(3):
         run.alerts.system(replace(SYSTEM, gpus=(replace(GPU, throttle="power brake"),)))
     assert run.said == [("throttle-gpu0", "raised")]
+
+
+def test_a_slow_rank_is_named_and_forgotten() -> None:
+    run = Watched()
+    run.steps(40, ranks_ms=(100.0, 104.0, 98.0, 101.0))
+    run.steps(19, ranks_ms=(100.0, 104.0, 130.0, 101.0))
+    assert run.said == [("rank-skew", "raised")]
+    assert "rank 2 takes 130 ms per step and the others 101 ms" in run.told[0].message
+    run.steps(40, ranks_ms=(100.0, 104.0, 98.0, 101.0))
+    assert run.said[1:] == [("rank-skew", "cleared")]
+
+
+def test_two_ranks_can_be_skewed_too() -> None:
+    run = Watched()
+    run.steps(30, ranks_ms=(100.0, 120.0))
+    assert run.said == [("rank-skew", "raised")] and "rank 1" in run.told[0].message
+
+
+def test_one_slow_step_of_a_rank_is_nothing() -> None:
+    run = Watched()
+    run.steps(30, ranks_ms=(100.0, 100.0))
+    run.steps(5, ranks_ms=(100.0, 400.0))
+    run.steps(30, ranks_ms=(100.0, 100.0))
+    assert run.said == []

@@ -22,10 +22,11 @@ from offloadtrain.events import Json, Record
 from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
 
-LANES = ("compute", "d2h", "host", "h2d", "load")
+LANES = ("compute", "d2h", "host", "h2d", "load", "comm")
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
+    "comm_bytes", "own_ms",
 )  # fmt: skip
 _COLUMNS = (*STEP_FIELDS, "val_loss")
 DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
@@ -466,6 +467,12 @@ class View:
     def median_step_ms(self, of: int = 50) -> float | None:
         values = self.history.series["step_ms"].values[max(self.length - of, 0) : self.length]
         return sorted(values)[len(values) // 2] if values else None
+
+    def median_own_ms(self, of: int = 50) -> float | None:
+        """The rank's own part of a step; all of it where nothing is known of waiting."""
+        values = self.history.series["own_ms"].values[max(self.length - of, 0) : self.length]
+        known = sorted(value for value in values if value > 0)
+        return known[len(known) // 2] if known else self.median_step_ms(of)
 
     def seconds_left(self) -> float | None:
         """By the median of the last steps."""

@@ -15,7 +15,18 @@ from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.widgets.table import Cell, fill
 
-RANKS = ("rank", "step", "behind", "step time", "skew", "exposed", "host busy", "loss", "memory")
+RANKS = (
+    "rank",
+    "step",
+    "behind",
+    "step time",
+    "own part",
+    "skew",
+    "exposed",
+    "host busy",
+    "loss",
+    "memory",
+)
 GPUS = ("GPU", "name", "memory", "busy", "power", "heat")
 
 
@@ -46,7 +57,7 @@ def rank_rows(views: Sequence[View]) -> list[tuple[Cell, ...]]:
     middle = _middle(views)
     rows: list[tuple[Cell, ...]] = []
     for view in views:
-        own = view.median_step_ms()
+        own = view.median_own_ms()
         apart = f"{100 * (own / middle - 1):+.1f} %" if own and middle else "-"
         behind = newest - view.step
         held = sum(row.num_bytes for row in view.memory if row.tier == "device")
@@ -55,6 +66,7 @@ def rank_rows(views: Sequence[View]) -> list[tuple[Cell, ...]]:
                 str(view.history.rank),
                 str(view.step),
                 f"{behind} steps" if behind else "",
+                milliseconds(view.median_step_ms()),
                 milliseconds(own),
                 apart,
                 milliseconds(view.last("exposed_ms")),
@@ -71,15 +83,15 @@ def skew(views: Sequence[View]) -> str:
     middle = _middle(views)
     if len(views) < 2 or not middle:
         return " one rank"
-    slowest = max(views, key=lambda view: view.median_step_ms() or 0.0)
-    over = (slowest.median_step_ms() or 0.0) / middle - 1
+    slowest = max(views, key=lambda view: view.median_own_ms() or 0.0)
+    over = (slowest.median_own_ms() or 0.0) / middle - 1
     return (
         f" {len(views)} ranks; the slowest is rank {slowest.history.rank}, {100 * over:.1f} % over"
     )
 
 
 def _middle(views: Sequence[View]) -> float:
-    known = [found for view in views if (found := view.median_step_ms()) is not None]
+    known = [found for view in views if (found := view.median_own_ms()) is not None]
     return statistics.median(known) if known else 0.0
 
 

@@ -39,6 +39,8 @@ def _told(shown: Shown) -> Text:
     step_ms = view.last("step_ms") or 0.0
     for lane in LANES:
         busy_ms = view.busy_ms(lane)
+        if lane == "comm" and not view.last("comm_bytes"):
+            continue  # one rank
         share = f"{100 * busy_ms / step_ms:3.0f} % of the step" if step_ms else ""
         text.append(f" {lane:<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
     exposed = view.last("exposed_ms") or 0.0
@@ -50,7 +52,7 @@ def _told(shown: Shown) -> Text:
 
 
 def _moved(lane: str, view: View) -> str:
-    field = {"d2h": "d2h_bytes", "h2d": "h2d_bytes"}.get(lane)
+    field = {"d2h": "d2h_bytes", "h2d": "h2d_bytes", "comm": "comm_bytes"}.get(lane)
     if field is None:
         return _adam(view) if lane == "host" else ""
     nbytes, busy_ms = view.last(field) or 0.0, view.busy_ms(lane)

@@ -54,6 +54,11 @@ class Lanes:
         start = self.offset * (self.end_ms - width)
         return start, start + width
 
+    @property
+    def rows(self) -> list[str]:
+        """The lanes, top to bottom; collectives only where there are ranks."""
+        return [name for name in LANES if name != "comm" or self.lane(name)]
+
     def lane(self, name: str) -> list[events.Span]:
         return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)
 
@@ -83,12 +88,13 @@ class Timeline(Widget):
         if not self._lanes.spans:
             text = " no step has been sampled yet" if y == 0 else ""
             return Strip([Segment(text)]).adjust_cell_length(width)
+        rows = self._lanes.rows
         if y == 0:
             segments = self._axis(width)
-        elif y <= len(LANES):
-            segments = self._row(LANES[y - 1], width)
+        elif y <= len(rows):
+            segments = self._row(rows[y - 1], width)
         else:
-            segments = self._wait(y - len(LANES) - 1)
+            segments = self._wait(y - len(rows) - 1)
         return Strip(segments).adjust_cell_length(width)
 
     def _style(self, color: str, **options: bool) -> Style:

@@ -12,6 +12,7 @@ LANE_COLORS = {
     "host": "accent",
     "h2d": "primary",
     "load": "secondary",
+    "comm": "error",
 }
 STATE_COLORS = {
     "starting": "primary",

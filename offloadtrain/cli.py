@@ -97,6 +97,15 @@ bench.command(
         "offloadtrain bench step --layers 32 --json > step.json",
     ),
 )
+bench.command(
+    "offloadtrain.commands.bench:scale",
+    name="scale",
+    help="A step on 1, 2, 4 ranks.",
+    help_epilogue=_examples(
+        "offloadtrain bench scale",
+        "offloadtrain bench scale --ranks 1,2,4,8 --json > scale.json",
+    ),
+)
 app.command(bench)
 app.command(
     "offloadtrain.commands.trace:trace",

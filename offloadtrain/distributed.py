@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -208,6 +209,15 @@ def connect(place: Place, *, on_gpu: bool, timeout_s: float) -> Store:
     )
     # A connection of its own: one that waits for a key keeps others from asking.
     return TCPStore(host, port, None, False, timeout)
+
+
+def join_through(file: Path, rank: int, size: int, *, on_gpu: bool) -> None:
+    """Make the default process group of processes of this host that share a file, which is new."""
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    url = f"file://{file}"
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=size)
 
 
 def attempt_store(store: Store, place: Place) -> Store:

@@ -94,7 +94,9 @@ class _Paced(torch.autograd.Function):
         return grads[0], torch.full_like(weight, 1e-3)
 
 
-class _PacedLayer(nn.Module):
+class PacedLayer(nn.Module):
+    """A block that takes its time and has next to no weights."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1024))
@@ -136,7 +138,7 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
 
 
 def _offloaded(mode: Mode, streamed: bool, layers: int) -> tuple[OffloadOptimizer, nn.Module]:
-    model = nn.Sequential(*(_PacedLayer() for _ in range(layers)))
+    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
     placement: dict[str, Any] = {"working": "host"} if streamed else {}
     with on_lanes(ThreadLanes(pace=lambda name: MILLISECONDS.get(name.split()[0], 0.0))):
         optimizer = offload(

@@ -102,6 +102,52 @@ def step(
         print(resident.table(beside))
 
 
+def scale(
+    *,
+    ranks: str = "1,2,4",
+    layers: int = 8,
+    steps: int = 10,
+    rounds: int = 3,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Measure how a step scales with ranks, each with the same work.
+
+    First on threads, with times that every operation is made to take: what ranks cost. Then the
+    demo model, one rank per GPU; without a GPU, one thread each.
+
+    Parameters
+    ----------
+    ranks
+        Numbers of ranks, separated by commas, from 1 on.
+    layers
+        Blocks of the paced model.
+    steps
+        Steps measured of each case.
+    rounds
+        How often every number of ranks has its turn.
+    as_json
+        Print one JSON object instead of the table.
+    """
+    counts = sorted({1, *_counts("--ranks", ranks)})
+    for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value}: at least 1 is needed")
+
+    import torch
+
+    from offloadtrain.bench import scale as scaling
+
+    gpus = torch.cuda.device_count()
+    if gpus and counts[-1] > gpus:
+        raise ConfigError(f"--ranks {ranks}: there are {gpus} GPUs, one for each rank")
+    rows = scaling.run(counts, layers=layers, steps=steps, rounds=rounds, say=_say)
+    print(file=sys.stderr)
+    if as_json:
+        print(json.dumps(_machine() | {"rows": [row.as_json() for row in rows]}))
+    else:
+        print(scaling.table(rows))
+
+
 def _say(text: str) -> None:
     print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
 
@@ -153,9 +199,13 @@ def _numel(text: str) -> int:
 
 
 def _threads(text: str) -> list[int]:
+    return _counts("--threads", text)
+
+
+def _counts(flag: str, text: str) -> list[int]:
     counts = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
-        raise ConfigError(f"--threads {text}: numbers from 1 on, separated by commas, are needed")
+        raise ConfigError(f"{flag} {text}: numbers from 1 on, separated by commas, are needed")
     return counts
 
 

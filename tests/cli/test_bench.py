@@ -14,6 +14,7 @@ import torch
 from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
 from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
 from offloadtrain.bench.rounds import measure, ratio
+from offloadtrain.bench.step import MILLISECONDS
 from offloadtrain.cli import USAGE, main
 
 KEYS = {
@@ -162,3 +163,15 @@ def test_a_step_against_its_schedule(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "step", *flags]) == 0
     assert "schedule" in capsys.readouterr().out
     assert main(["bench", "step", "--layers", "0"]) == USAGE
+
+
+def test_a_step_on_more_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paced copies and Adam take half of their time on two ranks: never less than compute."""
+    flags = ["--ranks", "2", "--layers", "2", "--steps", "2", "--rounds", "1"]
+    assert main(["bench", "scale", *flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["ranks"] for row in rows} == {1, 2} and len(rows) == 8
+    for row in rows:
+        assert row["efficiency"] == 1.0 if row["ranks"] == 1 else row["efficiency"] > 0
+        if row["case"].startswith("paced"):
+            assert row["step_ms"] > 2 * (MILLISECONDS["forward"] + MILLISECONDS["backward"])

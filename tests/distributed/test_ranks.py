@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.distributed import RankError
-from offloadtrain.engine import GradientError
+from offloadtrain.engine import GradientError, ModelError
 from offloadtrain.engine.bucket import ALIGN
 from offloadtrain.memory import Tier
 from offloadtrain.transfer import SequentialLanes, on_lanes
@@ -22,7 +22,7 @@ from offloadtrain.transfer.recorder import Launched, RecordingLanes
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import compare, own_batches
-from tests.numerics.models import Chain, MixedReentrant, loss_of
+from tests.numerics.models import Chain, MixedReentrant, batches, loss_of
 from tests.numerics.test_offload import train
 
 
@@ -320,3 +320,39 @@ def late_surprise() -> str:
 
 def test_a_second_delivery_that_nobody_knew_of_is_refused(ranks: Run) -> None:
     assert all("second gradient" in message for message in ranks(2, late_surprise))
+
+
+def whole_weights() -> tuple[str, list[str], bool]:
+    """With ZeRO stage 3: what a state dict says, and all weights by the call that has them."""
+    torch.manual_seed(0)
+    model = Chain()
+    expected = {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
+    optimizer = offloaded(model, zero_stage=3)
+    try:
+        model.state_dict()
+        said = ""
+    except ModelError as error:
+        said = str(error)
+    found = dict(optimizer.full_weights())
+    same = all(torch.equal(found[name], value) for name, value in expected.items())
+    train(optimizer, model, own_batches(1))
+    optimizer.close()
+    return said, sorted(found), same and sorted(found) == sorted(expected)
+
+
+def test_weights_in_shards_are_asked_for_together(ranks: Run) -> None:
+    (said, names, right), other = ranks(2, whole_weights)
+    assert right and other[1:] == (names, True)
+    assert "full_weights()" in said
+
+
+def test_full_weights_of_one_rank() -> None:
+    for options in ({}, {"working": "host"}):
+        torch.manual_seed(0)
+        model = Chain()
+        optimizer = offloaded(model, **options)
+        train(optimizer, model, batches(1))
+        found, kept = dict(optimizer.full_weights()), model.state_dict()
+        assert all(torch.equal(found[name], kept[name]) for name in kept)
+        train(optimizer, model, batches(1))
+        optimizer.close()

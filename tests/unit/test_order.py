@@ -7,7 +7,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.order import Cursor, next_use, prefetches, victim
+from offloadtrain.order import Cursor, Turns, next_use, prefetches, victim
 
 
 def fewest_loads(uses: tuple[int, ...], slots: int) -> int:
@@ -103,3 +103,25 @@ def test_another_order_is_told_and_taken_over() -> None:
     pass_through(cursor, [0, 1, 2, 1, 0])
     assert pass_through(cursor, [2, 1, 0, 1, 2])
     assert cursor.future == [2, 1, 0, 1, 2]
+
+
+@given(ready=st.permutations(range(6)), order=st.permutations(range(6)))
+def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int]) -> None:
+    turns = Turns(order, free=False)
+    taken: list[int] = []
+    for number, block in enumerate(ready):
+        taken += turns.ready(block)
+        assert taken == order[: len(taken)]
+        assert turns.rest() == order[len(taken) :]
+        assert set(taken) <= set(ready[: number + 1])
+        waiting = order[len(taken)] if len(taken) < 6 else None
+        assert waiting not in ready[: number + 1]  # nobody waits without a reason
+    assert taken == order and list(turns.seen) == ready
+    turns.restart()
+    assert turns.rest() == order and not turns.seen
+
+
+def test_who_is_free_has_its_turn_at_once() -> None:
+    turns = Turns([2, 1, 0], free=True)
+    assert turns.ready(0) == [0] and turns.ready(2) == [2]
+    assert turns.rest() == [1]

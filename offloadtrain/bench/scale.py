@@ -1,0 +1,162 @@
+"""How a step shrinks, or a batch grows, with ranks: `offloadtrain bench scale`.
+
+Two measurements, both with the same work per rank (weak scaling), so that the ideal is the same
+time for a step on any number of ranks:
+* *paced* ([Note: Paced lanes] in `bench.step`): real processes, real Gloo collectives, and every
+  operation made to take a time: copies and Adam one N-th of what they take alone, collectives
+  (N-1)/N of theirs. What is left over is the engine, and what ranks wait for each other.
+* *demo*: the demo model on the devices that are there, one rank each; on a CPU one thread each.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing, nn
+
+from offloadtrain.bench.step import MILLISECONDS, PacedLayer
+from offloadtrain.distributed import join_through
+from offloadtrain.engine import offload
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import AdamW
+from offloadtrain.shapes import SIZES
+from offloadtrain.transfer import on_lanes
+from offloadtrain.transfer.threads import ThreadLanes
+
+CASES: dict[str, dict[str, Any]] = {
+    "paced, exact": {"clip_norm": 1.0},
+    "paced, speculative": {"update": "speculative", "clip_norm": 1e9},
+    "paced, stage 3 from the host": {"clip_norm": 1.0, "working": "host"},
+    "demo": {"clip_norm": 1.0},
+}
+SHARED = ("d2h", "h2d", "load", "adam", "norm", "show")
+"""Operations of which each rank has one N-th."""
+COLLECTIVE_MS = 4.0
+"""Of a block, if a rank sent all of it; it sends (N-1)/N."""
+WARM_STEPS, BATCH, LENGTH = 3, 4, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRow:
+    """One case on so many ranks.
+
+    Attributes:
+        step_ms: median over rounds of the slowest rank's median step.
+        efficiency: the step of one rank over this one, median over rounds.
+    """
+
+    case: str
+    ranks: int
+    step_ms: float
+    efficiency: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(
+    counts: Sequence[int], *, layers: int, steps: int, rounds: int, say: Callable[[str], None]
+) -> list[ScaleRow]:
+    """Every case on every number of ranks, in turn; `counts` begins with 1."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for number in range(rounds):
+        for count in counts:
+            say(f"round {number + 1} of {rounds}, {count} ranks")
+            for case, step_ms in _measured(count, layers, steps).items():
+                found.setdefault((case, count), []).append(step_ms)
+    return [_row(case, count, found) for case in CASES for count in counts]
+
+
+def table(rows: Sequence[ScaleRow]) -> str:
+    """All rows, for people."""
+    lines = [
+        f"{row.case:30} {row.ranks:5}  {row.step_ms:8.1f} ms  {row.efficiency:6.3f}" for row in rows
+    ]
+    return "\n".join([f"{'case':30} {'ranks':>5}  {'step':>11}  efficiency", *lines])
+
+
+def _row(case: str, count: int, found: dict[tuple[str, int], list[float]]) -> ScaleRow:
+    alone, here = found[case, 1], found[case, count]
+    ratios = [one / other for one, other in zip(alone, here, strict=True)]
+    return ScaleRow(
+        case=case,
+        ranks=count,
+        step_ms=statistics.median(here),
+        efficiency=statistics.median(ratios),
+    )
+
+
+def _measured(count: int, layers: int, steps: int) -> dict[str, float]:
+    """Case → median step of the slowest rank, milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (count, folder, layers, steps)
+        multiprocessing.spawn(_rank, args=arguments, nprocs=count)  # type: ignore
+        of_ranks = [torch.load(path, weights_only=True) for path in Path(folder).glob("told*")]
+    return {case: max(told[case] for told in of_ranks) for case in CASES}
+
+
+def _rank(rank: int, count: int, folder: str, layers: int, steps: int) -> None:
+    on_gpu = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+    join_through(Path(folder, "store"), rank, count, on_gpu=on_gpu)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    told = {
+        case: _demo(options, device, steps)
+        if case == "demo"
+        else _paced(options, count, layers, steps)
+        for case, options in CASES.items()
+    }
+    torch.save(told, Path(folder, f"told{rank}"))
+
+
+def _paced(options: dict[str, Any], count: int, layers: int, steps: int) -> float:
+    def pace(name: str) -> float:
+        kind = name.split()[0]
+        if kind in ("reduce-scatter", "all-gather"):
+            return COLLECTIVE_MS * (count - 1) / count
+        return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
+
+    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
+    with on_lanes(ThreadLanes(pace=pace)):
+        optimizer = offload(model, AdamW(), device="cpu", precision="fp32", **options)
+
+    def step() -> None:
+        optimizer.backward(model(torch.ones(1, requires_grad=True)).sum())
+        optimizer.step()
+
+    spent = _median_ms(step, steps)
+    optimizer.close()
+    return spent
+
+
+def _demo(options: dict[str, Any], device: torch.device, steps: int) -> float:
+    shape = SIZES["demo"]
+    model = Transformer(shape)
+    optimizer = offload(model, AdamW(), device=device, precision="fp32", **options)
+    tokens_BT = torch.randint(shape.vocab_size, (BATCH, LENGTH), device=device)
+
+    def step() -> None:
+        optimizer.backward(model(tokens_BT, tokens_BT))
+        optimizer.step()
+
+    spent = _median_ms(step, steps)
+    optimizer.close()
+    return spent
+
+
+def _median_ms(step: Callable[[], None], steps: int) -> float:
+    spent = []
+    for _ in range(WARM_STEPS + steps):
+        began = time.perf_counter()
+        step()
+        spent.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(spent[WARM_STEPS:])

@@ -275,9 +275,8 @@ def _set_up_torch(config: Config, device: torch.device, place: Place) -> None:
 
 def _check_fits(config: Config, device: torch.device, place: Place, ranks: Ranks) -> None:
     """Refuse before the first byte is allocated, in place of being killed half-way."""
-    tiers = state_bytes(config)
-    needed = {owner: size // ranks.size for owner, size in tiers["host"].items()}
-    needed |= {"weights of one block as built": 4 * _largest_part(config)}
+    tiers = state_bytes(config, ranks.size)
+    needed = tiers["host"] | {"weights of one block as built": 4 * _largest_part(config)}
     if device.type == "cpu":
         needed |= tiers["device"]
     needed = {owner: size * place.local_size for owner, size in needed.items()}

@@ -18,20 +18,29 @@ _STAGING_BYTES = 64 << 20
 """Of one of the two slots for gradients on the device, as the engine has them."""
 
 
-def state_bytes(config: Config) -> dict[str, dict[str, int]]:
-    """Return tier -> state -> bytes, without padding and staging, which need the real model.
+def state_bytes(config: Config, ranks: int = 1) -> dict[str, dict[str, int]]:
+    """Return tier -> state -> bytes of one rank, without padding and staging, which need the real
+    model. `config`: the rank's own part of the job (`share.shared`).
 
     Per parameter: the working weight, on the device or, of streamed blocks, on the host; on the
     host the state in its format, and one gradient, which is kept because clipping must know the
     norm of all of them (fp32 where microbatches are summed). The second copy of the state that
-    update = "speculative" takes, as far as memory goes, is not counted.
+    update = "speculative" takes, as far as memory goes, is not counted. Among ranks a host holds
+    one part of all of it.
     """
     params, streamed = num_params(config.model), streamed_params(config)
     working = _WORKING_BYTES[config.device.precision]
     gradient = working if config.train.grad_accum_steps == 1 else 4
-    device = {"working weights": working * (params - streamed)}
-    if streamed:
-        slots = min(config.device.slots, streamed // num_block_params(config.model))
+    stage = config.ranks.zero_stage if ranks > 1 else 0
+    gathered = _gathered_params(config) if stage == 3 and not streamed else 0
+    device = {"working weights": working * (params - streamed - gathered)}
+    if gathered:
+        device["weight shards"] = working * gathered // ranks
+    if stage == 1:
+        device["gradients"] = working * params
+    if streamed or gathered:
+        blocks = (streamed or gathered) // num_block_params(config.model)
+        slots = min(config.device.slots, blocks)
         device["streaming slots"] = working * slots * num_block_params(config.model)
     host = {state: size * params for state, size in _HOST_BYTES[config.optim.state].items()}
     sums = config.train.grad_accum_steps > 1
@@ -39,7 +48,13 @@ def state_bytes(config: Config) -> dict[str, dict[str, int]]:
     for owner, count in _waiting_params(config, params, streamed).items():
         if count:
             host[owner] = working * count
-    return {"device": device, "host": {state: round(size) for state, size in host.items()}}
+    return {"device": device, "host": {owner: round(size / ranks) for owner, size in host.items()}}
+
+
+def _gathered_params(config: Config) -> int:
+    """Return how many parameters are gathered from shards on the devices."""
+    stay = max(config.device.resident_blocks, 0)
+    return max(config.model.num_layers - stay, 0) * num_block_params(config.model)
 
 
 def streamed_params(config: Config) -> int:

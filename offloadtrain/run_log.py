@@ -125,15 +125,15 @@ class RunLog:
             measured = bandwidth(device)
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
-        chosen = replace(self._config.device, precision=parts.precision)
-        resolved = replace(self._config, device=chosen)
+        local, ranks = parts.local, parts.ranks.size
+        resolved = replace(local, device=replace(local.device, precision=parts.precision))
         weight = 4 if parts.precision == "fp32" else 2
-        gradient = 4 if self._config.train.grad_accum_steps > 1 else weight
+        gradient = 4 if local.train.grad_accum_steps > 1 else weight
         state = FORMATS[self._config.optim.state]
         traffic = state.traffic_per_param(("exp_avg", "exp_avg_sq"), weight, gradient)
         return plan | {
-            "memory": state_bytes(resolved),
-            "adam_bytes_per_step": round(traffic * num_params(self._config.model)),
+            "memory": state_bytes(resolved, ranks),
+            "adam_bytes_per_step": round(traffic * num_params(self._config.model) / ranks),
         }
 
     def _introduce(self, parts: Parts, machine: Machine, device_name: str) -> None:

@@ -24,7 +24,7 @@ def shared(config: Config, ranks: int) -> Config:
         raise ConfigError(
             f"a step has {sequences} sequences (train.micro_batch = {train.micro_batch} x "
             f"train.grad_accum_steps = {train.grad_accum_steps}), which {ranks} ranks cannot share "
-            f"evenly: take {fitting} ranks, or a batch that {ranks} divides"
+            f"evenly: take {fitting}, or a batch that {ranks} divides"
         )
     micro = next(n for n in range(min(train.micro_batch, own), 0, -1) if own % n == 0)
     windows = train.eval_batches * train.micro_batch

@@ -57,7 +57,8 @@ def train(
         with.
     nproc
         Ranks on this host: a number, or auto: one per GPU. The global batch stays what the job
-        says. On several hosts: torchrun ... -m offloadtrain train JOB.
+        says. With --dry-run: what each of them needs. On several hosts: torchrun ... -m
+        offloadtrain train JOB.
     max_restarts
         With --nproc: how often to start again from the newest checkpoint after a rank has failed.
     dry_run
@@ -68,7 +69,7 @@ def train(
     path = find_job(job)
     config = jobs.load(path, overrides)
     if dry_run:
-        print(preview(config), file=sys.stderr)
+        print(preview(config, _ranks_wanted(nproc, config)), file=sys.stderr)
         print(jobs.dump(config), end="")
         return 0
     place = Place.of(os.environ)

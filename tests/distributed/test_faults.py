@@ -125,7 +125,7 @@ def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--nproc", "none"], "--nproc none: give a number"),
-        (["--nproc", "3"], "take 2 ranks, or a batch that 3 divides"),
+        (["--nproc", "3"], "take 2, or a batch that 3 divides"),
         (["--nproc", "auto"], "this torch sees none"),
         (["--max-restarts", "2"], "it needs --nproc"),
     ],

@@ -61,6 +61,8 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
         parts.optimizer.close()
     told = [record.event for record in events.read(run.events(ranks.rank))]
     steps = [event for event in told if isinstance(event, events.Step)]
+    (plan,) = [event.plan for event in told if isinstance(event, events.RunStarted)][-1:]
+    rows = [event for event in told if isinstance(event, events.Memory)][-1].rows
     ranks.close()
     return {
         "status": outcome.status,
@@ -70,6 +72,8 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
         "comm": steps[-1].comm_bytes,
         "ranks_ms": steps[-1].ranks_ms,
         "busy": steps[-1].busy_ms,
+        "planned": plan["memory"],
+        "held": {(row.tier, row.owner): row.num_bytes for row in rows},
     }
 
 
@@ -96,6 +100,19 @@ def test_the_batch_does_not_depend_on_the_ranks(ranks: Run, tmp_path: Path, data
         assert len(found[0]["ranks_ms"]) == size and found[0]["comm"] > 0
         assert found[1]["ranks_ms"] == () and found[1]["busy"]["comm"] > 0
     assert alone["comm"] == 0 and alone["ranks_ms"] == ()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_rank_holds_what_was_planned(
+    ranks: Run, tmp_path: Path, data: Path, stage: int
+) -> None:
+    """By owner; what alignment adds to this small model is below a sixth."""
+    wide = {"ranks.zero_stage": stage, "model.d_model": 128, "train.steps": 2}
+    for found in ranks(2, trained, tmp_path / "run", data, **wide):
+        for tier, states in found["planned"].items():
+            for owner, planned in states.items():
+                held = found["held"][tier, owner]
+                assert planned <= held <= 1.17 * planned, (owner, planned, held)
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 4), (4, 2)])
@@ -164,7 +181,7 @@ def test_a_batch_is_shared(micro: int, accum: int, ranks: int, becomes: tuple[in
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     job = job_of(Path("x"), **{"train.micro_batch": 4, "train.grad_accum_steps": 1})
-    with pytest.raises(ConfigError, match="take 2 ranks, or a batch that 3 divides"):
+    with pytest.raises(ConfigError, match="take 2, or a batch that 3 divides"):
         shared(job, 3)
 
 

@@ -17,7 +17,7 @@ from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.distributed.conftest import Run
 from tests.distributed.reference import DataParallelRun, whole_state
-from tests.numerics.models import MODELS, Chain, batches, loss_of
+from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, train
 
 LANES = {
@@ -28,6 +28,25 @@ LANES = {
 }
 
 
+class Routed(nn.Module):
+    """Every rank takes another way through the experts: they are ready in another order."""
+
+    turn = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.experts = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, first = self.embed(tokens), self.turn + dist.get_rank()
+        self.turn += 1
+        for step in range(3):
+            x = self.experts[(first + step * (1 + dist.get_rank())) % 4](x)
+        return self.head(x)
+
+
 def own_batches(count: int) -> list[torch.Tensor]:
     """As many of this rank's own."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -36,7 +55,7 @@ def own_batches(count: int) -> list[torch.Tensor]:
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(dist.get_rank())  # rank 0's weights have to become everybody's
-    return MODELS[name]()
+    return Routed() if name == "routed" else MODELS[name]()
 
 
 def same_start(model: nn.Module) -> nn.Module:
@@ -104,6 +123,13 @@ def compare(
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_as_resident_data_parallelism(ranks: Run, size: int, name: str) -> None:
     ranks(size, compare, name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("lanes", ["in order", "threads"])
+def test_ranks_on_different_paths(ranks: Run, size: int, lanes: str) -> None:
+    ranks(size, compare, "routed", lanes=lanes, steps=6, accum=2)
+    ranks(size, compare, "routed", lanes=lanes, steps=6, update="speculative", clip=1e9)
 
 
 @pytest.mark.parametrize("precision", DTYPES)

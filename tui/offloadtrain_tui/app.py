@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.notifications import SeverityLevel
@@ -22,9 +22,10 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Footer, Static
 
 from offloadtrain import events
-from offloadtrain_tui import requests, runs
+from offloadtrain_tui import runs
+from offloadtrain_tui.asking import Asking
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.dialogs import Ask, Confirm, Raw
+from offloadtrain_tui.dialogs import Ask, Raw
 from offloadtrain_tui.history import History, View
 from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.machine import MachineSampler
@@ -44,6 +45,7 @@ from offloadtrain_tui.source import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.themes import COLOR_BLIND
+from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 
 PANELS: dict[str, type[Panel]] = {
@@ -61,7 +63,7 @@ WIDE, NARROW, SHORT = 160, 100, 30
 RUNS_EVERY_S = 3.0
 
 
-class Monitor(App[None]):
+class Monitor(Asking):
     """Watches runs; the only thing it writes are requests, when a person asks for them."""
 
     class News(Message):
@@ -351,59 +353,15 @@ class Monitor(App[None]):
 
         self.run_worker(export, thread=True, group="export", exit_on_error=False)
 
-    # ---- requests
-
-    def action_checkpoint(self) -> None:
-        self._request("save a checkpoint after this step?", {"checkpoint": "save"})
-
-    def action_stop(self) -> None:
-        choices = {"stop": "stop after this step, with a checkpoint", "abort": "abort, without"}
-        self._request("end the run?", choices)
-
-    def action_note(self) -> None:
-        def send(text: str | None) -> None:
-            if text:
-                self._send("note", text)
-
-        if self._may_ask():
-            self.push_screen(Ask("a note for the run's log"), send)
-
-    def action_acknowledge(self) -> None:
-        alerts = self.shown.view.active_alerts()
-        if alerts and self._may_ask():
-            self._send("acknowledge", alerts[-1].code)
-
-    def _request(self, question: str, choices: dict[str, str]) -> None:
-        def send(answer: str | None) -> None:
-            if answer:
-                self._send(answer)
-
-        if self._may_ask():
-            name = self.shown.snapshot.name
-            self.push_screen(Confirm(f"{name}: {question}", choices), send)
-
-    def _may_ask(self) -> bool:
-        snapshot = self.shown.snapshot
-        if self.shown.readonly:
-            self.notify("--readonly: nothing is asked of the run", severity="warning")
-        elif snapshot.folder is None or snapshot.state not in runs.ALIVE:
-            self.notify(f"the run is not running ({snapshot.state})", severity="warning")
-        else:
-            return True
-        return False
-
-    def _send(self, action: str, message: str = "") -> None:
-        folder = self.shown.snapshot.folder
-        if folder is None:
-            return
-        try:
-            requests.write(folder, action, message)
-        except requests.RequestError as error:
-            self.notify(str(error), severity="error")
-        else:
-            self.notify(f"{action}: asked; the answer is an event")
-
     # ---- from the panels
+
+    def on_chart_picked(self, message: Chart.Picked) -> None:
+        """A click into a chart puts the cursor there, on all of the screen."""
+        shown = replace(self.shown, cursor=message.position)
+        if isinstance(self.clock, ReplayClock):
+            self._replay_to(shown)
+        else:
+            self._change(shown)
 
     def on_events_panel_chosen(self, message: EventsPanel.Chosen) -> None:
         if message.jump:

@@ -29,8 +29,8 @@ class MemoryPanel(Panel):
         with Horizontal(id="memory-rest"):
             yield DataTable(id="memory-rows", cursor_type="row", zebra_stripes=True)
             with Vertical(id="memory-history"):
-                yield Chart(Plot("host"), id="memory-samples")
-                yield Chart(Plot("GPUs"), id="memory-gpus")
+                yield Chart(Plot("host"), id="memory-samples", pickable=False)
+                yield Chart(Plot("GPUs"), id="memory-gpus", pickable=False)
 
     def show(self, shown: Shown) -> None:
         view = shown.view

@@ -10,7 +10,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from offloadtrain import units
-from offloadtrain_tui.widgets.styles import OWNER_COLORS, styled
+from offloadtrain_tui.widgets.styles import OWNER_COLORS, strip_of, styled
 
 _FILLS = "█▓▒░▚▞▤"
 """Parts differ without color too."""
@@ -77,7 +77,7 @@ class StackBar(Widget):
             segments = self._bar(width)
         else:
             segments = self._names(y - 2, width)
-        return Strip(segments).adjust_cell_length(width)
+        return strip_of(segments, width)
 
     def _legend_lines(self, width: int) -> int:
         per_line = max(width // 34, 1)

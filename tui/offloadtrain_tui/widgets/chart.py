@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.events import Click
 from textual.geometry import Region
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
 from offloadtrain_tui.series import NOTHING, Extent, Series, Smoothed, Window
 from offloadtrain_tui.text import short
-from offloadtrain_tui.widgets.styles import styled
+from offloadtrain_tui.widgets.styles import strip_of, styled
 
 LABEL_WIDTH = 8
 NO_WINDOW = Window(0, 0)
@@ -70,10 +72,19 @@ class Plot:
 class Chart(Widget):
     """Shows a `Plot`."""
 
+    class Picked(Message):
+        """Somebody clicked on a position of the plot."""
+
+        def __init__(self, position: int) -> None:
+            super().__init__()
+            self.position = position
+
     DEFAULT_CSS = "Chart { height: 1fr; min-height: 4; }"
 
-    def __init__(self, plot: Plot, *, id: str | None = None) -> None:
+    def __init__(self, plot: Plot, *, id: str | None = None, pickable: bool = True) -> None:
+        """`pickable`: positions are steps, which the screen can go to."""
         super().__init__(id=id)
+        self._pickable = pickable
         self._plot = plot
         self._strips: list[Strip] = []
         self._colors: dict[str, str] = {}
@@ -99,9 +110,18 @@ class Chart(Widget):
         if lines:
             self.refresh(*lines)
 
+    def on_click(self, event: Click) -> None:
+        window, inner = self._plot.window, self.size.width - LABEL_WIDTH
+        column = event.x - LABEL_WIDTH
+        if self._pickable and window.size and 0 <= column < inner:
+            last = max((curve.length for curve in self._plot.curves), default=0) - 1
+            position = min(window.lo + column * window.size // inner, last)
+            if position >= 0:
+                self.post_message(self.Picked(position))
+
     def render_line(self, y: int) -> Strip:
         self._bring_up()
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
+        return self._strips[y] if y < len(self._strips) else strip_of((), self.size.width)
 
     def _bring_up(self) -> None:
         """Draw what is not drawn yet."""
@@ -114,15 +134,15 @@ class Chart(Widget):
         self._colors = self.app.theme_variables
         inner, rows = width - LABEL_WIDTH, height - 2
         if inner < 8 or rows < 1:
-            return [Strip([Segment(self._plot.title[:width])]).adjust_cell_length(width)]
+            return [strip_of([Segment(self._plot.title[:width])], width)]
         extents = [_extents(curve, self._plot, inner * 2) for curve in self._plot.curves]
         low, high = bounds(extents)
         canvas = Canvas(inner, rows)
         for number in reversed(range(len(extents))):  # the first one on top
             canvas.draw(extents[number], low, high, number)
-        body = [Strip(self._row(canvas, y, rows, low, high), width) for y in range(rows)]
-        title = Strip(self._title()).adjust_cell_length(width)
-        return [title, *body, Strip(self._axis(inner)).adjust_cell_length(width)]
+        body = [strip_of(self._row(canvas, y, rows, low, high), width) for y in range(rows)]
+        title = strip_of(self._title(), width)
+        return [title, *body, strip_of(self._axis(inner), width)]
 
     def _style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
         return styled(self._colors.get(color, ""), bold, dim)

@@ -13,7 +13,7 @@ from textual.widget import Widget
 from offloadtrain import events
 from offloadtrain_tui.history import LANES
 from offloadtrain_tui.text import clean, milliseconds
-from offloadtrain_tui.widgets.styles import LANE_COLORS, styled
+from offloadtrain_tui.widgets.styles import LANE_COLORS, strip_of, styled
 
 _SHADES = " ▏▎▍▌▋▊▉█"
 _NAME_WIDTH = 9
@@ -87,7 +87,7 @@ class Timeline(Widget):
         width = self.size.width
         if not self._lanes.spans:
             text = " no step has been sampled yet" if y == 0 else ""
-            return Strip([Segment(text)]).adjust_cell_length(width)
+            return strip_of([Segment(text)], width)
         rows = self._lanes.rows
         if y == 0:
             segments = self._axis(width)
@@ -95,7 +95,7 @@ class Timeline(Widget):
             segments = self._row(rows[y - 1], width)
         else:
             segments = self._wait(y - len(rows) - 1)
-        return Strip(segments).adjust_cell_length(width)
+        return strip_of(segments, width)
 
     def _style(self, color: str, **options: bool) -> Style:
         return styled(self.app.theme_variables.get(color, ""), **options)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
+from rich.segment import Segment
 from rich.style import Style
+from textual.strip import Strip
 
 LANE_COLORS = {
     "compute": "success",
@@ -26,6 +29,15 @@ STATE_COLORS = {
 }
 OWNER_COLORS = ("primary", "accent", "success", "warning", "secondary", "error", "foreground")
 """Of the parts of a bar, the largest first."""
+
+
+PLAIN = Style.null()
+
+
+def strip_of(segments: Iterable[Segment], width: int) -> Strip:
+    """A line of a widget. Every segment has a style: the filter for NO_COLOR takes none without."""
+    whole = [Segment(text, PLAIN if style is None else style) for text, style, _ in segments]
+    return Strip(whole).adjust_cell_length(width, PLAIN)
 
 
 @lru_cache(maxsize=256)

@@ -175,6 +175,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over state and hyperparameters; the working weights follow the loaded masters.
 
+        Among ranks each takes its own `state_dict` back, of the same number of ranks; whole
+        tensors fit any.
+
         Raises:
             EngineError: if groups, shapes or step counts do not fit this optimizer.
         """
@@ -185,7 +188,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
         if sizes != own:
             raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {own}")
-        slots = {slot.param: slot for _, slot in self._slots()}
+        held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         keys = [key for group in saved for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         steps = {float(state[key]["step"]) for key in keys}
@@ -193,8 +196,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise EngineError(
                 f"all parameters step together, but the state has steps {sorted(steps)}"
             )
+        self.synchronize()
         for key, param in zip(keys, params, strict=True):
-            self.load_named_state(slots[param].name, state[key])
+            bucket, slot = held[param]
+            whole = any(tuple(x.shape) == slot.shape for x in _tensors(state[key]).values())
+            first, last = bucket.piece(slot)
+            if whole or last - first == slot.numel:
+                self._load_slot(bucket, slot, state[key], None)
+            elif first < last:
+                self._load_slot(bucket, slot, state[key], first)
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in other.items() if k != "params"})
         self._engine.seed = state_dict.get("seed", self._engine.seed)
@@ -243,7 +253,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _load_slot(
         self, bucket: Bucket, slot: Slot, tensors: Mapping[str, Tensor], lo: int | None
     ) -> None:
-        given = {key: value for key, value in tensors.items() if key != "step"}
+        given = _tensors(tensors)
         moments = self._rule.moments
         source = recognise(given, moments)
         if source is None:
@@ -360,6 +370,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for bucket in block.buckets
             for slot in bucket.slots
         ]
+
+
+def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the state of a parameter holds beside its step."""
+    return {key: value for key, value in entry.items() if key != "step"}
 
 
 def _load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:

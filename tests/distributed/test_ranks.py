@@ -356,3 +356,26 @@ def test_full_weights_of_one_rank() -> None:
         assert all(torch.equal(found[name], kept[name]) for name in kept)
         train(optimizer, model, batches(1))
         optimizer.close()
+
+
+def state_dict_again(state: str) -> bool:
+    """Into another optimizer of the same ranks: the next steps have the same bits."""
+    torch.manual_seed(0)
+    first, second = Chain(), Chain()
+    one, other = (offloaded(model, state=state) for model in (first, second))
+    for tokens in own_batches(3):
+        train(one, first, [tokens])
+    other.load_state_dict(one.state_dict())
+    same = []
+    for tokens in own_batches(2):
+        same.append(train(one, first, [tokens]) == train(other, second, [tokens]))
+        same.append(one.grad_norm == other.grad_norm)
+    one.close()
+    other.close()
+    return all(same)
+
+
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_a_rank_takes_its_state_dict_back(ranks: Run, state: str) -> None:
+    for size in (1, 2, 3):
+        assert ranks(size, state_dict_again, state) == [True] * size

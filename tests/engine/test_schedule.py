@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import offloadtrain as ot
 from offloadtrain.engine import device_memory
-from offloadtrain.engine.gather import pieces
 from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, simulate
 from offloadtrain.schedule import program as scheduled
 from offloadtrain.transfer import SequentialLanes, on_lanes
@@ -66,7 +65,7 @@ def engine_program(
         for b in optimizer._engine.forward_order
     )
     buckets = [bucket for block in optimizer._engine.forward_order for bucket in block.buckets]
-    slot_bytes = device_memory.staging_bytes(buckets)
+    reduction = optimizer._engine._gradients._reduction
     optimizer.close()
     return (
         found,
@@ -76,7 +75,7 @@ def engine_program(
             mode=mode,  # type: ignore[arg-type]
             micro_steps=accum,
             slots=slots or 1,
-            pieces={bucket.name: len(pieces(bucket, slot_bytes)) for bucket in buckets},
+            pieces={bucket.name: len(reduction.pieces(bucket)) for bucket in buckets},
         ),
     )
 

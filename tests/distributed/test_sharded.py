@@ -140,9 +140,10 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
     ranks(2, compare, "chain", precision, lanes=lanes, zero_stage=stage, steps=steps)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("reduction", ["working", "fp32"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("size", "reduction", "precision"),
+    [(2, "working", "bf16"), (3, "fp32", "bf16"), (4, "working", "fp32"), (4, "working", "bf16")],
+)
 def test_microbatches_and_wide_sums(ranks: Run, size: int, reduction: str, precision: str) -> None:
     ranks(size, compare, "tied", precision, accum=2, reduction=reduction)
     ranks(size, compare, "frozen", precision, accum=2, reduction=reduction, clip=None)
@@ -205,8 +206,9 @@ def same_runs(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(value, second["state"][name][key]), (name, key)
 
 
-@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize(
+    ("state", "accum"), [("fp32", 1), ("fp32", 2), ("split16", 1), ("int8", 2)]
+)
 def test_placements_change_no_bit(ranks: Run, state: str, accum: int) -> None:
     plain = {"state": state, "grad_accum_steps": accum}
     for other in (

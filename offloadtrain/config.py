@@ -408,10 +408,11 @@ def _mode_contradictions(config: Config) -> Iterator[str]:
             f"optim.delay_warmup_steps = {optim.delay_warmup_steps} has a meaning only with "
             "optim.update = delayed"
         )
-    if device.resident_blocks > 0 and device.working == "device":
+    comes_and_goes = device.working == "host" or config.ranks.zero_stage == 3
+    if device.resident_blocks > 0 and not comes_and_goes:
         yield (
             f"device.resident_blocks = {device.resident_blocks} has a meaning only with "
-            "device.working = host: all blocks stay on the device"
+            "device.working = host or ranks.zero_stage = 3: all blocks stay on the device"
         )
 
 

@@ -66,18 +66,12 @@ class Ranks:
         size: how many there are.
     """
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        device: torch.device | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+    def __init__(self, group: Group | None = None, device: torch.device | None = None) -> None:
         """Join the processes of `group`; each of them calls this at the same point.
 
         Args:
             group: whose members share the state; None: this process alone.
             device: where gradients and weights are: NCCL for a GPU, Gloo for the CPU.
-            timeout: of a collective; None: torch's.
         """
         self.rank, self.size = 0, 1
         self._groups: list[Group] = []
@@ -92,7 +86,6 @@ class Ranks:
         for backend in ("nccl" if on_gpu else "gloo", "gloo"):
             made = dist.new_group(
                 dist.get_process_group_ranks(group),
-                timeout=timeout,
                 backend=backend,
                 use_local_synchronization=self._of_some,
             )

@@ -46,7 +46,7 @@ class RunLog:
     """Turns what happens into events and console lines. Close it by leaving its context."""
 
     def __init__(self, run: RunFolder, config: Config, console: Console, rank: int = 0) -> None:
-        """`rank`: whose log; only rank 0 evaluates alerts."""
+        """`rank`: whose log. Steps are judged by rank 0, its own machine by each."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._began_s = time.monotonic()

@@ -14,7 +14,7 @@ from offloadtrain.assembly import assemble
 from offloadtrain.config import Config
 from offloadtrain.console import Console
 from offloadtrain.control import Requests
-from offloadtrain.distributed import Ranks
+from offloadtrain.distributed import RankError, Ranks
 from offloadtrain.errors import ConfigError
 from offloadtrain.progress import Told
 from offloadtrain.run_folder import RunFolder
@@ -183,6 +183,31 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     job = job_of(Path("x"), **{"train.micro_batch": 4, "train.grad_accum_steps": 1})
     with pytest.raises(ConfigError, match="take 2, or a batch that 3 divides"):
         shared(job, 3)
+
+
+def another_job(data: Path) -> str:
+    """One rank was given another learning rate."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    job = job_of(data, **{"optim.lr": 1e-3 * (1 + ranks.rank)})
+    try:
+        assemble(job, ranks=ranks)
+    except RankError as error:
+        return str(error)
+    finally:
+        ranks.close()
+    return ""
+
+
+def test_ranks_with_other_jobs_are_refused(ranks: Run, data: Path) -> None:
+    for said in ranks(2, another_job, data):
+        assert "rank 1 has another job than rank 0: optim differ" in said
+
+
+def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
+    asked = {"device.resident_blocks": 1}
+    assert job_of(data, **asked | {"ranks.zero_stage": 3}).device.resident_blocks == 1
+    with pytest.raises(ConfigError, match=r"or ranks\.zero_stage = 3"):
+        job_of(data, **asked)
 
 
 def test_who_arrives_last_is_seen() -> None:

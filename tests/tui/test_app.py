@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offloadtrain_tui import runs
@@ -19,6 +20,7 @@ from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.frame import screen_text
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.lanes import Timeline
+from textual.widget import Widget
 from textual.widgets import Button, DataTable, Input
 
 from tests.tui import recordings
@@ -423,3 +425,26 @@ def test_requests_are_for_this_host_s_runs_too(tmp_path: Path) -> None:
             assert isinstance(app.screen, Confirm)
 
     go(test())
+
+
+def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "20261121-080000-demo", plain())
+    ticked: list[bool] = []
+
+    async def test() -> None:
+        async with watching(tmp_path / "20261121-080000-demo") as (app, _):
+            prune = app._prune
+
+            async def headline_first(*nodes: Widget, **keywords: Any) -> None:
+                await prune(app.query_one("#headline"))
+                ticked.append(not app.query("#headline") and bool(app.query("#panels")))
+                app.settle()
+                app.post_message(app.Listed([]))
+                await prune(*nodes, **keywords)
+
+            monkeypatch.setattr(app, "_prune", headline_first)
+
+    go(test())
+    assert ticked == [True]

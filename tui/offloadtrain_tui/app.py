@@ -185,8 +185,8 @@ class Monitor(Asking):
 
     def on_monitor_listed(self, message: Monitor.Listed) -> None:
         self._listed = True
-        for panel in self.query(RunsPanel):  # none is left while the app ends
-            panel.list_runs(message.rows)
+        if self.is_running:
+            self.query_one(RunsPanel).list_runs(message.rows)
 
     @property
     def is_settled(self) -> bool:
@@ -231,7 +231,7 @@ class Monitor(Asking):
         self._refresh()
 
     def _refresh(self) -> None:
-        if not self.query(ContentSwitcher):  # the app is ending
+        if not self.is_running:  # it is ending: widgets go one after the other, timers still fire
             return
         variables = self.theme_variables
         colors = {

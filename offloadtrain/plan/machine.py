@@ -1,0 +1,200 @@
+"""The machine that a plan is for: a few constants, measured by `offloadtrain doctor` or from a file.
+
+A machine file is TOML with one key per field of `Machine`. Files that come with offloadtrain are in
+`offloadtrain/machines`; their first line says what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offloadtrain import config_toml as toml
+from offloadtrain.errors import ConfigError
+from offloadtrain.units import parse_bytes
+
+_FOLDER = Path(__file__).parent.parent / "machines"
+
+
+class MachineError(ConfigError):
+    """A machine that is not known, or a machine file that breaks a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One or more equal hosts, each with so many GPUs. Rates are what is reached, not what is sold.
+
+    A rate of 0 is one that the machine has not: bf16 on a V100, links between hosts of which there
+    is one.
+
+    Attributes:
+        gpu: the device's name as torch tells it; empty: the CPU computes.
+        gpus: on each host; where the CPU computes, ranks that it carries.
+        gpu_memory: of one GPU, as "32 GiB". Where the CPU computes, empty: it is the host's.
+        gpu_reserved: what of it tensors cannot have: context, libraries, fragments.
+        host_memory: of one host.
+        peak_tflops: dense 16-bit, of the data sheet; MFU is of this. 0: no MFU.
+        bf16_tflops, fp16_tflops, fp32_tflops: of wide matrix multiplications, as training runs
+            them.
+        half_width: width of a matrix (the geometric mean of its sides) at which half of that is
+            reached: the rate is `tflops * w / (w + half_width)`.
+        hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
+        h2d_gbps, d2h_gbps: of one GPU alone, page-locked.
+        host_link_gbps: of all GPUs of a host together, one way.
+        gpu_link_gbps: of one GPU in a collective among GPUs of its host.
+        node_link_gbps: of one host in a collective among hosts.
+        dram_gbps: what all cores stream from and to memory together.
+        shared_dram_gbps: the same where several ranks divide the cores.
+        cores: physical, of one host.
+        fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
+            parameters per second; 0: as `dram_gbps` allows.
+        disk_gbps: what a checkpoint is written with; 0: not known.
+    """
+
+    gpu: str = ""
+    gpus: int = 1
+    gpu_memory: str = ""
+    gpu_reserved: str = ""
+    host_memory: str
+    peak_tflops: float = 0.0
+    bf16_tflops: float = 0.0
+    fp16_tflops: float = 0.0
+    fp32_tflops: float
+    half_width: float = 0.0
+    hbm_gbps: float
+    h2d_gbps: float
+    d2h_gbps: float
+    host_link_gbps: float
+    gpu_link_gbps: float
+    node_link_gbps: float = 0.0
+    dram_gbps: float
+    shared_dram_gbps: float
+    cores: int
+    fp32_gparams: float = 0.0
+    split16_gparams: float = 0.0
+    int8_gparams: float = 0.0
+    disk_gbps: float = 0.0
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        return parse_bytes(self.gpu_memory or self.host_memory)
+
+    @property
+    def gpu_reserved_bytes(self) -> int:
+        return parse_bytes(self.gpu_reserved) if self.gpu_reserved else 0
+
+    @property
+    def host_memory_bytes(self) -> int:
+        return parse_bytes(self.host_memory)
+
+    @property
+    def on_cpu(self) -> bool:
+        return not self.gpu
+
+    def flops(self, precision: str, width: float) -> float:
+        """FLOPs per second of matrix multiplications of this width.
+
+        Raises:
+            MachineError: it does not compute in this precision.
+        """
+        best: float = getattr(self, f"{precision}_tflops")
+        if not best:
+            raise MachineError(
+                f"{self.gpu or 'this CPU'} does not compute in {precision}: set device.precision = "
+                f"{' or '.join(self.precisions)}"
+            )
+        return 1e12 * best * width / (width + self.half_width)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """In which it computes."""
+        return tuple(p for p in ("bf16", "fp16", "fp32") if getattr(self, f"{p}_tflops"))
+
+    @property
+    def auto_precision(self) -> str:
+        """What `device.precision = "auto"` becomes: a CPU whose bf16 is slower takes fp32."""
+        if self.on_cpu and self.bf16_tflops <= self.fp32_tflops:
+            return "fp32"
+        return self.precisions[0]
+
+
+def shipped() -> dict[str, Path]:
+    """Machine files that come with offloadtrain, by name."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def find(name: str) -> tuple[str, Machine]:
+    """A shipped machine by name, or a machine file by path: (name, machine).
+
+    Raises:
+        MachineError: neither, or a file that breaks a rule.
+    """
+    path, files = Path(name), shipped()
+    if name in files:
+        path = files[name]
+    elif path.suffix != ".toml" and not path.is_file():
+        raise MachineError(
+            f"{name}: no such file, and no machine of this name{toml.nearest(name, files)} "
+            f"Known: {', '.join(files)}; or measure this one: offloadtrain doctor"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MachineError(f"{path}: cannot be read: {reason}") from None
+    return path.stem, loads(text, str(path))
+
+
+def loads(text: str, origin: str) -> Machine:
+    """Read a machine from TOML.
+
+    Raises:
+        MachineError: with every broken rule.
+    """
+    try:
+        return _read(text, origin)
+    except ConfigError as error:
+        raise MachineError(*error.problems) from None
+
+
+def dump(machine: Machine, title: str) -> str:
+    """TOML that `loads` reads back to an equal machine; `title` becomes its first line."""
+    values = {f.name: getattr(machine, f.name) for f in fields(Machine)}
+    return f"# {title}\n{toml.emit(values)}"
+
+
+def _read(text: str, origin: str) -> Machine:
+    kinds = toml.field_kinds(Machine)
+    job = toml.parse(text, origin, list(kinds))
+    toml.report_unknown(job, job.tables, list(kinds))
+    values = toml.read_fields(job, kinds, job.tables)
+    job.problems += [f"{key} is missing" for key in toml.missing_fields(Machine, job.tables)]
+    job.problems += _problems(values)
+    job.raise_problems()
+    return Machine(**values)
+
+
+def _problems(values: dict[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, str) and key != "gpu":
+            yield from _size_problems(key, value)
+        elif not isinstance(value, str) and value < (1 if key in ("gpus", "cores") else 0):
+            yield f"{key} = {value} is too small"
+    needed = ("fp32_tflops", "hbm_gbps", "h2d_gbps", "d2h_gbps", "host_link_gbps", "gpu_link_gbps")
+    for key in (*needed, "dram_gbps", "shared_dram_gbps"):
+        if values.get(key) == 0:
+            yield f"{key} = 0 must be above 0"
+
+
+def _size_problems(key: str, value: str) -> Iterator[str]:
+    if not value and key != "host_memory":
+        return
+    try:
+        if not parse_bytes(value):
+            raise ValueError(f"'{value}' is nothing")
+    except ValueError as error:
+        yield f"{key}: {error}"
+
+

@@ -40,6 +40,12 @@ class StepShape:
         slots: device slots of streamed blocks.
         pieces: bucket → in how many pieces its gradient goes down, where it is more than one: it is
             larger than a staging slot.
+        among_ranks: gradients are reduce-scattered on their way down, weights all-gathered on their
+            way up.
+        kept_on_device: streamed blocks come from shards on the devices, not from the hosts.
+        whole_gradients: every piece has a place of its own on the device (ZeRO stage 1), not a slot
+            of the staging ring.
+        staged_up: buckets whose new weights wait for their upload in the host's staging ring.
     """
 
     blocks: tuple[BlockShape, ...]
@@ -47,6 +53,10 @@ class StepShape:
     micro_steps: int = 1
     slots: int = 2
     pieces: Mapping[str, int] = field(default_factory=dict)
+    among_ranks: bool = False
+    kept_on_device: bool = False
+    whole_gradients: bool = False
+    staged_up: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +83,43 @@ def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[float]:
     return ends
 
 
-def busiest_lane(ops: Sequence[Op], seconds: Callable[[Op], float]) -> float:
-    """The work of the busiest lane: no order of launch can be faster."""
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """One step of many.
+
+    Attributes:
+        busy: lane → seconds of work. No schedule is faster than the busiest one.
+        exposed: lane → seconds that compute waited for it.
+    """
+
+    seconds: float
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+
+
+_SETTLED = 6
+"""Steps after which every one takes the same time."""
+
+
+def steady(shape: StepShape, seconds: Callable[[Op], float]) -> Steady:
+    """What a step takes in the long run, if launching costs nothing."""
+    ops = program(shape, _SETTLED)
+    ends = simulate(ops, seconds)
+    decided = [number for number, op in enumerate(ops) if op.name == DECIDE]
+    first, last = decided[-2] + 1, decided[-1]
     busy: dict[str, float] = {}
-    for op in ops:
+    exposed: dict[str, float] = {}
+    ready = ends[first - 1]
+    for number in range(first, last + 1):
+        op = ops[number]
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op)
-    return max(busy.values(), default=0.0)
+        if op.lane == "compute":
+            waited = ends[number] - seconds(op) - ready
+            if waited > 0:
+                lane = ops[max(op.after, key=lambda other: ends[other])].lane
+                exposed[lane] = exposed.get(lane, 0.0) + waited
+            ready = ends[number]
+    return Steady(ends[last] - ends[first - 1], busy, exposed)
 
 
 def program(shape: StepShape, steps: int) -> list[Op]:
@@ -92,6 +133,8 @@ def program(shape: StepShape, steps: int) -> list[Op]:
             last = micro_step + 1 == shape.micro_steps
             launched.forward()
             launched.backward(last=last, inside=last and step > 0)
+            if step == micro_step == 0:
+                launched.agree()
         launched.decide()
     return launched.ops
 
@@ -104,8 +147,9 @@ class _Program:
         self._shape = shape
         self._thread: set[int] = set()  # what the training thread has waited for
         self._latest: dict[str, int] = {}  # name → its last operation
-        # Of each gradient: its d2h, and what has read the host's staging.
-        self._staged: list[tuple[int, int | None]] = []
+        self._gathering: dict[str, _Ring] = {}  # device; stage 1: of each piece
+        self._host_ring = _Ring(STAGING_SLOTS)
+        self._waiting_in: dict[str, int] = {}  # bucket → slot of the host ring with its weights
         self._measured: set[int] = set()
         self._updated: dict[str, int] = {}
         self._waiting: list[BlockShape] = []
@@ -126,15 +170,24 @@ class _Program:
                 self._send(bucket, last)
             if inside and self._shape.mode in ("early", "speculative"):
                 self._updated |= {bucket: self._adam(bucket) for bucket in block.buckets}
-            if last and block in self._waiting:
+            if last and block in self._waiting and not self._shape.among_ranks:
                 self._waiting.remove(block)
                 self._upload(number)
+
+    def agree(self) -> None:
+        """Ranks have seen in which order gradients come, and wait for the sums of the first."""
+        if self._shape.among_ranks:
+            last = max(index for index, op in enumerate(self.ops) if op.lane == "comm")
+            self._thread |= {last}
 
     def decide(self) -> None:
         self._thread |= self._measured
         self._measured.clear()
         self._compute(DECIDE)
         if self._shape.mode == "delayed":
+            for number, block in enumerate(self._shape.blocks):
+                if block in self._waiting:  # among ranks: all of them
+                    self._upload(number)
             self._waiting = list(reversed(self._shape.blocks))
             for block in self._waiting:
                 for bucket in block.buckets:
@@ -166,50 +219,85 @@ class _Program:
         sums = self._shape.micro_steps > 1
         # The gradient's memory may hold weights on their way up, or be read by an update.
         busy = [] if sums else self._of(f"h2d {bucket}", f"adam {bucket}")
-        for _ in range(pieces):
-            down, read = self._send_piece(bucket, busy)
+        for piece in range(pieces):
+            down, read = self._send_piece(bucket, piece, busy)
         if last and not (sums and pieces == 1):
             read = self._launch("host", f"norm {bucket}", [down])
         self._measured |= {read} if last and read is not None else set()
 
-    def _send_piece(self, bucket: str, busy: list[int | None]) -> tuple[int, int | None]:
+    def _send_piece(
+        self, bucket: str, piece: int, busy: list[int | None]
+    ) -> tuple[int, int | None]:
         """Its copy down, and what has read the host's staging."""
-        staged = self._staged[-STAGING_SLOTS:]
-        oldest = staged[0] if len(staged) == STAGING_SLOTS else (None, None)
-        gathered = self._launch("compute", f"gather {bucket}", [oldest[0]])
-        down = self._launch("d2h", f"d2h {bucket}", [gathered, oldest[1], *busy])
-        read = None
-        if self._shape.micro_steps > 1:
-            read = self._launch("host", f"accumulate {bucket}", [down])
-        self._staged.append((down, read))
+        ring = self._device_ring(bucket, piece)
+        slot, free = ring.take()
+        gathered = ready = self._launch("compute", f"gather {bucket}", [free])
         self._thread = {gathered}
+        if self._shape.among_ranks:
+            ready = self._launch("comm", f"reduce-scatter {bucket}", [gathered])
+        if self._shape.micro_steps == 1:
+            down = self._launch("d2h", f"d2h {bucket}", [ready, *busy])
+            ring.release(slot, down)
+            return down, None
+        place, free = self._host_ring.take()
+        down = self._launch("d2h", f"d2h {bucket}", [ready, free])
+        ring.release(slot, down)
+        read = self._launch("host", f"accumulate {bucket}", [down])
+        self._host_ring.release(place, read)
         return down, read
+
+    def _device_ring(self, bucket: str, piece: int) -> _Ring:
+        own = self._shape.whole_gradients
+        key = f"{bucket} {piece}" if own else ""
+        return self._gathering.setdefault(key, _Ring(1 if own else STAGING_SLOTS))
 
     def _adam(self, bucket: str) -> int:
         # Where nothing is shown beside, loads read what Adam writes.
-        reads = [f"load {bucket}"] if self._shape.mode == "exact" else []
-        return self._launch("host", f"adam {bucket}", self._of(f"h2d {bucket}", *reads))
+        in_place = self._shape.mode == "exact" and not self._shape.kept_on_device
+        reads = [f"load {bucket}"] if in_place else []
+        free = None
+        if bucket in self._shape.staged_up:
+            self._waiting_in[bucket], free = self._host_ring.take()
+        return self._launch("host", f"adam {bucket}", [free, *self._of(f"h2d {bucket}", *reads)])
 
     def _upload(self, number: int) -> None:
         block = self._shape.blocks[number]
         for bucket in block.buckets:
             if not block.streamed:
-                self._launch("h2d", f"h2d {bucket}", self._of(f"adam {bucket}"))
+                self._send_up(bucket, f"all-gather {bucket}")
+                self._gather(bucket, f"h2d {bucket}")
+            elif self._shape.kept_on_device:
+                self._send_up(bucket, f"load {bucket}")
             elif self._shape.mode != "exact":
                 self._launch("host", f"show {bucket}", self._of(f"load {bucket}"))
         self._slots.drop(number)
 
+    def _send_up(self, bucket: str, reader: str) -> None:
+        """`reader`: what reads the target."""
+        sent = self._launch("h2d", f"h2d {bucket}", self._of(f"adam {bucket}", reader))
+        if bucket in self._waiting_in:
+            self._host_ring.release(self._waiting_in.pop(bucket), sent)
+
+    def _gather(self, bucket: str, shard: str) -> None:
+        """Weights from all ranks around this one's, which `shard` brings."""
+        if self._shape.among_ranks:
+            self._launch("comm", f"all-gather {bucket}", self._of(shard))
+
+    def _whole(self, block: BlockShape) -> set[int]:
+        """What last brought the block's weights; nothing before their first upload."""
+        alone = "load" if block.streamed else "h2d"
+        kind = "all-gather" if self._shape.among_ranks else alone
+        found = self._of(*(f"{kind} {bucket}" for bucket in block.buckets))
+        return {op for op in found if op is not None}
+
     def _use(self, number: int) -> None:
         """Wait for the block's weights; load them, and what comes next, where it is streamed."""
         block = self._shape.blocks[number]
-        if not block.streamed:
-            uploads = self._of(*(f"h2d {bucket}" for bucket in block.buckets))
-            self._thread |= {op for op in uploads if op is not None}
-            return
-        if self._slots.make_room(number):
+        if block.streamed and self._slots.make_room(number):
             self._load(number)
-        self._thread |= {self._latest[f"load {bucket}"] for bucket in block.buckets}
-        self._load_ahead(number)
+        self._thread |= self._whole(block)
+        if block.streamed:
+            self._load_ahead(number)
 
     def _restart(self) -> None:
         self._slots.cursor.restart()
@@ -219,10 +307,35 @@ class _Program:
         for number in self._slots.ahead(using):
             self._load(number)
 
+    @property
+    def _writer(self) -> str:
+        """What brings new weights to where loads read them."""
+        if self._shape.kept_on_device:
+            return "h2d"
+        return "adam" if self._shape.mode == "exact" else "show"
+
     def _load(self, number: int) -> None:
         for bucket in self._shape.blocks[number].buckets:
-            writer = "adam" if self._shape.mode == "exact" else "show"
-            self._launch("load", f"load {bucket}", self._of(f"{writer} {bucket}"))
+            self._launch("load", f"load {bucket}", self._of(f"{self._writer} {bucket}"))
+            self._gather(bucket, f"load {bucket}")
+
+
+class _Ring:
+    """Staging slots used in turn."""
+
+    def __init__(self, slots: int) -> None:
+        self._free_after: list[int | None] = [None] * slots
+        self._next = 0
+
+    def take(self) -> tuple[int, int | None]:
+        """A slot, and the operation after which it may be filled."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._free_after)
+        return slot, self._free_after[slot]
+
+    def release(self, slot: int, op: int) -> None:
+        """It may be filled again after `op`."""
+        self._free_after[slot] = op
 
 
 class _Slots:

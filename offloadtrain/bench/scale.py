@@ -27,6 +27,7 @@ from offloadtrain.distributed import join_through
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
+from offloadtrain.schedule import BlockShape, StepShape, steady
 from offloadtrain.shapes import SIZES
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.threads import ThreadLanes
@@ -51,12 +52,15 @@ class ScaleRow:
     Attributes:
         step_ms: median over rounds of the slowest rank's median step.
         efficiency: the step of one rank over this one, median over rounds.
+        predicted: the same by the schedule, where launching costs nothing; None where operations
+            are not paced.
     """
 
     case: str
     ranks: int
     step_ms: float
     efficiency: float
+    predicted: float | None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,18 +76,44 @@ def run(
             say(f"round {number + 1} of {rounds}, {count} ranks")
             for case, step_ms in _measured(count, layers, steps).items():
                 found.setdefault((case, count), []).append(step_ms)
-    return [_row(case, count, found) for case in CASES for count in counts]
+    return [_row(case, count, found, layers) for case in CASES for count in counts]
 
 
 def table(rows: Sequence[ScaleRow]) -> str:
     """All rows, for people."""
     lines = [
-        f"{row.case:30} {row.ranks:5}  {row.step_ms:8.1f} ms  {row.efficiency:6.3f}" for row in rows
+        f"{row.case:30} {row.ranks:5}  {row.step_ms:8.1f} ms  {row.efficiency:10.3f}  "
+        + ("-" if row.predicted is None else f"{row.predicted:.3f}")
+        for row in rows
     ]
-    return "\n".join([f"{'case':30} {'ranks':>5}  {'step':>11}  efficiency", *lines])
+    return "\n".join([f"{'case':30} {'ranks':>5}  {'step':>11}  efficiency  predicted", *lines])
 
 
-def _row(case: str, count: int, found: dict[tuple[str, int], list[float]]) -> ScaleRow:
+def predicted(case: str, count: int, layers: int) -> float | None:
+    """Efficiency by the schedule, for operations that take what they are made to take."""
+    if case == "demo":
+        return None
+    alone, here = (_scheduled_s(case, n, layers) for n in (1, count))
+    return alone / here
+
+
+def _scheduled_s(case: str, count: int, layers: int) -> float:
+    streamed = CASES[case].get("working") == "host"
+    blocks = tuple(BlockShape(str(n), (str(n),), streamed) for n in range(layers))
+    mode = CASES[case].get("update", "exact")
+    shape = StepShape(blocks=blocks, mode=mode, among_ranks=count > 1)
+    return steady(shape, lambda op: _pace(op.name, count) / 1e3).seconds
+
+
+def _pace(name: str, count: int) -> float:
+    """Milliseconds that an operation is made to take."""
+    kind = name.split()[0]
+    if kind in ("reduce-scatter", "all-gather"):
+        return COLLECTIVE_MS * (count - 1) / count
+    return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
+
+
+def _row(case: str, count: int, found: dict[tuple[str, int], list[float]], layers: int) -> ScaleRow:
     alone, here = found[case, 1], found[case, count]
     ratios = [one / other for one, other in zip(alone, here, strict=True)]
     return ScaleRow(
@@ -91,6 +121,7 @@ def _row(case: str, count: int, found: dict[tuple[str, int], list[float]]) -> Sc
         ranks=count,
         step_ms=statistics.median(here),
         efficiency=statistics.median(ratios),
+        predicted=predicted(case, count, layers),
     )
 
 
@@ -119,14 +150,8 @@ def _rank(rank: int, count: int, folder: str, layers: int, steps: int) -> None:
 
 
 def _paced(options: dict[str, Any], count: int, layers: int, steps: int) -> float:
-    def pace(name: str) -> float:
-        kind = name.split()[0]
-        if kind in ("reduce-scatter", "all-gather"):
-            return COLLECTIVE_MS * (count - 1) / count
-        return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
-
     model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
-    with on_lanes(ThreadLanes(pace=pace)):
+    with on_lanes(ThreadLanes(pace=lambda name: _pace(name, count))):
         optimizer = offload(model, AdamW(), device="cpu", precision="fp32", **options)
 
     def step() -> None:

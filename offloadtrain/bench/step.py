@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.optim import AdamW
-from offloadtrain.schedule import (
-    DECIDE,
-    BlockShape,
-    Op,
-    StepShape,
-    busiest_lane,
-    program,
-    simulate,
-)
+from offloadtrain.schedule import BlockShape, Op, Steady, StepShape, steady
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.threads import ThreadLanes
 
@@ -124,16 +116,16 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
         optimizer.step()
         spent.append(time.perf_counter() - begun)
     optimizer.close()
-    scheduled, busiest = _expected(mode, streamed, layers)
+    expected = _expected(mode, streamed, layers)
     measured = statistics.median(spent[WARM_STEPS:])
     return StepRow(
         mode=mode,
         working="host" if streamed else "device",
         layers=layers,
-        busiest_ms=busiest * 1e3,
-        schedule_ms=scheduled * 1e3,
+        busiest_ms=max(expected.busy.values()) * 1e3,
+        schedule_ms=expected.seconds * 1e3,
         measured_ms=measured * 1e3,
-        x_schedule=measured / scheduled,
+        x_schedule=measured / expected.seconds,
     )
 
 
@@ -147,14 +139,9 @@ def _offloaded(mode: Mode, streamed: bool, layers: int) -> tuple[OffloadOptimize
     return optimizer, model
 
 
-def _expected(mode: Mode, streamed: bool, layers: int) -> tuple[float, float]:
-    """Seconds of a step in the long run: by the schedule, and of its busiest lane."""
+def _expected(mode: Mode, streamed: bool, layers: int) -> Steady:
     blocks = tuple(BlockShape(str(n), (str(n),), streamed) for n in range(layers))
-    ops = program(StepShape(blocks=blocks, mode=mode, slots=2), 6)
-    ends = simulate(ops, _seconds)
-    decided = [number for number, op in enumerate(ops) if op.name == DECIDE]
-    last, before = decided[-1], decided[-2]
-    return ends[last] - ends[before], busiest_lane(ops[before + 1 : last + 1], _seconds)
+    return steady(StepShape(blocks=blocks, mode=mode, slots=2), _seconds)
 
 
 def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]:

@@ -60,22 +60,39 @@ def engine_program(
         if number % accum == 0:
             optimizer.step()
     found = operations(lanes.program)
-    blocks = tuple(
-        BlockShape(b.name, tuple(bucket.name for bucket in b.buckets), b.streamer is not None)
-        for b in optimizer._engine.forward_order
-    )
-    buckets = [bucket for block in optimizer._engine.forward_order for bucket in block.buckets]
-    reduction = optimizer._engine._gradients._reduction
+    shape = shape_of(optimizer, mode, accum, slots)
     optimizer.close()
-    return (
-        found,
-        begun,
-        StepShape(
-            blocks=blocks,
-            mode=mode,  # type: ignore[arg-type]
-            micro_steps=accum,
-            slots=slots or 1,
-            pieces={bucket.name: len(reduction.pieces(bucket)) for bucket in buckets},
+    return found, begun, shape
+
+
+def shape_of(
+    optimizer: ot.OffloadOptimizer,
+    mode: str,
+    accum: int,
+    slots: int | None,
+    *,
+    whole_gradients: bool = False,
+) -> StepShape:
+    """Of an engine that has run."""
+    order = optimizer._engine.forward_order
+    buckets = [bucket for block in order for bucket in block.buckets]
+    reduction = optimizer._engine._gradients._reduction
+    return StepShape(
+        blocks=tuple(
+            BlockShape(b.name, tuple(bucket.name for bucket in b.buckets), b.streamer is not None)
+            for b in order
+        ),
+        mode=mode,  # type: ignore[arg-type]
+        micro_steps=accum,
+        slots=slots or 1,
+        pieces={bucket.name: len(reduction.pieces(bucket)) for bucket in buckets},
+        among_ranks=not optimizer.ranks.alone,
+        kept_on_device=any(bucket.kept_on_device for bucket in buckets),
+        whole_gradients=whole_gradients,
+        staged_up=frozenset(
+            b.name
+            for b in buckets
+            if b.grad is None and b.pending is None and b.host_weight is None and not b.from_host
         ),
     )
 
@@ -89,6 +106,7 @@ def by_lane(ops: list[Op], kinds: set[str]) -> dict[str, list[str]]:
 
 
 KINDS = {"gather", "d2h", "norm", "accumulate", "adam", "h2d", "load", "show", DECIDE}
+KINDS |= {"reduce-scatter", "all-gather"}
 each_mode = pytest.mark.parametrize("mode", OPTIONS)
 
 
@@ -106,8 +124,8 @@ def test_every_lane_does_the_same_in_the_same_order(
 def speeds(seed: int) -> Callable[[Op], float]:
     """Seconds by name, the same for the same name: each lane has a speed, each operation varies."""
     draw = random.Random(seed)
-    lane = {"compute": 1.0, "d2h": 1.0, "host": 1.0, "h2d": 1.0, "load": 1.0}
-    lane = {name: 10 ** draw.uniform(-1, 1) for name in lane}
+    lanes = ("compute", "d2h", "host", "h2d", "load", "comm")
+    lane = {name: 10 ** draw.uniform(-1, 1) for name in lanes}
     heavy = {"forward": 1.0, "backward": 2.0, "gather": 0.05, "norm": 0.1, "adam": 1.0}
 
     def seconds(op: Op) -> float:

@@ -73,6 +73,15 @@ app.command(
     help="Copy a job that comes with offloadtrain, to make it yours.",
     help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
 )
+app.command(
+    "offloadtrain.commands.doctor:doctor",
+    name="doctor",
+    help="Check and measure this machine: PASS, WARN or FAIL per line, and what to do.",
+    help_epilogue=_examples(
+        "offloadtrain doctor",
+        "offloadtrain doctor --folder /data/runs --save mine.toml",
+    ),
+)
 bench = App(
     name="bench",
     help="Measure this machine.",

@@ -46,6 +46,7 @@ class StepShape:
         whole_gradients: every piece has a place of its own on the device (ZeRO stage 1), not a slot
             of the staging ring.
         staged_up: buckets whose new weights wait for their upload in the host's staging ring.
+        unguessed: in mode "speculative": buckets without a second copy of their state.
     """
 
     blocks: tuple[BlockShape, ...]
@@ -57,6 +58,7 @@ class StepShape:
     kept_on_device: bool = False
     whole_gradients: bool = False
     staged_up: frozenset[str] = frozenset()
+    unguessed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,8 @@ class _Program:
             for bucket in block.buckets:
                 self._send(bucket, last)
             if inside and self._shape.mode in ("early", "speculative"):
-                self._updated |= {bucket: self._adam(bucket) for bucket in block.buckets}
+                guessed = [one for one in block.buckets if one not in self._shape.unguessed]
+                self._updated |= {bucket: self._adam(bucket) for bucket in guessed}
             if last and block in self._waiting and not self._shape.among_ranks:
                 self._waiting.remove(block)
                 self._upload(number)

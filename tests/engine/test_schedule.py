@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import offloadtrain as ot
 from offloadtrain.engine import device_memory
+from offloadtrain.memory import HostMemoryError
 from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, simulate
 from offloadtrain.schedule import program as scheduled
 from offloadtrain.transfer import SequentialLanes, on_lanes
@@ -39,7 +40,12 @@ def staging(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def engine_program(
-    depth: int, mode: str, accum: int, slots: int | None, resident: int = 0
+    depth: int,
+    mode: str,
+    accum: int,
+    slots: int | None,
+    resident: int = 0,
+    host_memory_limit: int | None = None,
 ) -> tuple[list[Op], int, StepShape]:
     """Recorded from a real run, where its first step begins, and the shape of what ran."""
     torch.manual_seed(0)
@@ -51,6 +57,7 @@ def engine_program(
             device="cpu",
             grad_accum_steps=accum,
             resident_blocks=resident,
+            host_memory_limit=host_memory_limit,
             **OPTIONS[mode],
             **streaming,
         )
@@ -94,6 +101,7 @@ def shape_of(
             for b in buckets
             if b.grad is None and b.pending is None and b.host_weight is None and not b.from_host
         ),
+        unguessed=frozenset(b.name for b in buckets if mode == "speculative" and not b.other),
     )
 
 
@@ -164,3 +172,21 @@ def test_the_engine_takes_the_time_of_its_schedule(
     seconds = speeds(seed)
     expected = period(scheduled(shape, STEPS), seconds)
     assert period(recorded, seconds) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_blocks_that_are_not_guessed(accum: int) -> None:
+    """There is memory for a second copy of some blocks' state."""
+    _, _, whole = engine_program(5, "speculative", accum, None)
+    some = 0
+    for limit in range(300_000, 900_000, 100_000):
+        try:
+            found = engine_program(5, "speculative", accum, None, host_memory_limit=limit)
+        except HostMemoryError:
+            continue
+        recorded, begun, shape = found
+        some += 0 < len(shape.unguessed) < len(shape.pieces)
+        assert by_lane(scheduled(shape, STEPS), KINDS) == by_lane(recorded[begun:], KINDS)
+        expected = period(scheduled(shape, STEPS), speeds(limit))
+        assert period(recorded, speeds(limit)) == pytest.approx(expected, rel=1e-9)
+    assert some and not whole.unguessed

@@ -1,0 +1,129 @@
+"""`offloadtrain doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from offloadtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offloadtrain.doctor.checks import Check
+    from offloadtrain.doctor.examine import Report
+
+FAILED = 1
+
+
+def doctor(
+    *,
+    save: Path | None = None,
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    folder: Path = Path(),
+) -> int:
+    """Check and measure this machine: PASS, WARN or FAIL per line, and what to do.
+
+    Exit code 1 if a check is FAIL.
+
+    Parameters
+    ----------
+    save
+        Write what was measured to this machine file, for `offloadtrain plan --machine FILE`.
+    quick
+        Measure nothing that takes more than a second: neither Adam nor the disk.
+    as_json
+        Print one JSON object instead of the lines.
+    folder
+        Where checkpoints will be: its free space and speed are looked at.
+    """
+    _check_folder(folder)
+    if save is not None:
+        _check_target(save)
+
+    from offloadtrain.doctor.examine import examine
+
+    report = examine(folder, quick=quick, tell=_quiet if as_json else print, say=_say)
+    if as_json:
+        print(_as_json(report))
+    if save is not None:
+        _save(save, report, quick)
+    return FAILED if report.failed else 0
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"--folder {folder} {kind}: give one where checkpoints will be")
+
+
+def _check_target(path: Path) -> None:
+    """Refuse before anything is measured what could not be written then.
+
+    Raises:
+        ConfigError: something else than a machine file is there, or its folder is not.
+    """
+    from offloadtrain.plan.machine import MachineError, find
+
+    if path.suffix != ".toml":
+        raise ConfigError(f"--save {path}: a machine file ends in .toml")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--save {path}: the folder {path.parent} does not exist: make it first")
+    if not os.path.lexists(path):
+        return
+    try:
+        find(str(path))
+    except MachineError:
+        raise ConfigError(
+            f"--save {path}: it is there and is no machine file: remove it, or give another name"
+        ) from None
+
+
+def _save(path: Path, report: Report, quick: bool) -> None:
+    from offloadtrain.plan.machine import dump
+
+    if report.machine is None:
+        print(f"{path} is not written: nothing is measured where a check fails", file=sys.stderr)
+        return
+    what = "quickly measured" if quick else "measured"
+    text = dump(report.machine, f"{what} by offloadtrain doctor on {date.today()}".capitalize())
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise ConfigError(f"--save {path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all: a machine file of before stays until the new one is durable."""
+    from offloadtrain.durable import sync_folder
+
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(fresh, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _as_json(report: Report) -> str:
+    machine = None if report.machine is None else asdict(report.machine)
+    return json.dumps({"checks": [c.as_json() for c in report.checks], "machine": machine})
+
+
+def _quiet(check: Check) -> None:
+    """With --json all checks are told at the end."""
+
+
+def _say(what: str) -> None:
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)

@@ -1,0 +1,313 @@
+"""One judgement per function: facts in, PASS, WARN or FAIL out. They look at nothing themselves.
+
+WARN: training works, but slower or smaller than it could. FAIL: it does not work as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from offloadtrain.units import format_bytes, format_count
+
+LEAST_TORCH = (2, 9)
+LEAST_FREE_BYTES, LITTLE_FREE_BYTES = 1 << 30, 20 << 30
+SLOW_DISK_GBPS = 0.2
+
+STATE_BYTES = {"fp32": 14, "split16": 10, "int8": 7}
+"""Host memory per parameter, by state format: the state and 16-bit gradients."""
+
+_LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA → the driver branch that its minor versions run on, from NVIDIA's release notes."""
+
+_LAST_OF_DEFAULT = (7, 5)
+"""Builds of torch for CUDA newer than 12.6 begin here, from torch 2.11 on."""
+
+_ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    PASS = "PASS"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        found: what is there.
+        advice: what to do about it; "" where there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status}  {self.name:14}  {self.found}"
+        return f"{line}\n      {self.advice}" if self.advice else line
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_versions(versions: Mapping[str, str]) -> Check:
+    """Package → version; torch must be among them."""
+    found = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+    if _numbers(versions["torch"])[:2] < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        return Check("versions", Status.FAIL, found, f"Install torch {least} or newer.")
+    return Check("versions", Status.PASS, found)
+
+
+def check_gpu(
+    names: Sequence[str], seen: Sequence[str], *, cuda: str | None, reason: str, hidden: bool
+) -> Check:
+    """Whether torch can use the GPUs that are there.
+
+    Args:
+        names: of the GPUs that torch sees, each with what is to be told of it.
+        seen: names of those that NVML sees.
+        cuda: version that torch was built for.
+        reason: why torch or NVML sees none.
+        hidden: by CUDA_VISIBLE_DEVICES.
+    """
+    if names:
+        return Check("gpu", Status.PASS, "; ".join(names))
+    there = ", ".join(seen)
+    if seen and hidden:
+        advice = "The CPU computes. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
+        return Check("gpu", Status.WARN, "hidden by CUDA_VISIBLE_DEVICES", advice)
+    if not seen and cuda is None:
+        advice = "The CPU computes. A GPU needs NVIDIA's driver and a CUDA build of torch."
+        return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
+    if not seen:
+        advice = "The CPU computes. A GPU needs NVIDIA's driver."
+        return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
+    if cuda is None:
+        advice = "Install a CUDA build of torch: the one that is here is for CPUs only."
+        return Check("gpu", Status.FAIL, f"{there}, but this torch is built without CUDA", advice)
+    advice = f"Install a driver for CUDA {cuda} or newer, or a torch build for an older CUDA."
+    return Check("gpu", Status.FAIL, f"{there}, but torch cannot use it: {reason}", advice)
+
+
+def check_arch(
+    name: str, capability: tuple[int, int], arch_list: Sequence[str], torch_version: str
+) -> Check:
+    """Whether this torch build has kernels for a card: torch itself only warns."""
+    card = f"sm_{capability[0]}{capability[1]}"
+    if any(_runs_on(arch, capability) for arch in arch_list):
+        return Check("torch kernels", Status.PASS, f"{name}: torch {torch_version} has {card}")
+    listed = ", ".join(arch_list) or "none"
+    found = f"{name} is {card}; torch {torch_version} has kernels for {listed}"
+    if capability >= _LAST_OF_DEFAULT:
+        return Check("torch kernels", Status.FAIL, found, f"Install a torch build with {card}.")
+    advice = (
+        f"Install a torch build with {card} kernels, such as the CUDA 12.6 build of torch 2.9: "
+        "torch 2.11 and newer has none for it in builds for later CUDA versions."
+    )
+    return Check("torch kernels", Status.FAIL, found, advice)
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Code runs on its own card and later minor versions; PTX on all later cards."""
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        return False
+    kind, built = match[1], (int(match[2]), int(match[3]))
+    if match[4] == "a":  # uses what only this card has
+        return built == capability
+    return built <= capability and (kind == "compute" or built[0] == capability[0])
+
+
+def check_bf16(name: str, supported: bool, fallback: str) -> Check:
+    """`supported`: by the hardware; what torch emulates is many times slower."""
+    if supported:
+        return Check("bf16", Status.PASS, f"{name} computes in bf16")
+    advice = f'device.precision = "auto" takes {fallback}.'
+    return Check("bf16", Status.WARN, f"{name} has no bf16 arithmetic, only emulation", advice)
+
+
+def check_driver(driver: str, cuda: str | None) -> Check:
+    """NVIDIA's driver against the CUDA version that torch was built for."""
+    if not driver:
+        return Check("driver", Status.WARN, "no NVIDIA driver answers")
+    least = _LEAST_DRIVER.get(_numbers(cuda or "")[0], 0)
+    if _numbers(driver)[0] < least:
+        found = f"{driver}; CUDA {cuda}, which torch is built for, needs {least}"
+        return Check("driver", Status.FAIL, found, "Update the driver, or install an older build.")
+    return Check("driver", Status.PASS, f"{driver}, torch is built for CUDA {cuda or '-'}")
+
+
+def check_nvml(state: str, gpus: int) -> Check:
+    """`state`: "" if every GPU could be asked, otherwise why not."""
+    if not state:
+        return Check("NVML", Status.PASS, f"answers for {gpus} GPU{'s' if gpus > 1 else ''}")
+    missing = "pynvml is not installed" in state
+    return Check("NVML", Status.WARN, state, "Install nvidia-ml-py." if missing else "")
+
+
+def check_pcie(
+    index: int,
+    generation: tuple[int | None, int | None],
+    width: tuple[int | None, int | None],
+    busy: bool,
+) -> Check:
+    """A GPU's link; generation and width as (now, at most), None: NVML does not tell.
+
+    Args:
+        busy: it has just carried a copy. An idle link slows down to save power.
+    """
+    if generation[0] is None or width[0] is None:
+        return Check("PCIe", Status.PASS, f"GPU {index}: NVML does not tell")
+    most = (generation[1] or generation[0], width[1] or width[0])
+    found = f"GPU {index}: gen {generation[0]} x{width[0]} of gen {most[0]} x{most[1]}"
+    if width[0] < most[1]:
+        advice = "Put the card into a slot with all lanes, and seat it and its riser again."
+        return Check("PCIe", Status.WARN, found, advice)
+    if generation[0] >= most[0]:
+        return Check("PCIe", Status.PASS, found)
+    if not busy:
+        return Check("PCIe", Status.PASS, f"{found} (an idle link slows down)")
+    advice = "The link is slow under load: look for a generation set in the firmware, or a riser."
+    return Check("PCIe", Status.WARN, found, advice)
+
+
+def check_gpu_memory(index: int, used: int | None, total: int | None) -> Check:
+    """Before this process has taken any."""
+    if used is None or not total:
+        return Check("gpu memory", Status.PASS, f"GPU {index}: NVML does not tell")
+    found = f"GPU {index}: {format_bytes(total - used)} of {format_bytes(total)} free"
+    if used > total // 10:
+        return Check("gpu memory", Status.WARN, found, "Other processes hold it: see nvidia-smi.")
+    return Check("gpu memory", Status.PASS, found)
+
+
+def check_memlock(limit: int | None, needed: int) -> Check:
+    """`ulimit -l`; None: unlimited. `needed`: what a run may page-lock, 0 without a GPU."""
+    found = "unlimited" if limit is None else format_bytes(limit)
+    if not needed:
+        return Check("ulimit -l", Status.PASS, f"{found}; without a GPU nothing is page-locked")
+    if limit is None or limit >= needed:
+        return Check("ulimit -l", Status.PASS, found)
+    advice = (
+        "NVIDIA's driver mostly locks outside of it. Where pinning is refused: ulimit -l unlimited "
+        "(docker run --ulimit memlock=-1)."
+    )
+    return Check(
+        "ulimit -l", Status.WARN, f"{found}, a run may lock {format_bytes(needed)}", advice
+    )
+
+
+def check_pinning(asked: int, locked: bool) -> Check:
+    """Whether the driver page-locked memory when asked to."""
+    if locked:
+        return Check("pinning", Status.PASS, f"{format_bytes(asked)} page-locked at once")
+    advice = "Transfers will be slow and will not overlap: check ulimit -l and the memory limit."
+    return Check("pinning", Status.WARN, f"the driver refused {format_bytes(asked)}", advice)
+
+
+def check_host_memory(total: int, available: int) -> Check:
+    """`total` and `available` under every limit."""
+    rooms = ", ".join(
+        f"{format_count(available / size)} in {state}" for state, size in STATE_BYTES.items()
+    )
+    found = f"{format_bytes(available)} of {format_bytes(total)} available: parameters {rooms}"
+    if available < total // 2:
+        return Check("host memory", Status.WARN, found, "Free some: other processes hold half.")
+    return Check("host memory", Status.PASS, found)
+
+
+def check_cgroup(limit: int | None, total: int) -> Check:
+    """`limit`: the least of this process's cgroups, None: none; `total`: what is built in."""
+    if limit is None or limit >= total:
+        return Check("cgroup memory", Status.PASS, f"no limit below {format_bytes(total)}")
+    found = f"limit {format_bytes(limit)} of {format_bytes(total)}"
+    advice = "Page-locked memory counts too: raise the container's limit to use the rest."
+    return Check("cgroup memory", Status.WARN, found, advice)
+
+
+def check_cores(physical: int, logical: int, usable: int, threads: int, where: str) -> Check:
+    """`usable`: logical CPUs, by affinity and quota; `where`: how `threads` came about."""
+    found = f"{physical} physical, {logical} logical, {usable} usable; {threads} for Adam ({where})"
+    if usable < physical:
+        advice = "CPU Adam could use all: widen the affinity, or the container's CPU quota."
+        return Check("cores", Status.WARN, found, advice)
+    return Check("cores", Status.PASS, found)
+
+
+def check_numa(
+    nodes: Mapping[int, Collection[int]],
+    cpus: Collection[int],
+    memories: Collection[int],
+    gpus: Sequence[int | None],
+) -> Check:
+    """Whether this process may use cores and memory next to each GPU.
+
+    Args:
+        nodes: node → its CPUs.
+        cpus, memories: CPUs and memory nodes allowed to this process.
+        gpus: node of each GPU, None: not told.
+    """
+    if len(nodes) < 2:
+        return Check("NUMA", Status.PASS, "one node")
+    if not gpus:
+        return Check("NUMA", Status.PASS, f"{len(nodes)} nodes, and no GPU to be near to")
+    told = ", ".join(f"GPU {i} {'?' if n is None else n}" for i, n in enumerate(gpus))
+    found = f"{len(nodes)} nodes; {told}"
+    if None in gpus:
+        advice = "The system does not tell the node of a GPU: its threads are not bound near it."
+        return Check("NUMA", Status.WARN, found, advice)
+    for node in sorted({node for node in gpus if node is not None}):
+        if not set(nodes.get(node, ())) & set(cpus) or node not in memories:
+            found += f"; this process may not use cores and memory of node {node}"
+            advice = f"Start it there: numactl --cpunodebind={node} --membind={node}."
+            return Check("NUMA", Status.WARN, found, advice)
+    return Check("NUMA", Status.PASS, found)
+
+
+def check_kernels(name: str, isa: str, why: str) -> Check:
+    """The CPU kernels in force, and why these."""
+    found = f"{name} {isa}".removesuffix(" -") + f": {why}"
+    if name != "native":
+        return Check("CPU kernels", Status.WARN, found, "Reinstall with a C++17 compiler.")
+    if isa == "baseline":
+        advice = "This CPU has no AVX2 or NEON: its Adam is several times slower."
+        return Check("CPU kernels", Status.WARN, found, advice)
+    return Check("CPU kernels", Status.PASS, found)
+
+
+def check_disk(folder: str, free: int, speed: float | str | None) -> Check:
+    """Room and speed where checkpoints go.
+
+    Args:
+        speed: GB/s written durably, why it could not be written, or None: not measured.
+    """
+    rate = "" if not isinstance(speed, float) else f", written at {speed:.2g} GB/s"
+    found = f"{folder}: {format_bytes(free)} free{rate}"
+    if free < LEAST_FREE_BYTES:
+        return Check("disk", Status.FAIL, found, "It is full: free some, or give another --folder.")
+    if isinstance(speed, str):
+        advice = "Give a --folder that can be written, and keep run.folder there."
+        return Check("disk", Status.FAIL, f"{folder}: {speed}", advice)
+    if free < LITTLE_FREE_BYTES:
+        advice = "A checkpoint takes 12 bytes per parameter (fp32), twice while it is replaced."
+        return Check("disk", Status.WARN, found, advice)
+    if speed is not None and speed < SLOW_DISK_GBPS:
+        advice = f"A checkpoint of 1B parameters (12 GB) takes {12 / max(speed, 1e-3):.0f} s."
+        return Check("disk", Status.WARN, found, advice)
+    return Check("disk", Status.PASS, found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of "2.13.0+cpu"; (0,) where there are none."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else (0,)

@@ -1,0 +1,222 @@
+"""The examination: facts to the checks, then measurements to the rest of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from offloadtrain import kernels
+from offloadtrain.assembly import resolve_precision
+from offloadtrain.cpus import SYSFS
+from offloadtrain.doctor import checks, facts, speeds
+from offloadtrain.doctor.checks import Check, Status
+from offloadtrain.doctor.measure import disk_gbps, measure
+from offloadtrain.nvml import Nvml
+from offloadtrain.plan.machine import Machine
+from offloadtrain.telemetry import probe
+
+NEEDED = {"versions", "gpu", "driver", "torch kernels"}
+"""Checks without which the device does not compute."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it.
+
+    Attributes:
+        machine: None where torch cannot use the GPU: no plan is for the machine as it is.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    machine: Machine | None = None
+
+    @property
+    def failed(self) -> bool:
+        return any(check.status is Status.FAIL for check in self.checks)
+
+
+def examine(
+    folder: Path, *, quick: bool, tell: Callable[[Check], None], say: Callable[[str], None]
+) -> Report:
+    """Look, then measure.
+
+    Args:
+        folder: where checkpoints will be.
+        tell: receives each check as soon as it is made.
+        say: receives what is being measured.
+    """
+    report, nvml = Report(), Nvml()
+
+    def add(check: Check) -> None:
+        report.checks.append(check)
+        tell(check)
+
+    visit = _Visit(folder, quick, say, nvml)
+    for check in visit.look():
+        add(check)
+    broken = {check.name for check in report.checks if check.status is Status.FAIL}
+    if not broken & NEEDED:
+        report.machine = visit.measure()
+    for check in visit.judge(report.machine):
+        add(check)
+    return report
+
+
+class _Visit:
+    """One machine, looked at once."""
+
+    def __init__(self, folder: Path, quick: bool, say: Callable[[str], None], nvml: Nvml) -> None:
+        self.folder, self.quick, self.say, self.nvml = folder, quick, say, nvml
+        self.samples = nvml.sample()  # before torch makes a context, which takes memory itself
+        self.probe = probe(nvml)
+        self.gpus, self.reason = facts.torch_gpus()
+        self.limit = facts.memory_limit()
+        self.speed: float | str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.gpus else torch.device("cpu")
+
+    @property
+    def host_memory_bytes(self) -> int:
+        limits = [facts.total_memory_bytes(), self.probe.host_memory_bytes, self.limit]
+        return min(size for size in limits if size)
+
+    def look(self) -> Iterator[Check]:
+        """Everything that takes no measuring but the disk."""
+        yield from self._software()
+        yield from self._gpus()
+        yield self._bf16()
+        yield from self._memory()
+        yield from self._cores()
+        yield self._disk()
+
+    def _software(self) -> Iterator[Check]:
+        told = self.probe
+        yield checks.check_versions(_versions())
+        yield checks.check_gpu(
+            [gpu.told for gpu in self.gpus],
+            [gpu.name for gpu in told.gpus] or ["a GPU"] * torch.cuda.device_count(),
+            cuda=torch.version.cuda,
+            reason=self.reason or told.gpu_state or "this torch is built without CUDA",
+            hidden=_hidden(os.environ),
+        )
+        yield checks.check_driver(told.driver, torch.version.cuda)
+        yield checks.check_nvml(told.gpu_state, len(told.gpus))
+
+    def _gpus(self) -> Iterator[Check]:
+        listed = torch.cuda.get_arch_list()
+        for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in self.gpus):
+            yield checks.check_arch(name, capability, listed, torch.__version__)
+        for sample in self.samples:
+            yield checks.check_gpu_memory(
+                sample.index, sample.memory_used_bytes, sample.memory_total_bytes
+            )
+
+    def _bf16(self) -> Check:
+        if self.gpus:
+            gpu = self.gpus[0]
+            return checks.check_bf16(gpu.name, gpu.bf16, "fp16")
+        return checks.check_bf16("this CPU", self._has_bf16, "fp32")
+
+    @property
+    def _has_bf16(self) -> bool:
+        if self.gpus:
+            return self.gpus[0].bf16
+        return resolve_precision("auto", self.device)[0] == "bf16"
+
+    def _memory(self) -> Iterator[Check]:
+        available = min(self.probe.host_available_bytes, self.host_memory_bytes)
+        yield checks.check_host_memory(self.host_memory_bytes, available)
+        yield checks.check_cgroup(self.limit, facts.total_memory_bytes())
+        needed = available if self.gpus else 0
+        yield checks.check_memlock(facts.memlock_limit(), needed)
+        if self.gpus:
+            asked = min(facts.PIN_BYTES, available // 8)
+            yield checks.check_pinning(asked, facts.can_pin(asked))
+
+    def _cores(self) -> Iterator[Check]:
+        told, backend = self.probe, kernels.backend()
+        yield checks.check_cores(
+            told.cores_physical,
+            told.cores_logical,
+            told.cores_usable,
+            backend.threads,
+            backend.where,
+        )
+        yield checks.check_numa(
+            facts.numa_nodes(SYSFS),
+            os.sched_getaffinity(0),
+            facts.allowed_memories(),
+            [gpu.node for gpu in self.gpus],
+        )
+        yield checks.check_kernels(backend.name, backend.isa, backend.why)
+
+    def _disk(self) -> Check:
+        free = facts.free_bytes(self.folder)
+        if not self.quick and free >= checks.LEAST_FREE_BYTES:
+            self.say("the disk")
+            self.speed = _disk_speed(self.folder)
+        return checks.check_disk(str(self.folder.resolve()), free, self.speed)
+
+    def measure(self) -> Machine:
+        """Seconds; with `quick` less than one each."""
+        told = self.probe
+        return measure(
+            self.device,
+            bf16=self._has_bf16,
+            host_memory=self.host_memory_bytes,
+            cores=min(told.cores_physical, told.cores_usable),
+            disk_gbps=self.speed if isinstance(self.speed, float) else 0.0,
+            quick=self.quick,
+            say=self.say,
+        )
+
+    def judge(self, machine: Machine | None) -> Iterator[Check]:
+        """The links while they are warm, and the speeds; `machine`: None if nothing is measured."""
+        links = self.nvml.describe()
+        copied = machine is not None and len(links) == len(self.gpus)
+        for gpu in links:
+            yield checks.check_pcie(
+                gpu.index,
+                (gpu.pcie_generation, gpu.pcie_generation_max),
+                (gpu.pcie_width, gpu.pcie_width_max),
+                busy=copied,
+            )
+        most = [speeds.link_gbps(g.pcie_generation_max, g.pcie_width_max) for g in links[:1]]
+        if machine is not None:
+            yield from speeds.check_speeds(machine, most[0] if most and self.gpus else None)
+
+
+def _versions() -> Mapping[str, str]:
+    return {
+        "offloadtrain": _installed("offloadtrain"),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": _installed("numba"),
+    }
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _hidden(environ: Mapping[str, str]) -> bool:
+    return environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+
+
+def _disk_speed(folder: Path) -> float | str:
+    """GB/s, or why nothing can be written."""
+    try:
+        return disk_gbps(folder)
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"

@@ -1,0 +1,273 @@
+"""How fast this machine is, as the `Machine` that `offloadtrain plan` is for; seconds in all.
+
+[Note: What a rate is]
+Medians of a few repeats, after one that is not counted: a plan is for what is usual. Buffers are
+far larger than the caches, or the rate would be theirs. Where the CPU computes, it takes the place
+of the device: "device memory" and the copies "to the device" are copies in host memory.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadtrain import kernels
+from offloadtrain.bench.adam import SCALARS, Buffers, allocate
+from offloadtrain.bench.rounds import Case
+from offloadtrain.bench.rounds import measure as measure_rounds
+from offloadtrain.calibrate import bandwidth
+from offloadtrain.doctor.speeds import FP32_TRAFFIC_BYTES
+from offloadtrain.memory import available_bytes
+from offloadtrain.peaks import peak_flops
+from offloadtrain.plan.machine import Machine
+
+WIDTHS = {"cuda": (2048, 8192), "cpu": (128, 1024)}
+PARAMS = {"cuda": 64 << 20, "cpu": 16 << 20}
+QUICK_PARAMS, LEAST_PARAMS = 8 << 20, 1 << 20
+BYTES_PER_PARAM = 64
+"""Host memory of the Adam buffers, and some room."""
+
+ACCUMULATE_BYTES = 10
+"""Per parameter of an fp32 sum of 16-bit gradients."""
+
+STATES = ("fp32", "split16", "int8")
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
+DISK_BYTES, DISK_PIECE = 256 << 20, 16 << 20
+FRAGMENT_BYTES = 512 << 20
+"""Of device memory that the caching allocator can rarely hand out."""
+
+ROUNDS, QUICK_ROUNDS = 5, 2
+BATCHES, BATCH_S, QUICK_BATCH_S = 3, 0.15, 0.03
+
+Say = Callable[[str], None]
+
+
+def measure(
+    device: torch.device,
+    *,
+    bf16: bool,
+    host_memory: int,
+    cores: int,
+    disk_gbps: float,
+    quick: bool,
+    say: Say,
+) -> Machine:
+    """Measure everything that was not yet.
+
+    Args:
+        device: the CPU, or the first GPU, which stands for all.
+        bf16: it computes in bf16 without emulation.
+        quick: fewer repeats and smaller buffers, and no Adam; each measurement ends in a second.
+    """
+    say("matrix multiplications")
+    tflops, half_width = compute(device, bf16, QUICK_BATCH_S if quick else BATCH_S)
+    say("memory and Adam")
+    dram, adam = host_rates(PARAMS[device.type], quick)
+    hbm = device_memory_gbps(device)
+    memory = _device_memory(device) if device.type == "cuda" else {}
+    say("the bus")  # last: the PCIe link's state is read while it is still warm
+    rates = _bus(device) | adam | {"dram_gbps": dram, "shared_dram_gbps": dram, "hbm_gbps": hbm}
+    rates |= {f"{precision}_tflops": rate for precision, rate in tflops.items()}
+    rates |= {"half_width": half_width, "disk_gbps": disk_gbps}
+    known: dict[str, Any] = {name: _rounded(rate) for name, rate in rates.items()} | memory
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    return Machine(gpus=gpus, host_memory=_gib(host_memory), cores=cores, **known)
+
+
+def compute(device: torch.device, bf16: bool, seconds: float) -> tuple[dict[str, float], float]:
+    """Tflop/s of wide matrices by precision, and the width at which half of that is reached.
+
+    The width is found in the precision that training takes; the others have the same.
+    """
+    on_gpu = device.type == "cuda"
+    kinds = {"bf16": torch.bfloat16} if bf16 or not on_gpu else {}
+    kinds |= {"fp16": torch.float16} if on_gpu else {}
+    kinds["fp32"] = torch.float32
+    narrow, wide = WIDTHS[device.type]
+    # Emulated bf16 would take seconds where it is wide.
+    widths = {name: narrow if name == "bf16" and not bf16 else wide for name in kinds}
+    rates = {name: matmul_flops(device, kinds[name], widths[name], seconds) for name in kinds}
+    main = next(name for name in kinds if widths[name] == wide)
+    slower = matmul_flops(device, kinds[main], narrow, seconds)
+    half_width = fit(narrow, slower, wide, rates[main])
+    limits = {name: rates[name] * (1 + half_width / widths[name]) / 1e12 for name in kinds}
+    return limits, half_width
+
+
+def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
+    """Half-width of the curve limit * w / (w + half_width) through two points.
+
+    Two points that no such curve goes through (noise) give the nearest that there is: no gain with
+    width, or half of the limit reached at the wide one.
+    """
+    if slower >= faster:
+        return 0.0
+    slope = (wide / faster - narrow / slower) / (wide - narrow)
+    half_width = wide * (1 / slope / faster - 1) if slope > 0 else wide
+    return min(half_width, float(wide))
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
+    """FLOPs per second of square matrices, kept busy for about `seconds` a few times."""
+    left = torch.randn(width, width, device=device).to(dtype)
+    right, out = left.clone(), torch.empty_like(left)
+    took = _seconds(device, partial(torch.mm, left, right, out=out), seconds)
+    return 2 * width**3 / took
+
+
+def device_memory_gbps(device: torch.device) -> float:
+    """Read and written by a copy within the device's own memory."""
+    nbytes = COPY_BYTES[device.type]
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / _seconds(device, partial(target.copy_, source), 0.0) / 1e9
+
+
+def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
+    """(GB/s of DRAM, Gparam/s of Adam by format) of all kernel threads, in turn."""
+    backend = kernels.backend().name
+    numel = fitting(QUICK_PARAMS if quick else numel, available_bytes())
+    if backend == "torch":  # the oracle: a thousand times slower
+        numel = LEAST_PARAMS
+    native = backend == "native"
+    # int8 runs in the native kernels only at a speed that one would use.
+    states = STATES[:1] if quick else STATES if native else STATES[:2]
+    buffers = allocate(numel, states)
+    cases = {} if quick else _adam_cases(buffers)
+    limit, nbytes = _stream(buffers, native)
+    found = measure_rounds({"limit": limit, **cases}, QUICK_ROUNDS if quick else ROUNDS, _silent)
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    dram = nbytes * numel / medians.pop("limit") / 1e9
+    return dram, {f"{state}_gparams": numel / took / 1e9 for state, took in medians.items()}
+
+
+def fitting(numel: int, available: int) -> int:
+    """Halved until the buffers take a quarter of what is available at most."""
+    while numel > LEAST_PARAMS and numel * BYTES_PER_PARAM > available // 4:
+        numel //= 2
+    return numel
+
+
+def _adam_cases(buffers: Buffers) -> dict[str, Case]:
+    step = partial(kernels.adam, scalars=SCALARS, layout=buffers.layout)
+    return {
+        name: partial(
+            step, state, buffers.grad, working=buffers.working if name == "fp32" else None
+        )
+        for name, state in buffers.states.items()
+    }
+
+
+def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:
+    """What moves memory at its limit, and the bytes per parameter that it moves."""
+    if native:
+        run = partial(kernels.traffic, buffers.fp32, buffers.grad, buffers.working)
+        return run, FP32_TRAFFIC_BYTES
+    # In place as Adam is: a copy would read what it overwrites, and nobody counts that.
+    return partial(kernels.accumulate, buffers.wide, buffers.grad, False), ACCUMULATE_BYTES
+
+
+def disk_gbps(folder: Path) -> float:
+    """Written and made durable, in a file that is removed again.
+
+    Raises:
+        OSError: it cannot be written, or is full.
+    """
+    piece = os.urandom(DISK_PIECE)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-", buffering=0) as file:
+        began = time.perf_counter()
+        for _ in range(DISK_BYTES // DISK_PIECE):
+            file.write(piece)
+        os.fsync(file.fileno())
+        return DISK_BYTES / (time.perf_counter() - began) / 1e9
+
+
+def _device_memory(device: torch.device) -> dict[str, Any]:
+    """Once context and libraries are there: its name, size, and what tensors cannot have."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    held = total - free - torch.cuda.memory_reserved(device)
+    name = torch.cuda.get_device_name(device)
+    return {
+        "gpu": name,
+        "gpu_memory": _gib(total),
+        "gpu_reserved": _gib(held + FRAGMENT_BYTES),
+        "peak_tflops": (peak_flops(name, "fp16") or 0.0) / 1e12,
+    }
+
+
+def _bus(device: torch.device) -> dict[str, float]:
+    """One GPU alone, all together, and two; one that is alone is taken to go through the host."""
+    copies = bandwidth(device)
+    rates = {
+        "h2d_gbps": copies.h2d_gbps,
+        "d2h_gbps": copies.d2h_gbps,
+        "host_link_gbps": copies.h2d_gbps,
+        "gpu_link_gbps": min(copies.h2d_gbps, copies.d2h_gbps),
+    }
+    if device.type != "cuda":
+        return rates
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return rates if len(devices) < 2 else rates | _links(devices)
+
+
+def _links(devices: Sequence[torch.device]) -> dict[str, float]:
+    nbytes = COPY_BYTES["cpu"]
+    there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices]
+    here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in devices]
+
+    def up() -> None:
+        for source, target in zip(here, there, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def across() -> None:
+        there[1].copy_(there[0], non_blocking=True)
+
+    return {
+        "host_link_gbps": nbytes * len(devices) / _seconds(devices[0], up, 0.0) / 1e9,
+        "gpu_link_gbps": nbytes / _seconds(devices[0], across, 0.0) / 1e9,
+    }
+
+
+def _seconds(device: torch.device, run: Callable[[], object], batch_s: float) -> float:
+    """Median seconds of one run, in batches of about `batch_s`, after one that warms up."""
+    _batch(device, run, 1)
+    once = _batch(device, run, 1)
+    count = max(int(batch_s / once), 1)
+    return statistics.median(_batch(device, run, count) for _ in range(BATCHES))
+
+
+def _batch(device: torch.device, run: Callable[[], object], count: int) -> float:
+    _synchronize(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - began) / count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _rounded(rate: float) -> float:
+    """Three digits: more of a rate are noise."""
+    return float(f"{rate:.3g}")
+
+
+def _silent(number: int) -> None:
+    """A round is too short to be told."""

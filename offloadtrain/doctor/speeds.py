@@ -1,0 +1,68 @@
+"""Judgements on what was measured."""
+
+from __future__ import annotations
+
+from offloadtrain.doctor.checks import Check, Status
+from offloadtrain.plan.machine import Machine
+
+LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""PCIe generation → 10^9 bytes per second of one lane, one way, before protocol."""
+
+LEAST_OF_LINK, LEAST_OF_DRAM = 0.6, 0.5
+FP32_TRAFFIC_BYTES = 28
+"""Per parameter of fp32 Adam: gradient, master weight and moments read; all but the first written,
+and the working weight."""
+
+
+def check_speeds(machine: Machine, link_gbps: float | None) -> list[Check]:
+    """`link_gbps`: what the GPU's link allows; None: no GPU, or not told."""
+    return [
+        check_bandwidth(machine.h2d_gbps, machine.d2h_gbps, machine.on_cpu, link_gbps),
+        Check("DRAM", Status.PASS, f"{machine.dram_gbps:.3g} GB/s, all kernel threads"),
+        check_adam(machine),
+        check_compute(machine),
+    ]
+
+
+def link_gbps(generation: int | None, width: int | None) -> float | None:
+    """Of a PCIe link; None where it is not told."""
+    if generation is None or width is None or generation not in LANE_GBPS:
+        return None
+    return LANE_GBPS[generation] * width
+
+
+def check_bandwidth(h2d: float, d2h: float, on_cpu: bool, link: float | None) -> Check:
+    """Of page-locked copies; on a CPU the copy in memory that takes their place."""
+    found = f"{h2d:.3g} GB/s to the device, {d2h:.3g} back"
+    if on_cpu:
+        return Check("H2D, D2H", Status.PASS, f"{found} (copies in host memory: no GPU)")
+    if link is not None and min(h2d, d2h) < LEAST_OF_LINK * link:
+        advice = "Look for other traffic, another NUMA node, a switch, or an IOMMU in between."
+        found += f", of {link:.3g} that the link allows"
+        return Check("H2D, D2H", Status.WARN, found, advice)
+    return Check("H2D, D2H", Status.PASS, f"{found}, page-locked")
+
+
+def check_adam(machine: Machine) -> Check:
+    """CPU Adam per format, in 10^9 parameters per second."""
+    rates = {
+        state: getattr(machine, f"{state}_gparams")
+        for state in ("fp32", "split16", "int8")
+        if getattr(machine, f"{state}_gparams")
+    }
+    if not rates:
+        return Check("Adam", Status.PASS, "not measured with --quick")
+    found = ", ".join(f"{state} {rate:.3g}" for state, rate in rates.items()) + " Gparam/s"
+    reached = machine.fp32_gparams * FP32_TRAFFIC_BYTES / machine.dram_gbps
+    found += f"; fp32 at {reached:.0%} of the DRAM limit"
+    if reached < LEAST_OF_DRAM:
+        advice = "The cores or the kernels are the limit, not the memory: see CPU kernels, cores."
+        return Check("Adam", Status.WARN, found, advice)
+    return Check("Adam", Status.PASS, found)
+
+
+def check_compute(machine: Machine) -> Check:
+    """Matrix multiplications, per precision."""
+    rates = ", ".join(f"{p} {getattr(machine, f'{p}_tflops'):.3g}" for p in machine.precisions)
+    found = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
+    return Check("compute", Status.PASS, f"{found}; device memory {machine.hbm_gbps:.3g} GB/s")

@@ -1,0 +1,175 @@
+"""Device memory that torch takes beside the engine: what autograd keeps for backward, the logits and
+their loss, and gradients on their way.
+
+Counted operation by operation over `model.transformer`. `tests/plan/test_activations.py` holds the
+sums to what torch allocates on the CPU. Per token, D is d_model, F the MLP's width, V the
+vocabulary, e the bytes of a working weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offloadtrain.plan.memory import input_bytes
+from offloadtrain.plan.placement import Placement
+from offloadtrain.shapes import ModelShape
+
+_ROWS_BYTES_CPU, _ROWS_BYTES_GPU = 4 << 20, 64 << 20
+"""fp32 rows of logits that the loss works on at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes on the device at the moment of a micro-step when they are most.
+
+    Attributes:
+        saved: what autograd keeps of layers, of all but the one in work.
+        layer: what the layer in work keeps and computes with.
+        logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
+        gradients: of weights, until the engine has taken them.
+        moment: "loss" or "backward", when this is.
+    """
+
+    saved: int
+    layer: int
+    logits: int
+    gradients: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        return self.saved + self.layer + self.logits + self.gradients
+
+    def owners(self) -> dict[str, int]:
+        """What there is of it, by the names that a plan shows."""
+        named = {
+            "activations": self.saved,
+            "one layer at work": self.layer,
+            "logits and loss": self.logits,
+            "gradients in flight": self.gradients,
+        }
+        return {owner: size for owner, size in named.items() if size}
+
+
+def activations(placed: Placement, *, on_cpu: bool) -> Activations:
+    """The larger of the two moments: the loss's backward, and the last layer's."""
+    return max(_at_loss(placed, on_cpu), _in_backward(placed, on_cpu), key=lambda a: a.total)
+
+
+def _at_loss(placed: Placement, on_cpu: bool) -> Activations:
+    model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
+    kept = _kept_of_layers(placed, on_cpu)
+    logits = 2 * weight * tokens * model.vocab_size + _rows_bytes(placed, on_cpu)
+    return Activations(kept, 0, logits + _final(placed, on_cpu), 0, "loss")
+
+
+def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
+    """Of the last layer: all layers' activations are there, and its own gradients come."""
+    model, weight = placed.config.model, placed.weight_bytes
+    kept = _kept_of_layers(placed, on_cpu)
+    if placed.config.device.activation == "keep" or model.num_layers == 1:
+        kept -= _layer_bytes(placed, on_cpu)
+    else:
+        kept -= input_bytes(placed)  # it is among what the layer keeps
+    work, gradients = max(_walk(placed, on_cpu), key=sum)
+    table = model.vocab_size * model.d_model * weight if model.tie_embeddings else 0
+    return Activations(kept, work, 0, gradients + table, "backward")
+
+
+def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
+    """(activations, gradients of weights) of one layer at each operation of its backward."""
+    model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
+    width, hidden = weight * model.d_model, weight * model.ff_width
+    norm = _norm(model, weight, on_cpu)
+    attention = _attention(model, placed.config.data.seq_len, weight, on_cpu)
+    gated = model.mlp == "swiglu"
+    qkv = weight * (model.num_heads + 2 * model.kv_heads) * model.head_dim
+    half = norm + attention  # what is left when the MLP is done
+    mlp = norm + hidden * (4 if gated else 2)
+    wide = 4 * model.d_model if model.norm == "rmsnorm" and on_cpu else 0  # fp32 temporaries
+    masks = _dropouts(model, weight, on_cpu)
+    matrices = model.d_model * weight
+    down, up = matrices * model.ff_width, matrices * model.ff_width * (2 if gated else 1)
+    out, into = matrices * model.d_model, model.d_model * qkv
+    whole = half + mlp + masks
+    yield tokens * (whole + width + hidden), down
+    yield tokens * (whole - hidden + width + 3 * hidden - (0 if gated else hidden)), down
+    if gated:
+        yield tokens * (whole - 2 * hidden + width + 4 * hidden), down
+    yield tokens * (half + norm + masks + 2 * width + (2 if gated else 1) * hidden), down + up
+    yield tokens * (half + norm + 3 * width + 2 * wide), down + up
+    yield tokens * (half + 2 * width), down + up + out
+    turned = 12 * model.d_model if model.positions == "rotary" else qkv
+    yield tokens * (half + 2 * width + qkv + turned), down + up + out
+    yield tokens * (norm + 2 * width + qkv), down + up + out + into
+    yield tokens * (norm + 3 * width + 2 * wide), down + up + out + into
+
+
+def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
+    layers, policy = placed.config.model.num_layers, placed.config.device.activation
+    if policy == "keep" or layers == 1:
+        return layers * _layer_bytes(placed, on_cpu)
+    if policy == "recompute":
+        return layers * input_bytes(placed)
+    return min(layers, 3) * input_bytes(placed)  # leaving, or coming back
+
+
+def _layer_bytes(placed: Placement, on_cpu: bool) -> int:
+    """What autograd keeps of one layer, its input among it."""
+    model = placed.config.model
+    per_token = saved_per_token(model, placed.config.data.seq_len, placed.weight_bytes, on_cpu)
+    return _tokens(placed) * per_token
+
+
+def saved_per_token(shape: ModelShape, seq_len: int, weight: int, on_cpu: bool) -> int:
+    """Bytes that one layer keeps of a token for its backward."""
+    parts = (
+        2 * _norm(shape, weight, on_cpu),
+        _attention(shape, seq_len, weight, on_cpu),
+        weight * shape.ff_width * (4 if shape.mlp == "swiglu" else 2),
+        _dropouts(shape, weight, on_cpu),
+    )
+    return sum(parts)
+
+
+def _norm(shape: ModelShape, weight: int, on_cpu: bool) -> int:
+    """Input, statistics and output. RMSNorm on a CPU is a chain of fp32 operations."""
+    width = shape.d_model
+    if shape.norm == "rmsnorm" and on_cpu:
+        return (8 + weight) * width + 4
+    statistics = 2 * (weight if on_cpu else 4) if shape.norm == "layernorm" else 4
+    return 2 * weight * width + statistics
+
+
+def _attention(shape: ModelShape, seq_len: int, weight: int, on_cpu: bool) -> int:
+    """Queries, keys and values, the mixed values, and one number per head."""
+    heads, kv, width = shape.num_heads, shape.kv_heads, shape.head_dim
+    rotary = shape.positions == "rotary"
+    qkv = weight * (heads + 2 * kv) * width
+    mixed = weight * heads * width
+    if on_cpu and shape.dropout:  # no fused kernel: scores, their softmax and its dropout, in fp32
+        return mixed + 12 * heads * width + 12 * heads * seq_len
+    turned = weight * (heads + kv) * width if rotary else 0
+    copied = mixed if rotary and on_cpu else 0
+    return qkv + turned + mixed + copied + 4 * heads
+
+
+def _dropouts(shape: ModelShape, weight: int, on_cpu: bool) -> int:
+    """The masks of the two residual branches."""
+    return 2 * shape.d_model * (weight if on_cpu else 1) if shape.dropout else 0
+
+
+def _final(placed: Placement, on_cpu: bool) -> int:
+    """The final norm's input and output."""
+    return _tokens(placed) * _norm(placed.config.model, placed.weight_bytes, on_cpu)
+
+
+def _rows_bytes(placed: Placement, on_cpu: bool) -> int:
+    most = _ROWS_BYTES_CPU if on_cpu else _ROWS_BYTES_GPU
+    rows = min(most, 4 * _tokens(placed) * placed.config.model.vocab_size)
+    return rows if placed.weight_bytes == 4 else 2 * rows  # wider, then their softmax
+
+
+def _tokens(placed: Placement) -> int:
+    return placed.config.train.micro_batch * placed.config.data.seq_len

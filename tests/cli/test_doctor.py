@@ -1,0 +1,178 @@
+"""`offloadtrain doctor`: its lines, its JSON, its machine file. Never a wall time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadtrain import cli
+from offloadtrain.doctor import examine, facts
+from offloadtrain.doctor.checks import Status
+from offloadtrain.nvml import Nvml
+from offloadtrain.plan.machine import Machine, dump, find, loads
+from tests.unit.test_telemetry import FakeNvml
+
+Captured = pytest.CaptureFixture[str]
+
+
+def doctor(*flags: object) -> int:
+    return cli.main(["doctor", *map(str, flags)])
+
+
+def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
+    file = tmp_path / "mine.toml"
+    assert doctor("--quick", "--json", "--folder", tmp_path, "--save", file) in (0, 1)
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert {check["status"] for check in found["checks"]} <= set(Status)
+    names = [check["name"] for check in found["checks"]]
+    assert names[:2] == ["versions", "gpu"] and {"disk", "CPU kernels", "DRAM"} <= set(names)
+    machine = Machine(**found["machine"])
+    assert loads(dump(machine, "title"), "text") == machine == find(str(file))[1]
+    assert machine.fp32_gparams == machine.disk_gbps == 0.0
+    assert machine.on_cpu is not torch.cuda.is_available()
+    assert "wrote" in told.err and file.read_text().startswith("# Quickly measured by")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_lines(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam in every format and the disk, on small buffers."""
+    from offloadtrain.doctor import measure
+
+    monkeypatch.setattr(measure, "PARAMS", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(measure, "DISK_PIECE", 1 << 20)
+    monkeypatch.setattr(measure, "DISK_BYTES", 4 << 20)
+    monkeypatch.setattr(measure, "BATCH_S", 0.0)
+    code = doctor("--folder", tmp_path)
+    told = capsys.readouterr()
+    lines = told.out.splitlines()
+    assert all(line.startswith(("PASS  ", "WARN  ", "FAIL  ", "      ")) for line in lines)
+    assert code == any(line.startswith("FAIL") for line in lines)
+    by_name = {line[6:20].strip(): line for line in lines if line[0] != " "}
+    assert "split16" in by_name["Adam"] and "written at" in by_name["disk"]
+    assert "measuring the bus" in told.err and list(tmp_path.iterdir()) == []
+
+
+def test_a_card_that_torch_has_no_kernels_for(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is measured, nothing written, and the exit code is 1."""
+    v100 = facts.TorchGpu("Tesla V100-SXM2-32GB", (7, 0), 32 << 30, False, None)
+    monkeypatch.setattr(facts, "torch_gpus", lambda: ((v100,), ""))
+    monkeypatch.setattr(facts, "can_pin", lambda nbytes: True)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=1)))
+    file = tmp_path / "v100.toml"
+    assert doctor("--quick", "--json", "--folder", tmp_path, "--save", file) == 1
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert found["machine"] is None and not file.exists() and "is not written" in told.err
+    assert by_name["torch kernels"]["status"] == "FAIL"
+    assert "CUDA 12.6" in by_name["torch kernels"]["advice"]
+    assert by_name["bf16"]["status"] == by_name["PCIe"]["status"] == "WARN"
+    assert by_name["pinning"]["status"] == "PASS" and "DRAM" not in by_name
+
+
+def test_a_gpu_behind_a_torch_for_cpus(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "torch_gpus", lambda: ((), ""))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=1)))
+    assert doctor("--quick", "--folder", tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "FAIL  gpu             NVIDIA H200, but this torch is built without CUDA" in told
+    assert "Install a CUDA build of torch" in told
+
+
+def test_a_gpu_without_nvml_and_without_a_context(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts it, and cannot start it: never a plan for the CPU in its place."""
+    monkeypatch.setattr(facts, "torch_gpus", lambda: ((), "all devices are busy"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=0)))
+    assert doctor("--quick", "--json", "--folder", tmp_path) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"] is None
+    assert found["checks"][1]["found"] == ("a GPU, but torch cannot use it: all devices are busy")
+
+
+def test_a_full_disk_fails_and_the_rest_is_measured(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "free_bytes", lambda folder: 1000)
+    assert doctor("--quick", "--json", "--folder", tmp_path) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"] is not None
+    assert {"name": "disk", "status": "FAIL"}.items() <= dict(found["checks"][-5]).items()
+
+
+def test_a_disk_that_cannot_be_written_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> float:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(examine, "disk_gbps", refuse)
+    assert examine._disk_speed(tmp_path) == "cannot be written: Permission denied"
+
+
+def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "notes.toml").write_text("answer = 42\n")
+    wrong = {
+        ("--folder", str(tmp_path / "none")): "does not exist",
+        ("--folder", str(tmp_path / "notes.toml")): "is not a folder",
+        ("--save", str(tmp_path / "notes.toml")): "is no machine file",
+        ("--save", str(tmp_path / "mine.json")): "ends in .toml",
+        ("--save", str(tmp_path / "none/mine.toml")): "make it first",
+    }
+    for flags, said in wrong.items():
+        assert doctor("--quick", *flags) == cli.USAGE
+        told = capsys.readouterr()
+        assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
+    assert (tmp_path / "notes.toml").read_text() == "answer = 42\n"
+
+
+def test_a_machine_file_of_before_is_replaced(tmp_path: Path, capsys: Captured) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(dump(find("h100")[1], "of before"))
+    assert doctor("--quick", "--folder", tmp_path, "--save", file) in (0, 1)
+    assert find(str(file))[1] != find("h100")[1]
+
+
+def test_a_machine_file_that_cannot_be_written(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of before is still there, and nothing else."""
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    file, report = tmp_path / "mine.toml", examine.Report(machine=find("h100")[1])
+    file.write_text(dump(find("h200")[1], "of before"))
+    monkeypatch.setattr(examine, "examine", lambda *args, **kwargs: report)
+    monkeypatch.setattr("os.fsync", full)
+    assert doctor("--save", file) == cli.USAGE
+    told = capsys.readouterr().err
+    assert told == f"ConfigError: --save {file} cannot be written: No space left on device\n"
+    assert list(tmp_path.iterdir()) == [file] and find(str(file))[1] == find("h200")[1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path: Path, capsys: Captured) -> None:
+    doctor("--json", "--folder", tmp_path)
+    found = json.loads(capsys.readouterr().out)
+    machine = Machine(**found["machine"])
+    assert machine.gpu == torch.cuda.get_device_name(0)
+    assert machine.gpus == torch.cuda.device_count()
+    assert 0 < machine.gpu_reserved_bytes < machine.gpu_memory_bytes
+    assert machine.fp16_tflops > 1 and machine.h2d_gbps > 0.5 and machine.fp32_gparams > 0
+    assert loads(dump(machine, "title"), "text") == machine

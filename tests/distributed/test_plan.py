@@ -1,0 +1,26 @@
+"""The plan of a rank holds what the rank books, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offloadtrain.share import shared
+from tests.distributed.conftest import Run
+from tests.plan.test_memory import GPT, booked, job, planned
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"ranks__zero_stage": 1},
+        {"ranks__zero_stage": 2, "ranks__reduction": "fp32"},
+        {"ranks__zero_stage": 3},
+        {"device__working": "host", "optim__state": "int8"},
+        {"ranks__zero_stage": 1, "ranks__reduction": "fp32", "train__grad_accum_steps": 2},
+    ],
+)
+def test_of_a_rank(ranks: Run, keys: dict[str, Any]) -> None:
+    config = shared(job(GPT, train__micro_batch=4, **keys), 2)
+    assert ranks(2, booked, config) == [planned(config, 2)] * 2

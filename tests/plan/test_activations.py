@@ -1,0 +1,96 @@
+"""Activations by the plan against what torch allocates in a step on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import offloadtrain as ot
+from offloadtrain.assembly import _groups
+from offloadtrain.config import Config
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.plan.activations import activations
+from offloadtrain.plan.placement import place
+from tests.plan.test_memory import GPT, job
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt": GPT | {"tie_embeddings": True},
+    "gpt with dropout": GPT | {"dropout": 0.1},
+    "llama": {"num_kv_heads": 2},
+}
+SIZES = {
+    # d_model, layers, vocabulary, sequence, batch: what is largest there
+    "tokens": (64, 6, 256, 64, 4),
+    "logits": (96, 4, 2048, 64, 4),
+    "weights": (128, 8, 128, 32, 2),
+}
+
+
+def sized(shape: str, size: str, **keys: Any) -> Config:
+    width, layers, vocab, seq_len, batch = SIZES[size]
+    sizes = {"d_model": width, "num_layers": layers, "vocab_size": vocab, "num_heads": 4}
+    made = sizes | {"max_seq_len": seq_len} | SHAPES[shape]
+    return job(made, data__seq_len=seq_len, train__micro_batch=batch, **keys)
+
+
+def most_allocated(config: Config) -> int:
+    """Bytes that torch holds at most in a step, beyond what it holds between steps."""
+    torch.manual_seed(0)
+    model = Transformer(config.model)
+    optimizer = ot.offload(
+        model,
+        params=_groups(model, config),
+        device="cpu",
+        precision=config.device.precision,
+        activation=config.device.activation,
+    )
+    tokens = torch.randint(config.model.vocab_size, (config.train.micro_batch, config.data.seq_len))
+
+    def step() -> None:
+        optimizer.backward(model(tokens, tokens))
+        optimizer.step()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    held = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    optimizer.close()
+    return most
+
+
+def ratio(config: Config) -> float:
+    return activations(place(config), on_cpu=True).total / most_allocated(config)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None:
+    config = sized(shape, size, device__precision="fp32", device__activation=policy)
+    assert ratio(config) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("size", ["tokens", "logits"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_within_five_percent_in_bf16(shape: str, size: str) -> None:
+    """Where activations are most of it: beside them the CPU's 16-bit matrix products take scratch
+    memory of a weight's size, which a plan does not count."""
+    assert ratio(sized(shape, size, device__precision="bf16")) == pytest.approx(1.0, abs=0.05)
+
+
+def test_more_of_anything_needs_more() -> None:
+    base = sized("llama", "tokens")
+    before = activations(place(base), on_cpu=False).total
+    deeper = replace(base, model=replace(base.model, num_layers=7))
+    wider = replace(base, model=replace(base.model, d_model=128))
+    longer = replace(base, train=replace(base.train, micro_batch=5))
+    for more in (deeper, wider, longer):
+        assert activations(place(more), on_cpu=False).total > before

@@ -1,0 +1,198 @@
+"""The plan's bytes are those that an engine books, owner by owner, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import offloadtrain as ot
+from offloadtrain import config as jobs
+from offloadtrain.assembly import _groups
+from offloadtrain.config import Config
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.plan import memory
+from offloadtrain.plan.layout import num_tensors
+from offloadtrain.plan.placement import PlanError, place
+from offloadtrain.shapes import ModelShape
+
+JOB = """
+name = "planned"
+[model]
+size = "debug"
+[data]
+train = "x"
+seq_len = 16
+[device]
+kind = "cpu"
+precision = "bf16"
+[train]
+steps = 1
+micro_batch = 2
+"""
+GPT = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True}
+NO_LIMIT = 1 << 50
+
+
+def job(shape: dict[str, Any] | None = None, **keys: Any) -> Config:
+    """A job with other values for dotted keys, written with two underscores."""
+    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in keys.items()]
+    config = jobs.loads(JOB, overrides=texts)
+    if shape is None:
+        return config
+    small = {"vocab_size": 100, "num_layers": 3, "d_model": 24, "num_heads": 2, "max_seq_len": 16}
+    return replace(config, model=ModelShape(**small | shape))
+
+
+def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
+    """Tier → owner → bytes, most so far, of an engine that has trained."""
+    torch.manual_seed(0)
+    model = Transformer(config.model)
+    limits = {
+        "host_memory_limit": config.device.host_memory_limit,
+        "device_memory_limit": config.device.memory_limit,
+    }
+    optimizer = ot.offload(
+        model,
+        params=_groups(model, config),
+        device="cpu",
+        precision=config.device.precision,
+        state=config.optim.state,
+        update=config.optim.update,
+        clip_norm=config.optim.clip_norm or None,
+        skip_nonfinite=config.optim.skip_nonfinite,
+        grad_accum_steps=config.train.grad_accum_steps,
+        working=config.device.working,
+        device_slots=config.device.slots,
+        resident_blocks=None
+        if config.device.resident_blocks < 0
+        else config.device.resident_blocks,
+        activation=config.device.activation,
+        zero_stage=config.ranks.zero_stage,
+        reduction=config.ranks.reduction,
+        **{key: ot.units.parse_bytes(text) for key, text in limits.items() if text},
+    )
+    size = (config.train.micro_batch, config.data.seq_len)
+    for _ in range(steps):
+        for _ in range(config.train.grad_accum_steps):
+            tokens = torch.randint(config.model.vocab_size, size)
+            optimizer.backward(model(tokens, tokens))
+        optimizer.step()
+    found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
+    for row in optimizer.ledger.rows():
+        if row.peak_bytes:
+            found[row.tier][row.owner] = row.peak_bytes
+    optimizer.close()
+    return found
+
+
+def planned(config: Config, ranks: int = 1) -> dict[str, dict[str, int]]:
+    placed = place(config, ranks)
+    return {"host": memory.host(placed, NO_LIMIT), "device": memory.device(placed)}
+
+
+MODELS = st.fixed_dictionaries(
+    {
+        "num_layers": st.integers(1, 5),
+        "d_model": st.sampled_from([8, 24, 40]),
+        "tie_embeddings": st.booleans(),
+        "bias": st.booleans(),
+        "mlp": st.sampled_from(["swiglu", "gelu"]),
+        "norm": st.sampled_from(["rmsnorm", "layernorm"]),
+        "positions": st.sampled_from(["rotary", "learned"]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=MODELS,
+    state=st.sampled_from(["fp32", "split16", "int8"]),
+    update=st.sampled_from(["exact", "speculative", "delayed"]),
+    accum=st.integers(1, 2),
+    working=st.sampled_from(["device", "host"]),
+    slots=st.integers(1, 3),
+    stay=st.integers(-1, 2),
+    skip=st.booleans(),
+    activation=st.sampled_from(["keep", "recompute", "offload"]),
+    decay=st.sampled_from(["matrices", "all"]),
+)
+def test_every_owner_to_the_byte(
+    shape: dict[str, Any],
+    state: str,
+    update: str,
+    accum: int,
+    working: str,
+    slots: int,
+    stay: int,
+    skip: bool,
+    activation: str,
+    decay: str,
+) -> None:
+    config = job(
+        shape,
+        optim__state=state,
+        optim__update=update,
+        optim__clip_norm=1.0 if skip else 0.0,
+        optim__skip_nonfinite=skip,
+        optim__decay=decay,
+        train__grad_accum_steps=accum,
+        device__working=working,
+        device__slots=slots,
+        device__resident_blocks=stay if working == "host" else -1,
+        device__activation=activation,
+    )
+    assert planned(config) == booked(config)
+
+
+def test_limits_decide_over_streaming_and_second_copies() -> None:
+    sizes = dict(GPT, num_layers=6)
+    base = job(sizes, device__working="host", optim__update="speculative", optim__clip_norm=1.0)
+    assert planned(base) == booked(base)
+    least = sum(planned(base)["device"].values())
+    host = sum(n for o, n in planned(base)["host"].items() if o != "other copy of the state")
+    for more_device, more_host in ((0, 0), (40_000, 300_000), (400_000, 10_000_000)):
+        limits = {
+            "device__memory_limit": f'"{least + more_device}"',
+            "device__host_memory_limit": f'"{host + more_host}"',
+        }
+        config = job(
+            sizes,
+            device__working="host",
+            optim__update="speculative",
+            optim__clip_norm=1.0,
+            **limits,
+        )
+        try:
+            found = planned(config)
+        except PlanError:
+            with pytest.raises(ot.OffloadTrainError):
+                booked(config)
+            continue
+        assert found == booked(config)
+    assert found["host"].get("other copy of the state")
+
+
+def test_a_bucket_larger_than_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces, and weights that no staging slot holds."""
+    from offloadtrain.engine import device_memory
+    from offloadtrain.plan import placement
+
+    for module in (device_memory, placement, memory):
+        monkeypatch.setattr(module, "STAGING_BYTES", 4096)
+    for accum in (1, 2):
+        config = job(GPT, train__grad_accum_steps=accum)
+        assert planned(config) == booked(config)
+
+
+def test_parameters_are_counted_as_the_model_has_them() -> None:
+    for shape in (GPT, {}, {"num_kv_heads": 1, "num_heads": 2}, GPT | {"tie_embeddings": True}):
+        config = job(shape)
+        model = Transformer(config.model)
+        assert num_tensors(config.model) == sum(1 for _ in model.parameters())
+        params = sum(bucket.params for bucket in place(config).buckets)
+        assert params == sum(param.numel() for param in model.parameters())

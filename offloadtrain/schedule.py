@@ -13,8 +13,8 @@ from typing import Literal
 
 from offloadtrain.order import Cursor, prefetches, victim
 
-STAGING_SLOTS = 2
-"""For gathered gradients on the device, and on the host where microbatches are summed."""
+HOST_SLOTS = 2
+"""For gradients on the host where microbatches are summed."""
 
 DECIDE = "decide"
 """The end of a step's backward: the norm is known. Takes no time."""
@@ -38,6 +38,7 @@ class StepShape:
         mode: "early" is "exact" where nothing global must be known before an update.
         micro_steps: microbatches per step, summed on the host.
         slots: device slots of streamed blocks.
+        staging_slots: for gathered gradients on the device.
         pieces: bucket → in how many pieces its gradient goes down, where it is more than one: it is
             larger than a staging slot.
         among_ranks: gradients are reduce-scattered on their way down, weights all-gathered on their
@@ -53,6 +54,7 @@ class StepShape:
     mode: Literal["exact", "early", "speculative", "delayed"] = "exact"
     micro_steps: int = 1
     slots: int = 2
+    staging_slots: int = 2
     pieces: Mapping[str, int] = field(default_factory=dict)
     among_ranks: bool = False
     kept_on_device: bool = False
@@ -150,7 +152,7 @@ class _Program:
         self._thread: set[int] = set()  # what the training thread has waited for
         self._latest: dict[str, int] = {}  # name → its last operation
         self._gathering: dict[str, _Ring] = {}  # device; stage 1: of each piece
-        self._host_ring = _Ring(STAGING_SLOTS)
+        self._host_ring = _Ring(HOST_SLOTS)
         self._waiting_in: dict[str, int] = {}  # bucket → slot of the host ring with its weights
         self._measured: set[int] = set()
         self._updated: dict[str, int] = {}
@@ -252,7 +254,7 @@ class _Program:
     def _device_ring(self, bucket: str, piece: int) -> _Ring:
         own = self._shape.whole_gradients
         key = f"{bucket} {piece}" if own else ""
-        return self._gathering.setdefault(key, _Ring(1 if own else STAGING_SLOTS))
+        return self._gathering.setdefault(key, _Ring(1 if own else self._shape.staging_slots))
 
     def _adam(self, bucket: str) -> int:
         # Where nothing is shown beside, loads read what Adam writes.

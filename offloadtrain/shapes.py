@@ -163,6 +163,11 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> float:
     return 6.0 * matrices + 12.0 * shape.num_layers * shape.d_model * seq_len
 
 
+def block_flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """Return the FLOPs of one block's forward per token; see `flops_per_token`."""
+    return 2.0 * _block_matrix_params(shape) + 4.0 * shape.d_model * seq_len
+
+
 def _gpt(layers: int, d_model: int, heads: int, vocab_size: int) -> ModelShape:
     """Return the architecture of GPT-2, which the ZeRO papers also use."""
     return ModelShape(

@@ -22,6 +22,9 @@ from offloadtrain.units import format_bytes
 RING_SLOTS = 2
 """One is filled while the other is copied."""
 
+STAGING_SLOTS_MOST = 8
+"""For gathered gradients."""
+
 STAGING_BYTES = 64 << 20
 """Enough for the bus's full speed; staging does not grow with the model."""
 
@@ -125,6 +128,15 @@ def staging_bytes(buckets: Sequence[Bucket], settings: Settings) -> int:
     return max(min(max(sizes), STAGING_BYTES), ALIGN * 4 * settings.ranks.size)
 
 
+def staging_slots(buckets: Sequence[Bucket], settings: Settings) -> int:
+    """For gathered gradients. A bucket that goes down in pieces is gathered into so many slots, as
+    far as the most of them allow, and one is being copied from before: with fewer, compute would
+    wait for the copies of its own block."""
+    largest = max(bucket.numel * _reduced_in(bucket, settings).itemsize for bucket in buckets)
+    pieces = -(-largest // staging_bytes(buckets, settings))
+    return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
+
+
 def host_staging_bytes(buckets: Sequence[Bucket]) -> int:
     """Of one slot for gradients and weights on the host."""
     largest = max(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets)
@@ -143,8 +155,11 @@ def make_reduction(
     def map_one(owner: str, nbytes: int) -> Tensor:
         return ledger.device_tensor(owner, nbytes, torch.uint8, settings.device)
 
+    slots_of_ring = staging_slots(buckets, settings)
+
     def ring(owner: str, nbytes: int) -> Ring:
-        made = Ring(owner, lanes, nbytes, lambda n: [map_one(owner, n) for _ in range(RING_SLOTS)])
+        many = range(slots_of_ring)
+        made = Ring(owner, lanes, nbytes, lambda n: [map_one(owner, n) for _ in many])
         made.prepare()
         return made
 
@@ -171,7 +186,7 @@ def make_reduction(
 def _staging_total(buckets: Sequence[Bucket], settings: Settings) -> int:
     if settings.zero_stage == 1 and not settings.ranks.alone:
         return sum(bucket.numel * _reduced_in(bucket, settings).itemsize for bucket in buckets)
-    return RING_SLOTS * staging_bytes(buckets, settings)
+    return staging_slots(buckets, settings) * staging_bytes(buckets, settings)
 
 
 def _reduced_in(bucket: Bucket, settings: Settings) -> torch.dtype:

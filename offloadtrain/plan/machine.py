@@ -38,8 +38,8 @@ class Machine:
         peak_tflops: dense 16-bit, of the data sheet; MFU is of this. 0: no MFU.
         bf16_tflops, fp16_tflops, fp32_tflops: of wide matrix multiplications, as training runs
             them.
-        half_width: width of a matrix (the geometric mean of its sides) at which half of that is
-            reached: the rate is `tflops * w / (w + half_width)`.
+        half_width: width of a model (the geometric mean of its matrices' sides, about d_model) at
+            which half of that is reached: the rate is `tflops * w / (w + half_width)`.
         hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
         h2d_gbps, d2h_gbps: of one GPU alone, page-locked.
         host_link_gbps: of all GPUs of a host together, one way.
@@ -196,5 +196,3 @@ def _size_problems(key: str, value: str) -> Iterator[str]:
             raise ValueError(f"'{value}' is nothing")
     except ValueError as error:
         yield f"{key}: {error}"
-
-

@@ -85,7 +85,7 @@ def device(placed: Placement) -> Owners:
     owners[staged] = staging_total(placed)
     if placed.reduced_bytes > weight:
         slot = placed.staging_bytes // placed.ranks // 2
-        owners["rounded gradients"] = RING_SLOTS * slot
+        owners["rounded gradients"] = placed.staging_slots * slot
     return owners
 
 

@@ -14,6 +14,7 @@ from offloadtrain.plan.layout import ALIGN, Block, Bucket, blocks_of
 from offloadtrain.units import format_bytes, parse_bytes
 
 RING_SLOTS = 2
+STAGING_SLOTS_MOST = 8
 STAGING_BYTES = 64 << 20
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -78,6 +79,13 @@ class Placement:
         """Of one slot for gradients on the device."""
         largest = max(bucket.numel for bucket in self.buckets) * self.reduced_bytes
         return max(min(largest, STAGING_BYTES), ALIGN * 4 * self.ranks)
+
+    @property
+    def staging_slots(self) -> int:
+        """For gradients on the device: enough for a bucket that goes down in pieces."""
+        largest = max(bucket.numel for bucket in self.buckets) * self.reduced_bytes
+        pieces = -(-largest // self.staging_bytes)
+        return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
 
     @property
     def host_staging_bytes(self) -> int:
@@ -152,4 +160,4 @@ def staging_total(placed: Placement) -> int:
     """Device memory of gradients on their way down."""
     if placed.stage == 1:
         return sum(bucket.numel for bucket in placed.buckets) * placed.reduced_bytes
-    return RING_SLOTS * placed.staging_bytes
+    return placed.staging_slots * placed.staging_bytes

@@ -92,6 +92,7 @@ def shape_of(
         mode=mode,  # type: ignore[arg-type]
         micro_steps=accum,
         slots=slots or 1,
+        staging_slots=staging_slots(optimizer),
         pieces={bucket.name: len(reduction.pieces(bucket)) for bucket in buckets},
         among_ranks=not optimizer.ranks.alone,
         kept_on_device=any(bucket.kept_on_device for bucket in buckets),
@@ -103,6 +104,12 @@ def shape_of(
         ),
         unguessed=frozenset(b.name for b in buckets if mode == "speculative" and not b.other),
     )
+
+
+def staging_slots(optimizer: ot.OffloadOptimizer) -> int:
+    """From what is booked."""
+    held = {row.owner: row.bytes for row in optimizer.ledger.rows()}
+    return held.get("gradient staging", 0) // optimizer._engine._gradients._reduction._piece_bytes
 
 
 def by_lane(ops: list[Op], kinds: set[str]) -> dict[str, list[str]]:

@@ -1,0 +1,110 @@
+"""Pipeline schedules as analytic rows, for comparison with offload: GPipe, PipeDream-Flush, 2BW.
+
+Memory and time as in PipeDream-2BW (arXiv:2006.09503, section 3 and appendix A), the bubble as in
+GPipe (arXiv:1811.06965, section 2.3). Stages are equal. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from offloadtrain.plan.machine import Machine
+from offloadtrain.plan.published import input_bytes, layer_bytes, megatron_flops
+from offloadtrain.shapes import ModelShape, num_params
+
+Schedule = Literal["gpipe", "flush", "2bw"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A model cut into `stages`, one GPU each, `replicas` times over.
+
+    Attributes:
+        micro_batches: per step and replica.
+        recompute: of all activations but each stage's input.
+    """
+
+    shape: ModelShape
+    micro_batch: int
+    micro_batches: int
+    stages: int
+    replicas: int = 1
+    recompute: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One schedule of a pipeline; bytes are of one GPU.
+
+    Attributes:
+        weights_bytes: all versions of the 16-bit weights.
+        state_bytes: 16-bit gradients and the fp32 state of Adam.
+        activation_bytes: stashed and working.
+        step_s: until the next step can start.
+        bubble: share of `step_s` in which a stage has nothing to do.
+        stale: updates use the gradients of the version before.
+    """
+
+    schedule: Schedule
+    weights_bytes: float
+    state_bytes: float
+    activation_bytes: float
+    step_s: float
+    bubble: float
+    stale: bool
+
+
+def row(schedule: Schedule, pipe: Pipeline, machine: Machine) -> Row:
+    """Memory and time of one schedule."""
+    params = num_params(pipe.shape) / pipe.stages
+    stage, sync = _stage_seconds(pipe, machine), _sync_seconds(pipe, machine)
+    if schedule == "2bw":  # no flush: the sync of one step runs beside the next
+        step = max(pipe.micro_batches * stage, sync)
+    else:
+        step = (pipe.micro_batches + pipe.stages - 1) * stage + sync
+    return Row(
+        schedule=schedule,
+        weights_bytes=2 * params * (2 if schedule == "2bw" else 1),
+        state_bytes=14 * params,
+        activation_bytes=_activation_bytes(schedule, pipe),
+        step_s=step,
+        bubble=1 - pipe.micro_batches * stage / step,
+        stale=schedule == "2bw",
+    )
+
+
+def gpipe_seconds(stages: int, micro_batches: int) -> float:
+    """A step's time as a share of what one device takes for it: flush included, nothing else."""
+    return (micro_batches + stages - 1) / (micro_batches * stages)
+
+
+def _activation_bytes(schedule: Schedule, pipe: Pipeline) -> float:
+    """GPipe stashes every microbatch, the others no more than are between a stage and the last."""
+    stashed = pipe.micro_batches if schedule == "gpipe" else min(pipe.stages, pipe.micro_batches)
+    inputs = stashed * input_bytes(pipe.shape, pipe.micro_batch)
+    whole = layer_bytes(pipe.shape, pipe.micro_batch) * pipe.shape.num_layers / pipe.stages
+    return inputs + (whole if pipe.recompute else stashed * whole)
+
+
+def _stage_seconds(pipe: Pipeline, machine: Machine) -> float:
+    """One microbatch's compute on one stage, and its input's way there and gradient's way back."""
+    flops = megatron_flops(pipe.shape, pipe.micro_batch, recompute=pipe.recompute) / pipe.stages
+    compute = flops / machine.flops("fp16", pipe.shape.d_model)
+    moved = 2 * input_bytes(pipe.shape, pipe.micro_batch) if pipe.stages > 1 else 0.0
+    return compute + moved / _link(pipe.stages, machine)
+
+
+def _sync_seconds(pipe: Pipeline, machine: Machine) -> float:
+    """The all-reduce of a stage's 16-bit gradients among replicas."""
+    gradients = 2 * num_params(pipe.shape) / pipe.stages
+    moved = 2 * gradients * (pipe.replicas - 1) / pipe.replicas
+    return moved / _link(pipe.stages * pipe.replicas, machine)
+
+
+def _link(gpus: int, machine: Machine) -> float:
+    """Bytes per second of one GPU; between hosts, all GPUs of a host share its links."""
+    if gpus <= machine.gpus:
+        return 1e9 * machine.gpu_link_gbps
+    return 1e9 * min(machine.gpu_link_gbps, machine.node_link_gbps / machine.gpus)

@@ -1,0 +1,304 @@
+"""How long published systems take for a step, and what fits: ZeRO, ZeRO-Offload, their baselines.
+
+An analytic model of other people's software on a `Machine`, to hold the machine constants and the
+memory equations to what was published (`benchmarks/validate_plan.py`, docs/validation.md). What
+offloadtrain itself does is planned from its own schedule, not from here. Standard library only.
+
+One set of constants for every published cell: the machine file, and `Software`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from offloadtrain.plan.machine import Machine
+from offloadtrain.shapes import ModelShape, num_params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What the measured programs made of their machine: DeepSpeed and PyTorch of 2020.
+
+    None of these is a property of the hardware, so they are no part of a machine file. The first
+    two are calibrated, on all cells that they touch together; the others are read from sources.
+
+    Attributes:
+        adam_share: of the memory rate of CPU-Adam alone (ZeRO-Offload, table 4), what Adam reaches
+            within a step: 0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
+            what delayed updates save in figure 9 between 0.17 and 0.45.
+        contention: how many times longer the host's work takes where several ranks that are bound
+            to no cores do it; what figure 11 adds between 1 GPU and 2.
+        ring_share: of a host's links, what one ring between hosts reaches: one of a DGX-2's eight
+            adapters of 12.5 GB/s (ZeRO), at 80 % (ZeRO-Infinity, figure 2b: 60 to 100 of 100
+            GB/s).
+        bucket_bytes: two buckets of 5e8 16-bit gradients (DeepSpeed's default and overlap_comm).
+        host_bytes: per parameter that a rank owns: fp32 weight, gradient and moments, page-locked
+            16-bit copy.
+        sum_bytes: the same, of the running sum of 16-bit gradients; only with accumulation.
+    """
+
+    adam_share: float = 0.64
+    contention: float = 1.6
+    ring_share: float = 0.10
+    bucket_bytes: float = 2e9
+    host_bytes: float = 18.0
+    sum_bytes: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One published run: a step is `micro_steps` microbatches on each data parallel rank.
+
+    Attributes:
+        micro_batch: sequences per rank.
+        micro_steps: need not be whole: papers fix the global batch, which may not divide.
+        mp: GPUs that split every matrix (Megatron); within one host.
+        stage: of ZeRO; 0 is PyTorch's DDP.
+        offload: optimizer state and gradients on the host.
+        dpu: the delayed update of ZeRO-Offload: Adam runs beside the next step's compute.
+        recompute: of all activations but each layer's input.
+    """
+
+    shape: ModelShape
+    micro_batch: int
+    micro_steps: float = 1.0
+    gpus: int = 1
+    mp: int = 1
+    stage: int = 2
+    offload: bool = True
+    dpu: bool = False
+    recompute: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus // self.mp
+
+    @property
+    def params(self) -> float:
+        """Of one GPU's part of the model."""
+        return num_params(self.shape) / self.mp
+
+    @property
+    def owned(self) -> float:
+        """Parameters whose optimizer state is this rank's."""
+        return self.params / (self.ranks if self.stage else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of a step, by what the GPU does or waits for; nothing is counted twice.
+
+    Attributes:
+        transfers: gradient copies that no backward hides.
+        gradients: the pass that unscales and takes the norm.
+        optimizer: Adam, as far as it is waited for.
+        h2d: the copy of updated weights.
+        communication: collectives.
+    """
+
+    forward: float
+    backward: float
+    transfers: float
+    gradients: float
+    optimizer: float
+    h2d: float
+    communication: float
+
+    @property
+    def step(self) -> float:
+        compute = self.forward + self.backward
+        update = self.gradients + self.optimizer + self.h2d
+        return compute + self.transfers + update + self.communication
+
+
+# ── counts ──
+
+
+def zero_bytes(params: float, ranks: int, stage: int, k: float = 12) -> float:
+    """Model state of one GPU (ZeRO, table 1): weights, gradients, k bytes of optimizer."""
+    weights, grads, optimizer = 2 * params, 2 * params, k * params
+    if stage >= 1:
+        optimizer /= ranks
+    if stage >= 2:
+        grads /= ranks
+    if stage >= 3:
+        weights /= ranks
+    return weights + grads + optimizer
+
+
+def megatron_flops(shape: ModelShape, batch: float, *, recompute: bool = True) -> float:
+    """FLOPs of a step of `batch` sequences (Megatron-LM, arXiv:2104.04473, equation 3).
+
+    Without recompute the blocks run three times a forward, not four; the logits always three.
+    """
+    length, width, layers = shape.max_seq_len, shape.d_model, shape.num_layers
+    passes = 4 if recompute else 3
+    blocks = passes * 24 * (1 + length / (6 * width))
+    logits = 3 * 2 * shape.vocab_size / (layers * width)
+    return batch * length * layers * width**2 * (blocks + logits)
+
+
+def layer_bytes(shape: ModelShape, micro_batch: int, mp: int = 1) -> float:
+    """Activations of one layer, 16-bit (arXiv:2205.05198, equations 1 and 2)."""
+    attention = 5 * shape.num_heads * shape.max_seq_len / shape.d_model
+    return input_bytes(shape, micro_batch) / 2 * (10 + (24 + attention) / mp)
+
+
+def input_bytes(shape: ModelShape, micro_batch: int) -> float:
+    """The input of one layer, 16-bit: what recompute keeps of it."""
+    return 2.0 * micro_batch * shape.max_seq_len * shape.d_model
+
+
+# ── memory ──
+
+
+def gpu_bytes(run: Run, software: Software) -> float:
+    """Of one GPU at the widest point of backward."""
+    if run.stage:
+        buckets = software.bucket_bytes
+    else:
+        buckets = 2 * run.params  # DDP's copy of the gradients
+    return _state_bytes(run) + _activation_bytes(run) + buckets
+
+
+def _state_bytes(run: Run) -> float:
+    if not run.offload:
+        return zero_bytes(run.params, run.ranks, run.stage)
+    weights = 2 * run.params / (run.ranks if run.stage == 3 else 1)
+    return weights + (0 if run.stage >= 2 else 2 * run.params)
+
+
+def _activation_bytes(run: Run) -> float:
+    """Kept activations, and the larger of a layer's recompute and the logits before it."""
+    shape, layer = run.shape, layer_bytes(run.shape, run.micro_batch, run.mp)
+    # 16-bit logits and the loss's fp32 softmax
+    logits = 6 * run.micro_batch * shape.max_seq_len * shape.vocab_size / run.mp
+    if run.recompute:
+        return shape.num_layers * input_bytes(shape, run.micro_batch) + max(layer, logits)
+    return shape.num_layers * layer + logits
+
+
+def host_bytes(run: Run, machine: Machine, software: Software) -> float:
+    """Of one host."""
+    if not run.offload:
+        return 0.0
+    each = software.host_bytes + (software.sum_bytes if _sums_on_host(run) else 0)
+    return each * run.owned * min(run.gpus, machine.gpus)
+
+
+def too_large_for(run: Run, machine: Machine, software: Software) -> str:
+    """Whose memory this run does not fit: "GPU", "host", or empty."""
+    if gpu_bytes(run, software) > machine.gpu_memory_bytes - machine.gpu_reserved_bytes:
+        return "GPU"
+    return "host" if host_bytes(run, machine, software) > machine.host_memory_bytes else ""
+
+
+def largest_model(run: Run, machine: Machine, software: Software) -> float:
+    """Parameters of the deepest model of this width that fits; depth need not be whole."""
+    one, two = (replace(run, shape=replace(run.shape, num_layers=n)) for n in (1, 2))
+    usable = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
+    layers = _depth(gpu_bytes(one, software), gpu_bytes(two, software), usable)
+    host, deeper = (host_bytes(each, machine, software) for each in (one, two))
+    layers = min(layers, _depth(host, deeper, machine.host_memory_bytes))
+    params = num_params(one.shape)
+    return params + (layers - 1) * (num_params(two.shape) - params)
+
+
+def _depth(one: float, two: float, limit: float) -> float:
+    """Layers that fit, from the bytes of one and of two: every owner grows linearly."""
+    return 1 + (limit - one) / (two - one) if two > one else math.inf
+
+
+# ── time ──
+
+
+def step_times(run: Run, machine: Machine, software: Software) -> Times:
+    """Seconds of one step, from the machine's rates."""
+    forward, backward = _compute(run, machine)
+    transfers = _transfers(run, machine, backward)
+    gradients, optimizer = _update(run, machine, software)
+    if run.dpu:
+        beside = run.micro_steps * (forward + backward) + transfers
+        optimizer = max(0.0, optimizer - beside)
+    return Times(
+        forward=run.micro_steps * forward,
+        backward=run.micro_steps * backward,
+        transfers=transfers,
+        gradients=gradients,
+        optimizer=optimizer,
+        h2d=2 * run.owned / _pcie(run, machine, machine.h2d_gbps) if run.offload else 0.0,
+        communication=_tensor_parallel(run, machine) + _data_parallel(run, machine, software),
+    )
+
+
+def tflops(run: Run, machine: Machine, software: Software) -> float:
+    """Per GPU, recompute counted where there is any: the papers' unit."""
+    batch = run.micro_batch * run.micro_steps
+    flops = megatron_flops(run.shape, batch, recompute=run.recompute) / run.mp
+    return flops / step_times(run, machine, software).step / 1e12
+
+
+def _compute(run: Run, machine: Machine) -> tuple[float, float]:
+    """Forward and backward of one microbatch; backward has the recompute."""
+    flops = megatron_flops(run.shape, run.micro_batch, recompute=run.recompute) / run.mp
+    seconds = flops / machine.flops("fp16", run.shape.d_model / math.sqrt(run.mp))
+    share = 1 / 4 if run.recompute else 1 / 3
+    return seconds * share, seconds * (1 - share)
+
+
+def _sums_on_host(run: Run) -> bool:
+    """Stages 0 and 1 keep whole gradients on the GPU and sum them there."""
+    return run.offload and run.stage >= 2 and run.micro_steps > 1
+
+
+def _transfers(run: Run, machine: Machine, backward: float) -> float:
+    """Gradient copies that the GPU waits for.
+
+    Accumulation (`async_accumulate_grad_in_cpu_via_gpu`): every microbatch but the first copies the
+    running sum up, every one but the last copies the new sum down, both 16-bit and in the way of
+    backward. The last sends fp32 down, once, beside backward.
+    """
+    if not run.offload:
+        return 0.0
+    sums = max(0.0, run.micro_steps - 1) if _sums_on_host(run) else 0.0
+    up, down = (_pcie(run, machine, rate) for rate in (machine.h2d_gbps, machine.d2h_gbps))
+    last = max(0.0, 4 * run.owned / down - backward)
+    return sums * 2 * run.owned * (1 / up + 1 / down) + last
+
+
+def _pcie(run: Run, machine: Machine, alone: float) -> float:
+    """Bytes per second of one GPU's link to its host, while all copy at once."""
+    return 1e9 * min(alone, machine.host_link_gbps / min(run.gpus, machine.gpus))
+
+
+def _update(run: Run, machine: Machine, software: Software) -> tuple[float, float]:
+    """Seconds of the gradient pass and of Adam.
+
+    The pass reads fp32 gradients for the norm, then reads and writes them to unscale: 12 bytes.
+    Adam reads weight, gradient and two moments and writes all but the gradient: 28.
+    """
+    if not run.offload:
+        return 12 * run.owned / (1e9 * machine.hbm_gbps), 28 * run.owned / (1e9 * machine.hbm_gbps)
+    neighbours = min(run.gpus, machine.gpus)
+    slowed = software.contention if neighbours > 1 else 1.0
+    seconds = run.owned * neighbours * slowed / (1e9 * machine.dram_gbps)
+    return 12 * seconds, 28 * seconds / software.adam_share
+
+
+def _tensor_parallel(run: Run, machine: Machine) -> float:
+    """Seconds of the all-reduces within layers: 8bsh(t-1)/t elements, half of them in forward."""
+    elements = 4 * input_bytes(run.shape, run.micro_batch) * (run.mp - 1) / run.mp
+    passes = 1.5 if run.recompute else 1.0
+    layers = run.shape.num_layers * run.micro_steps
+    return layers * passes * 2 * elements / (1e9 * machine.gpu_link_gbps)
+
+
+def _data_parallel(run: Run, machine: Machine, software: Software) -> float:
+    """Seconds of reduce-scatters and all-gathers, each of which passes all weights once."""
+    passes = {0: 2.0, 1: 2.0, 2: run.micro_steps + 1, 3: 3 * run.micro_steps}[run.stage]
+    moved = 2 * run.params * (run.ranks - 1) / run.ranks
+    link = machine.gpu_link_gbps
+    if run.gpus > machine.gpus:
+        link = min(link, machine.node_link_gbps * software.ring_share)
+    return passes * moved / (1e9 * link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
+from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
-from offloadtrain.footprint import state_bytes
-from offloadtrain.memory import HostMemoryError, available_bytes
+from offloadtrain.here import here
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.shapes import num_block_params
-from offloadtrain.share import shared
+from offloadtrain.plan.changes import settled
+from offloadtrain.plan.machine import find
+from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.plan import Plan, make
 from offloadtrain.units import format_bytes, parse_bytes
 from offloadtrain.world import Place
 
@@ -38,6 +40,7 @@ class Parts:
         ranks: who trains together; for what the loop itself exchanges.
         precision: of the working weights, with "auto" resolved.
         why: how it was chosen, if it was chosen here.
+        plan: of this job on this machine.
         val_tokens: None if nothing is held out.
     """
 
@@ -50,6 +53,7 @@ class Parts:
     val_tokens: TokenFile | None
     precision: Precision
     why: str
+    plan: Plan
 
 
 def assemble(
@@ -67,15 +71,16 @@ def assemble(
         ConfigError: the job asks for what this machine or the data does not have.
         DataError, HostMemoryError: from the data and the engine.
     """
-    config = shared(job, ranks.size)
     place = place or Place()
-    device = resolve_device(config.device.kind)
-    _set_up_torch(config, device, place)
-    _bound_process(config.device.process_memory_limit, device)
-    precision, why = resolve_precision(config.device.precision, device)
-    _check_state(config.optim.state, precision, why)
-    _check_skips(config.optim.skip_nonfinite, precision, why)
-    _check_fits(config, device, place, ranks)
+    device = resolve_device(job.device.kind)
+    _set_up_torch(job, device, place)
+    _bound_process(job.device.process_memory_limit, device)
+    precision, why = resolve_precision(job.device.precision, device)
+    _check_state(job.optim.state, precision, why)
+    _check_skips(job.optim.skip_nonfinite, precision, why)
+    chosen = replace(job, device=replace(job.device, precision=precision, kind="auto"))
+    plan = _planned(chosen, device, place, ranks)
+    config = plan.placed.config
     train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
     _check_same_job(job, train_tokens, ranks)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
@@ -97,6 +102,7 @@ def assemble(
         val_tokens=val_tokens,
         precision=precision,
         why=why,
+        plan=plan,
     )
 
 
@@ -107,7 +113,7 @@ def _offloaded(
     return offload(
         model,
         _update_rule(config),
-        params=_groups(model, config),
+        params=decay_groups(model, config),
         device=device,
         precision=precision,
         state=config.optim.state,
@@ -188,46 +194,6 @@ def open_tokens(
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 
-def resolve_device(kind: str) -> torch.device:
-    """Return the compute device.
-
-    Raises:
-        ConfigError: a GPU is asked for and there is none.
-    """
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            'device.kind = "cuda", but this torch sees no CUDA GPU; set device.kind = "cpu", or '
-            '"auto" to take what is there'
-        )
-    if kind == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def resolve_precision(asked: Precision, device: torch.device) -> tuple[Precision, str]:
-    """Return the precision of the working weights and, for "auto", why it is this one.
-
-    On a CPU without bf16 matrix instructions a bf16 model is ten times slower than an fp32 one.
-
-    Raises:
-        ConfigError: bf16 is asked for on a GPU that has none.
-    """
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        name = torch.cuda.get_device_name(device)
-    else:
-        has_bf16, name = _cpu_has_bf16(), "this CPU"
-    if asked == "bf16" and device.type == "cuda" and not has_bf16:
-        raise ConfigError(f'device.precision = "bf16", but {name} has no bf16; set "fp16"')
-    if asked != "auto":
-        return asked, ""
-    if has_bf16:
-        return "bf16", f"{name} computes in bf16"
-    if device.type == "cuda":
-        return "fp16", f"{name} has no bf16"
-    return "fp32", f"{name} has no bf16 matrix instructions, and would be ten times slower in bf16"
-
-
 def _check_state(state: str, precision: str, why: str) -> None:
     """Refuse what the resolved precision and the state format cannot do together.
 
@@ -254,12 +220,6 @@ def _check_skips(skips: bool, precision: str, why: str) -> None:
         )
 
 
-def _cpu_has_bf16() -> bool:
-    """Ask oneDNN, which falls back to scalar loops where AVX-512 or its like is missing."""
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(torch.backends.mkldnn.is_available() and ask is not None and ask())
-
-
 def _set_up_torch(config: Config, device: torch.device, place: Place) -> None:
     rng.seed_all(config.train.seed + place.rank)  # each rank draws its own dropout
     threads = config.device.threads
@@ -273,27 +233,24 @@ def _set_up_torch(config: Config, device: torch.device, place: Place) -> None:
     torch.use_deterministic_algorithms(config.train.deterministic)
 
 
-def _check_fits(config: Config, device: torch.device, place: Place, ranks: Ranks) -> None:
-    """Refuse before the first byte is allocated, in place of being killed half-way."""
-    tiers = state_bytes(config, ranks.size)
-    needed = tiers["host"] | {"weights of one block as built": 4 * _largest_part(config)}
-    if device.type == "cpu":
-        needed |= tiers["device"]
-    needed = {owner: size * place.local_size for owner, size in needed.items()}
-    total, available = sum(needed.values()), available_bytes()
-    if total > available:
-        parts = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in needed.items())
-        raise HostMemoryError(
-            f"{config.name} needs {format_bytes(total)} of host memory and "
-            f"{format_bytes(available)} is available: {parts}. Free host memory, set "
-            "train.grad_accum_steps = 1 if it is more, or take a smaller model.size."
+def _planned(config: Config, device: torch.device, place: Place, ranks: Ranks) -> Plan:
+    """Refuse before the first byte is allocated, in place of being killed half-way.
+
+    Raises:
+        PlanError: what the engine itself needs does not fit.
+    """
+    name, machine = here(on_gpu=device.type == "cuda")
+    if config.device.machine:
+        name, rates = find(config.device.machine)
+        machine = replace(rates, gpu_memory=machine.gpu_memory, host_memory=machine.host_memory)
+    machine = replace(machine, gpus=place.local_size)
+    chosen = ranks.tell(settled(config, name, machine, ranks.size))  # by rank 0's memory
+    found = make(chosen, name, machine, ranks.size)
+    if problems := found.certain_problems:
+        raise PlanError(
+            f"{config.name} does not fit: {' '.join(problems)}. What to change: offloadtrain plan"
         )
-
-
-def _largest_part(config: Config) -> int:
-    """Parameters that are made at once: those of a block, or the embedding."""
-    shape = config.model
-    return max(num_block_params(shape), shape.vocab_size * shape.d_model)
+    return found
 
 
 def _update_rule(config: Config) -> optim.Adam:
@@ -302,7 +259,7 @@ def _update_rule(config: Config) -> optim.Adam:
     return rule(lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay)
 
 
-def _groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
+def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
     """Return parameter groups: with "matrices", norms and biases do not decay."""
     params = [param for param in model.parameters() if param.requires_grad]
     if config.optim.decay == "all":

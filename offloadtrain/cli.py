@@ -26,6 +26,7 @@ _CODES = {
     "ConfigError": USAGE,
     "DeviceMemoryError": DOES_NOT_FIT,
     "HostMemoryError": DOES_NOT_FIT,
+    "PlanError": DOES_NOT_FIT,
     "OutOfMemoryError": DOES_NOT_FIT,
 }
 
@@ -72,6 +73,15 @@ app.command(
     name="cp",
     help="Copy a job that comes with offloadtrain, to make it yours.",
     help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
+)
+app.command(
+    "offloadtrain.commands.plan:plan",
+    name="plan",
+    help="Say what a job needs and how fast it will be, before it runs.",
+    help_epilogue=_examples(
+        "offloadtrain plan gpt_13b_v100 --machine v100_32gb",
+        "offloadtrain plan my.toml --gpus 4 --gpu-memory 24GiB --host-memory 256GiB",
+    ),
 )
 app.command(
     "offloadtrain.commands.doctor:doctor",

@@ -36,6 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
+State: TypeAlias = Literal["fp32", "split16", "int8"]
 
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]
 
@@ -86,7 +87,7 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
-    state: Literal["fp32", "split16", "int8"] = "fp32"
+    state: State = "fp32"
     update: Literal["exact", "speculative", "delayed"] = "exact"
     delay_warmup_steps: int = 0
     skip_nonfinite: bool = True
@@ -112,6 +113,9 @@ class DeviceConfig:
             included (CUDA only); empty: the whole GPU.
         activation: what blocks keep for backward; "recompute": their inputs; "offload": these on
             the host.
+        placement: "as-set": as the keys above say; "auto": the fastest of those that fit, by plan:
+            `working` and `activation` are chosen.
+        machine: a machine file of `offloadtrain doctor --save`, whose rates the plan takes.
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
@@ -125,6 +129,8 @@ class DeviceConfig:
     host_memory_limit: str = ""
     process_memory_limit: str = ""
     activation: Literal["keep", "recompute", "offload"] = "keep"
+    placement: Literal["as-set", "auto"] = "as-set"
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +349,7 @@ _RULES: dict[str, _Rule] = {
     "device.memory_limit": _SIZE,
     "device.host_memory_limit": _SIZE,
     "device.process_memory_limit": _SIZE,
+    "device.machine": _PATH_OR_NONE,
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
     "train.grad_accum_steps": _at_least(1),
@@ -389,7 +396,7 @@ def _data_contradictions(config: Config) -> Iterator[str]:
         yield "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then"
 
 
-STATE_PRECISIONS = {
+STATE_PRECISIONS: dict[State, tuple[Precision, ...]] = {
     "fp32": ("bf16", "fp16", "fp32"),
     "split16": ("bf16",),
     "int8": ("bf16", "fp16"),

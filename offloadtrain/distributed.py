@@ -99,6 +99,13 @@ class Ranks:
             group = dist.group.WORLD
         return cls(group, device)
 
+    @classmethod
+    def on_paper(cls, size: int) -> Ranks:
+        """The first of so many that are not there: for what depends on sizes alone."""
+        ranks = cls()
+        ranks.size = size
+        return ranks
+
     @property
     def alone(self) -> bool:
         return self.size == 1

@@ -266,6 +266,25 @@ class Sample(Event):
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One quantity; `unit` is "bytes" or "s"."""
+
+    what: str
+    planned: float
+    measured: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCompared(Event):
+    """What was planned beside what was measured: peak bytes by tier, medians of times."""
+
+    KIND: ClassVar[str] = "plan_compared"
+    rows: tuple[PlanRow, ...]
+    message: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded(Event):
     """The last record of a start; `status` is "done", "stopped" (resumable) or "failed"."""
@@ -282,7 +301,7 @@ KINDS: dict[str, type[Event]] = {
     kind.KIND: kind
     for kind in (
         RunStarted, Step, Memory, Span, System, Eval, Checkpoint, Warning_, Alert, Control, Sample,
-        RunEnded,
+        PlanCompared, RunEnded,
     )
 }  # fmt: skip
 

@@ -184,6 +184,17 @@ class Arena:
             )
 
 
+class PaperArena(Arena):
+    """Books what is asked for and maps nothing: tensors are on the meta device."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger, pin=False)
+
+    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+        self._book(requests, 1)
+        return [torch.empty(one.numel, dtype=one.dtype, device="meta") for one in requests]
+
+
 class _Slab:
     """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 

@@ -8,7 +8,7 @@ import shutil
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +24,13 @@ from offloadtrain.console import Console, StepLine
 from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.event_writer import EventWriter
-from offloadtrain.footprint import state_bytes
+from offloadtrain.hindsight import Hindsight
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.memory import Tier
 from offloadtrain.nvml import Nvml
 from offloadtrain.optim import FORMATS
 from offloadtrain.peaks import peak_flops
+from offloadtrain.plan import memory
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.shapes import flops_per_token, num_params
@@ -62,6 +63,7 @@ class RunLog:
         self._rows_read_s = -math.inf
         self._next_timeline = (0.0, 2)
         self._optimizer: OffloadOptimizer | None = None
+        self._hindsight: Hindsight | None = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -105,6 +107,11 @@ class RunLog:
             )
         )
         self._introduce(parts, machine, device_name)
+        self._hindsight = Hindsight(
+            parts.plan, measured_rates=config.device.machine.endswith(".toml")
+        )
+        if problems := parts.plan.problems:
+            self.warn("plan", f"by the plan it may not fit: {' '.join(problems)}")
         if device.type == "cuda" and config.device.pin_memory and not parts.optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
@@ -126,13 +133,17 @@ class RunLog:
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
         local, ranks = parts.local, parts.ranks.size
-        resolved = replace(local, device=replace(local.device, precision=parts.precision))
         weight = 4 if parts.precision == "fp32" else 2
         gradient = 4 if local.train.grad_accum_steps > 1 else weight
         state = FORMATS[self._config.optim.state]
         traffic = state.traffic_per_param(("exp_avg", "exp_avg_sq"), weight, gradient)
+        found = parts.plan
+        host = {owner: size for owner, size in found.host.items() if owner != "Python, torch"}
         return plan | {
-            "memory": state_bytes(resolved, ranks),
+            "machine": found.name,
+            "memory": {"device": memory.device(found.placed), "host": host},
+            "activations": found.activations.owners(),
+            "step": asdict(found.prediction),
             "adam_bytes_per_step": round(traffic * num_params(self._config.model) / ranks),
         }
 
@@ -152,6 +163,7 @@ class RunLog:
 
     def ended(self, status: str, message: str = "") -> None:
         """The last record of this start."""
+        self._compare_with_plan()
         self._writer.emit(self._sampler.sample())
         self._writer.emit(
             events.RunEnded(
@@ -163,6 +175,16 @@ class RunLog:
             )
         )
         self._writer.flush()
+
+    def _compare_with_plan(self) -> None:
+        if self._hindsight is None or self._optimizer is None:
+            return
+        rows = self._hindsight.rows(self._memory_rows())
+        message, apart = self._hindsight.told(rows)
+        self._writer.emit(events.PlanCompared(rows=rows, message=message))
+        self._console.say(message)
+        if apart:
+            self.warn("plan-differs", f"not as planned: {'; '.join(apart)}")
 
     # ---- steps
 
@@ -217,6 +239,8 @@ class RunLog:
         if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:
             self._tell_memory(number)
         self._recent_ms.append(clock.total_ms)
+        if self._hindsight is not None:
+            self._hindsight.step(report, clock.total_ms)
         self._console.step(self._line(step), force=number in (1, self._config.train.steps))
 
     def _line(self, step: events.Step) -> StepLine:

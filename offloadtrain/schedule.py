@@ -78,13 +78,20 @@ class Op:
 
 def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[float]:
     """When each operation ends, if launching costs nothing."""
-    free: dict[str, float] = {}
-    ends: list[float] = []
-    for op in ops:
-        start = max([free.get(op.lane, 0.0), *(ends[other] for other in op.after)])
-        ends.append(start + seconds(op))
-        free[op.lane] = ends[-1]
-    return ends
+    return [end for end, _ in _simulated(ops, seconds)]
+
+
+def _simulated(ops: Sequence[Op], seconds: Callable[[Op], float]) -> list[tuple[float, int | None]]:
+    """When each operation ends, and which one it began after."""
+    latest: dict[str, int] = {}
+    found: list[tuple[float, int | None]] = []
+    for number, op in enumerate(ops):
+        before = [*op.after, *([latest[op.lane]] if op.lane in latest else [])]
+        last = max(before, key=lambda other: found[other][0], default=None)
+        start = 0.0 if last is None else found[last][0]
+        found.append((start + seconds(op), last))
+        latest[op.lane] = number
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ class Steady:
 
     Attributes:
         busy: lane → seconds of work. No schedule is faster than the busiest one.
-        exposed: lane → seconds that compute waited for it.
+        exposed: lane → seconds that compute waited while this one worked on what it waited for.
     """
 
     seconds: float
@@ -108,22 +115,37 @@ _SETTLED = 6
 def steady(shape: StepShape, seconds: Callable[[Op], float]) -> Steady:
     """What a step takes in the long run, if launching costs nothing."""
     ops = program(shape, _SETTLED)
-    ends = simulate(ops, seconds)
+    found = _simulated(ops, seconds)
     decided = [number for number, op in enumerate(ops) if op.name == DECIDE]
     first, last = decided[-2] + 1, decided[-1]
     busy: dict[str, float] = {}
     exposed: dict[str, float] = {}
-    ready = ends[first - 1]
+    ready = found[first - 1][0]
     for number in range(first, last + 1):
-        op = ops[number]
-        busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op)
+        op, took = ops[number], seconds(ops[number])
+        busy[op.lane] = busy.get(op.lane, 0.0) + took
         if op.lane == "compute":
-            waited = ends[number] - seconds(op) - ready
-            if waited > 0:
-                lane = ops[max(op.after, key=lambda other: ends[other])].lane
-                exposed[lane] = exposed.get(lane, 0.0) + waited
-            ready = ends[number]
-    return Steady(ends[last] - ends[first - 1], busy, exposed)
+            _blame(ops, found, number, ready, exposed)
+            ready = found[number][0]
+    return Steady(found[last][0] - found[first - 1][0], busy, exposed)
+
+
+def _blame(
+    ops: Sequence[Op],
+    found: Sequence[tuple[float, int | None]],
+    number: int,
+    ready: float,
+    exposed: dict[str, float],
+) -> None:
+    """Who worked between the moment when compute was ready and that when operation `number` began:
+    back along what each one waited for."""
+    cause = found[number][1]
+    while cause is not None and found[cause][0] > ready:
+        end, before = found[cause]
+        start = ready if before is None else max(found[before][0], ready)
+        lane = ops[cause].lane
+        exposed[lane] = exposed.get(lane, 0.0) + end - start
+        cause = before
 
 
 def program(shape: StepShape, steps: int) -> list[Op]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.assembly import resolve_device, resolve_precision
 from offloadtrain.bench.rounds import SETTLE_S, ratio
+from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.engine import PRECISIONS, offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW

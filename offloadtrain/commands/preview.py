@@ -1,31 +1,49 @@
-"""What a job will need, from its shape alone: `offloadtrain train JOB --dry-run`."""
+"""`offloadtrain train JOB --dry-run`: the plan, laid out and proved."""
 
 from __future__ import annotations
 
-from offloadtrain.config import Config
-from offloadtrain.footprint import state_bytes
-from offloadtrain.shapes import flops_per_token, num_params
-from offloadtrain.share import explain, shared
-from offloadtrain.units import format_bytes, format_count
+from dataclasses import replace
+
+from offloadtrain.config import STATE_PRECISIONS, Config
+from offloadtrain.device import resolve_device
+from offloadtrain.dryrun import check
+from offloadtrain.errors import ConfigError
+from offloadtrain.here import here
+from offloadtrain.plan import report
+from offloadtrain.plan.changes import settled
+from offloadtrain.plan.machine import Machine, find, shipped
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.units import format_bytes
 
 
-def preview(config: Config, ranks: int = 1) -> str:
-    """Return some lines: size, tokens, and bytes of model state by tier, on each rank."""
-    train, params = config.train, num_params(config.model)
-    flops = flops_per_token(config.model, config.data.seq_len)
-    lines = [
-        f"{config.name}: {format_count(params)} parameters, {config.model.num_layers} blocks of "
-        f"width {config.model.d_model}, sequences of {config.data.seq_len}",
-        f"{train.steps} steps of {format_count(config.batch_tokens)} tokens "
-        f"({train.micro_batch} sequences x {train.grad_accum_steps} microbatches): "
-        f"{format_count(train.steps * config.batch_tokens)} tokens, "
-        f"{flops * train.steps * config.batch_tokens:.2e} FLOPs",
-    ]
-    local = shared(config, ranks)
-    if ranks > 1:
-        lines.append(f"{explain(config, local, ranks)}. Each rank:")
-    for tier, states in state_bytes(local, ranks).items():
-        parts = ", ".join(f"{state} {format_bytes(size)}" for state, size in states.items())
-        lines.append(f"model state on the {tier}: {format_bytes(sum(states.values()))} ({parts})")
-    lines.append("and activations on the device, which depend on the batch and are not in this sum")
-    return "\n".join(lines)
+def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:
+    """What a job will need, and whether it fits: on the machine that it names, else on this one."""
+    name, machine = _machine(config)
+    plan = make(settled(config, name, machine, ranks), name, machine, ranks)
+    lines = [report.text(plan), _formats(plan), check(plan)]
+    return "\n\n".join(lines), plan.fits
+
+
+def _machine(config: Config) -> tuple[str, Machine]:
+    if config.device.machine:
+        return find(config.device.machine)
+    try:
+        return here(on_gpu=resolve_device(config.device.kind).type == "cuda")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; or name in device.machine the machine that it is for: "
+            f"{', '.join(shipped())}, or a file of offloadtrain doctor"
+        ) from None
+
+
+def _formats(plan: Plan) -> str:
+    """What the host needs in each state format that goes with the precision."""
+    job, precision = plan.job, plan.job.device.precision
+    needs = {}
+    for state, precisions in STATE_PRECISIONS.items():
+        if precision in precisions:
+            other = replace(job, optim=replace(job.optim, state=state))
+            found = make(other, plan.name, plan.machine, plan.placed.ranks)
+            needs[state] = max(found.host_peaks.values())
+    told = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
+    return f"a host needs, by state format: {told}"

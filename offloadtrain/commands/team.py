@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from offloadtrain import checkpoint, runs
-from offloadtrain.assembly import resolve_device
 from offloadtrain.config import Config
+from offloadtrain.device import resolve_device
 from offloadtrain.distributed import RankError, Ranks, attempt_store, connect, disconnect
 from offloadtrain.errors import ConfigError, OffloadTrainError
 from offloadtrain.run_folder import RunFolder

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from offloadtrain.commands.jobs import find_job
-from offloadtrain.commands.preview import preview
 from offloadtrain.commands.progress_bar import ProgressBar
 from offloadtrain.errors import ConfigError
 from offloadtrain.world import Place
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from offloadtrain.commands.team import Team
     from offloadtrain.config import Config
 
+DOES_NOT_FIT = 4
 STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, resumable."""
 
@@ -62,16 +62,15 @@ def train(
     max_restarts
         With --nproc: how often to start again from the newest checkpoint after a rank has failed.
     dry_run
-        Print the resolved job and what it needs, and train nothing.
+        Train nothing. Print the plan, lay every buffer out without its memory, prove the program
+        of a step free of races, and print the resolved job. Exit code 4 if it does not fit.
     """
     from offloadtrain import config as jobs
 
     path = find_job(job)
     config = jobs.load(path, overrides)
     if dry_run:
-        print(preview(config, _ranks_wanted(nproc, config)), file=sys.stderr)
-        print(jobs.dump(config), end="")
-        return 0
+        return _preview(config, _ranks_wanted(nproc, config))
     place = Place.of(os.environ)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
@@ -86,6 +85,16 @@ def train(
     if place.size == 1:
         return run_job(config, text, run_dir=run_dir, resume=resume)
     return _run_in_team(config, text, place, run_dir=run_dir, resume=resume)
+
+
+def _preview(config: Config, ranks: int) -> int:
+    from offloadtrain import config as jobs
+    from offloadtrain.commands.preview import preview
+
+    text, fits = preview(config, ranks)
+    print(text, file=sys.stderr)
+    print(jobs.dump(config), end="")
+    return 0 if fits else DOES_NOT_FIT
 
 
 def _ranks_wanted(nproc: str, config: Config) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from offloadtrain import kernels
-from offloadtrain.assembly import resolve_precision
 from offloadtrain.cpus import SYSFS
+from offloadtrain.device import resolve_precision
 from offloadtrain.doctor import checks, facts, speeds
 from offloadtrain.doctor.checks import Check, Status
 from offloadtrain.doctor.measure import disk_gbps, measure

@@ -26,10 +26,14 @@ from offloadtrain.bench.rounds import measure as measure_rounds
 from offloadtrain.calibrate import bandwidth
 from offloadtrain.doctor.speeds import FP32_TRAFFIC_BYTES
 from offloadtrain.memory import available_bytes
+from offloadtrain.model.transformer import Block
 from offloadtrain.peaks import peak_flops
 from offloadtrain.plan.machine import Machine
+from offloadtrain.shapes import ModelShape, block_flops_per_token
 
 WIDTHS = {"cuda": (2048, 8192), "cpu": (128, 1024)}
+TOKENS = {"cuda": 2048, "cpu": 256}
+HEAD_WIDTH = 64
 PARAMS = {"cuda": 64 << 20, "cpu": 16 << 20}
 QUICK_PARAMS, LEAST_PARAMS = 8 << 20, 1 << 20
 BYTES_PER_PARAM = 64
@@ -67,7 +71,7 @@ def measure(
         bf16: it computes in bf16 without emulation.
         quick: fewer repeats and smaller buffers, and no Adam; each measurement ends in a second.
     """
-    say("matrix multiplications")
+    say("forward and backward of a block")
     tflops, half_width = compute(device, bf16, QUICK_BATCH_S if quick else BATCH_S)
     say("memory and Adam")
     dram, adam = host_rates(PARAMS[device.type], quick)
@@ -83,7 +87,7 @@ def measure(
 
 
 def compute(device: torch.device, bf16: bool, seconds: float) -> tuple[dict[str, float], float]:
-    """Tflop/s of wide matrices by precision, and the width at which half of that is reached.
+    """Tflop/s of wide blocks by precision, and the width at which half of that is reached.
 
     The width is found in the precision that training takes; the others have the same.
     """
@@ -94,9 +98,9 @@ def compute(device: torch.device, bf16: bool, seconds: float) -> tuple[dict[str,
     narrow, wide = WIDTHS[device.type]
     # Emulated bf16 would take seconds where it is wide.
     widths = {name: narrow if name == "bf16" and not bf16 else wide for name in kinds}
-    rates = {name: matmul_flops(device, kinds[name], widths[name], seconds) for name in kinds}
+    rates = {name: block_flops(device, kinds[name], widths[name], seconds) for name in kinds}
     main = next(name for name in kinds if widths[name] == wide)
-    slower = matmul_flops(device, kinds[main], narrow, seconds)
+    slower = block_flops(device, kinds[main], narrow, seconds)
     half_width = fit(narrow, slower, wide, rates[main])
     limits = {name: rates[name] * (1 + half_width / widths[name]) / 1e12 for name in kinds}
     return limits, half_width
@@ -115,12 +119,30 @@ def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
     return min(half_width, float(wide))
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
-    """FLOPs per second of square matrices, kept busy for about `seconds` a few times."""
-    left = torch.randn(width, width, device=device).to(dtype)
-    right, out = left.clone(), torch.empty_like(left)
-    took = _seconds(device, partial(torch.mm, left, right, out=out), seconds)
-    return 2 * width**3 / took
+def block_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
+    """FLOPs per second of a transformer block's forward and backward, by the formula that plans
+    use, kept busy for about `seconds` a few times."""
+    shape = ModelShape(
+        vocab_size=2,
+        num_layers=1,
+        d_model=width,
+        num_heads=max(width // HEAD_WIDTH, 1),
+        norm="layernorm",
+        mlp="gelu",
+        positions="learned",
+    )
+    with torch.device(device):
+        block = Block(shape).to(dtype)
+        x_BTD = torch.randn(1, TOKENS[device.type], width, dtype=dtype, requires_grad=True)
+    for param in block.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+
+    def run() -> None:
+        block(x_BTD, None).sum().backward()
+
+    took = _seconds(device, run, seconds)
+    tokens = x_BTD.shape[1]
+    return 3 * tokens * block_flops_per_token(shape, tokens) / took
 
 
 def device_memory_gbps(device: torch.device) -> float:

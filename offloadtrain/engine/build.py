@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from offloadtrain.engine.host_memory import check_room, map_host
 from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
+from offloadtrain.engine.reduce import Reduction
 from offloadtrain.engine.ring import Ring
 from offloadtrain.engine.settings import Settings
+from offloadtrain.engine.streamer import Streamer
 from offloadtrain.engine.update import Updates
 from offloadtrain.memory import Arena, Ledger, Request
 from offloadtrain.optim import LossScaler, UpdateRule, format_for
-from offloadtrain.transfer import Lanes
+from offloadtrain.transfer import Buffer, Lanes
 
 
 def build(
@@ -53,35 +56,26 @@ def build(
     in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
     streamed blocks, which are in the arena.
     """
-    parts = cut(model)
-    blocks, entries = _blocks(parts, model, groups, settings, lanes)
-    buckets = [bucket for block in blocks for bucket in block.buckets]
-    streamed = streamed_blocks(blocks, settings)
-    squares = map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
-    map_resident([block for block in blocks if block not in streamed], ledger, settings)
-    collectives = Collectives(lanes, settings.ranks)
-    streamer = None
-    if streamed:
-        streamer = make_streamer(streamed, lanes, collectives, ledger, settings)
-    host_ring = _host_ring(arena, buckets, lanes, settings)
+    laid = lay_out(model, rule, groups, settings, lanes=lanes, arena=arena, ledger=ledger)
+    blocks, streamer, collectives = laid.blocks, laid.streamer, laid.collectives
     gradients = Gradients(
         lanes,
         blocks,
         ranks=settings.ranks,
-        reduction=make_reduction(buckets, lanes, collectives, ledger, settings),
-        host_ring=host_ring,
-        squares=squares,
+        reduction=laid.reduction,
+        host_ring=laid.host_ring,
+        squares=laid.squares,
         grad_accum_steps=settings.grad_accum_steps,
     )
-    adopt_weights(model, parts, blocks, rule, settings, param_init_fn)
-    updates = Updates(lanes, rule, groups, host_ring, collectives, seed=settings.seed)
+    adopt_weights(model, laid.parts, blocks, rule, settings, param_init_fn)
+    updates = Updates(lanes, rule, groups, laid.host_ring, collectives, seed=settings.seed)
     passages = Passages(
         model,
         blocks,
-        entries,
+        laid.entries,
         lanes,
         streamer=streamer,
-        recomputed=_recomputed(parts, settings),
+        recomputed=_recomputed(laid.parts, settings),
         parking=_parking(arena, ledger, lanes, settings),
     )
     engine = Engine(
@@ -99,6 +93,54 @@ def build(
         grad_accum_steps=settings.grad_accum_steps,
     )
     return engine, blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A model cut into blocks, with memory for all of it and no values."""
+
+    parts: list[Part]
+    blocks: list[Block]
+    entries: dict[nn.Module, list[Block]]
+    squares: Buffer
+    streamer: Streamer | None
+    collectives: Collectives
+    host_ring: Ring
+    reduction: Reduction
+
+
+def lay_out(
+    model: nn.Module,
+    rule: UpdateRule,
+    groups: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    *,
+    lanes: Lanes,
+    arena: Arena,
+    ledger: Ledger,
+) -> Laid:
+    """Cut the model and map what the engine holds, but for block inputs, whose size only the first
+    forward shows."""
+    parts = cut(model)
+    blocks, entries = _blocks(parts, model, groups, settings, lanes)
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    streamed = streamed_blocks(blocks, settings)
+    squares = map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
+    map_resident([block for block in blocks if block not in streamed], ledger, settings)
+    collectives = Collectives(lanes, settings.ranks)
+    streamer = None
+    if streamed:
+        streamer = make_streamer(streamed, lanes, collectives, ledger, settings)
+    return Laid(
+        parts,
+        blocks,
+        entries,
+        squares,
+        streamer,
+        collectives,
+        _host_ring(arena, buckets, lanes, settings),
+        make_reduction(buckets, lanes, collectives, ledger, settings),
+    )
 
 
 def _blocks(

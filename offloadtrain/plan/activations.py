@@ -1,5 +1,5 @@
-"""Device memory that torch takes beside the engine: what autograd keeps for backward, the logits and
-their loss, and gradients on their way.
+"""Device memory that torch takes beside the engine: what autograd keeps for backward, the logits
+and their loss, and gradients on their way.
 
 Counted operation by operation over `model.transformer`. `tests/plan/test_activations.py` holds the
 sums to what torch allocates on the CPU. Per token, D is d_model, F the MLP's width, V the

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: a few constants, measured by `offloadtrain doctor` or from a file.
+"""The machine that a plan is for: a few constants, measured by `offloadtrain doctor` or shipped.
 
 A machine file is TOML with one key per field of `Machine`. Files that come with offloadtrain are in
 `offloadtrain/machines`; their first line says what they are.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain import config_toml as toml
+from offloadtrain.config import Precision
 from offloadtrain.errors import ConfigError
 from offloadtrain.units import parse_bytes
 
@@ -36,8 +37,7 @@ class Machine:
         gpu_reserved: what of it tensors cannot have: context, libraries, fragments.
         host_memory: of one host.
         peak_tflops: dense 16-bit, of the data sheet; MFU is of this. 0: no MFU.
-        bf16_tflops, fp16_tflops, fp32_tflops: of wide matrix multiplications, as training runs
-            them.
+        bf16_tflops, fp16_tflops, fp32_tflops: of forward and backward of wide blocks.
         half_width: width of a model (the geometric mean of its matrices' sides, about d_model) at
             which half of that is reached: the rate is `tflops * w / (w + half_width)`.
         hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
@@ -94,7 +94,7 @@ class Machine:
         return not self.gpu
 
     def flops(self, precision: str, width: float) -> float:
-        """FLOPs per second of matrix multiplications of this width.
+        """FLOPs per second of blocks of this width.
 
         Raises:
             MachineError: it does not compute in this precision.
@@ -108,12 +108,13 @@ class Machine:
         return 1e12 * best * width / (width + self.half_width)
 
     @property
-    def precisions(self) -> tuple[str, ...]:
+    def precisions(self) -> tuple[Precision, ...]:
         """In which it computes."""
-        return tuple(p for p in ("bf16", "fp16", "fp32") if getattr(self, f"{p}_tflops"))
+        known: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+        return tuple(p for p in known if getattr(self, f"{p}_tflops"))
 
     @property
-    def auto_precision(self) -> str:
+    def auto_precision(self) -> Precision:
         """What `device.precision = "auto"` becomes: a CPU whose bf16 is slower takes fp32."""
         if self.on_cpu and self.bf16_tflops <= self.fp32_tflops:
             return "fp32"

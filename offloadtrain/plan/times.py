@@ -16,7 +16,7 @@ Launching costs nothing, kernels of one lane do not slow those of another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -24,7 +24,7 @@ from offloadtrain.plan.layout import Block, Bucket
 from offloadtrain.plan.machine import Machine, MachineError
 from offloadtrain.plan.memory import STATES, doubled_blocks, input_bytes, pends
 from offloadtrain.plan.placement import Placement
-from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, steady
+from offloadtrain.schedule import DECIDE, BlockShape, Op, Steady, StepShape, steady
 from offloadtrain.shapes import block_flops_per_token, flops_per_token
 
 
@@ -67,7 +67,7 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
         MachineError: the machine has not the precision or the links.
     """
     costs = _Costs(placed, machine)
-    found = steady(costs.shape, costs.seconds)
+    found = _steady(costs)
     parked = costs.parked_s
     busy = dict(found.busy)
     for lane, spent in parked.items():
@@ -78,6 +78,30 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
         lane = max(busy, key=lambda name: busy[name])
         exposed[lane] = exposed.get(lane, 0.0) + seconds - found.seconds
     return _prediction(costs, seconds, busy, exposed)
+
+
+_MICRO_STEPS = (2, 3)
+"""Simulated in place of more of them: each one beyond takes what the third adds to two."""
+
+
+def _steady(costs: _Costs) -> Steady:
+    count = costs.shape.micro_steps
+    few, some = _MICRO_STEPS
+    if count <= some:
+        return steady(costs.shape, costs.seconds)
+    one, two = (steady(replace(costs.shape, micro_steps=n), costs.seconds) for n in (few, some))
+
+    def beyond(a: float, b: float) -> float:
+        return b + (count - some) * (b - a)
+
+    def lanes(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        return {lane: max(beyond(a.get(lane, 0.0), b.get(lane, 0.0)), 0.0) for lane in {*a, *b}}
+
+    return Steady(
+        beyond(one.seconds, two.seconds),
+        lanes(one.busy, two.busy),
+        lanes(one.exposed, two.exposed),
+    )
 
 
 def _prediction(

@@ -106,7 +106,7 @@ def test_0_and_the_commands_that_it_proposes(
         (["device.kind=cuda"], 2, "device.kind"),
         (["model.vocab_size=100"], 2, "model.vocab_size = 100"),
         (["optim.lr=-1"], 2, "optim.lr"),
-        (["model.d_model=65536", "model.num_layers=99"], 4, "HostMemoryError"),
+        (["model.d_model=65536", "model.num_layers=99"], 4, "PlanError"),
     ],
 )
 def test_codes_of_failures(
@@ -118,7 +118,7 @@ def test_codes_of_failures(
     message: str,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("offloadtrain.assembly.available_bytes", lambda: 100 << 30)
+    monkeypatch.setattr("offloadtrain.telemetry.available_bytes", lambda: 100 << 30)
     job = job_file(tmp_path)
     arguments = ["train", str(job), "--run-dir", str(tmp_path / "run"), "--set", *overrides]
     assert main(arguments) == code

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
-from offloadtrain.assembly import _groups
+from offloadtrain.assembly import decay_groups
 from offloadtrain.config import Config
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.activations import activations
@@ -43,7 +43,7 @@ def most_allocated(config: Config) -> int:
     model = Transformer(config.model)
     optimizer = ot.offload(
         model,
-        params=_groups(model, config),
+        params=decay_groups(model, config),
         device="cpu",
         precision=config.device.precision,
         activation=config.device.activation,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import offloadtrain as ot
 from offloadtrain import config as jobs
-from offloadtrain.assembly import _groups
+from offloadtrain.assembly import decay_groups
 from offloadtrain.config import Config
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan import memory
@@ -58,7 +58,7 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
     }
     optimizer = ot.offload(
         model,
-        params=_groups(model, config),
+        params=decay_groups(model, config),
         device="cpu",
         precision=config.device.precision,
         state=config.optim.state,

@@ -16,7 +16,7 @@ import torch
 
 from offloadtrain import checkpoint, config, events
 from offloadtrain.manifest import CheckpointError
-from offloadtrain.memory import HostMemoryError
+from offloadtrain.plan.placement import PlanError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.trainer import MAX_SKIPS, TrainingError
 from tests.trainer.conftest import StopAfter
@@ -65,7 +65,7 @@ def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
     told = [record.event for record in records if record]
     assert isinstance(told[0], events.RunStarted) and isinstance(told[-1], events.RunEnded)
     expected = {"run_started", "step", "memory", "span", "eval", "checkpoint", "sample"}
-    assert kinds(told) == expected | {"system", "run_ended"}
+    assert kinds(told) == expected | {"system", "plan_compared", "run_ended"}
     assert told[-1].status == "done" and told[-1].step == 12
     assert tomllib.loads((path / "resolved.toml").read_text())["optim"] == _plain(told[0])
 
@@ -181,10 +181,10 @@ def test_the_last_checkpoint_must_succeed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_does_not_fit_is_refused_before_anything_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offloadtrain.assembly.available_bytes", lambda: 10 << 30)
+    monkeypatch.setattr("offloadtrain.telemetry.available_bytes", lambda: 10 << 30)
     job = small_job(tmp_path, "model.d_model=16384", "model.num_layers=9")
     started = time.perf_counter()
-    with pytest.raises(HostMemoryError, match=r"needs .* GiB .* and 10.0 GiB is available"):
+    with pytest.raises(PlanError, match=r"needs .* GiB and has 10.0 GiB"):
         run(job, tmp_path / "run")
     assert time.perf_counter() - started < 5.0
 

@@ -356,6 +356,7 @@ _TOLD: dict[type, Callable[[Any], tuple[str, str]]] = {
     events.Control: _told_control,
     events.Warning_: lambda event: ("warning", f"{event.code}: {event.message}"),
     events.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
+    events.PlanCompared: lambda event: ("info", event.message),
     events.Sample: lambda event: ("info", f"sample: {event.prompt}{event.text}"),
 }
 

@@ -1,0 +1,104 @@
+"""`offloadtrain plan`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from offloadtrain.errors import ConfigError
+from offloadtrain.units import parse_bytes
+
+if TYPE_CHECKING:
+    from offloadtrain.plan.machine import Machine
+
+DOES_NOT_FIT = 4
+
+
+def plan(
+    job: str,
+    /,
+    *,
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
+    ] = (),
+    machine: str = "",
+    gpus: int = 1,
+    gpu_memory: str = "",
+    host_memory: str = "",
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Print where every byte of a job will be, how long a step takes, and whether it fits.
+
+    Nothing is allocated. Exit code 4 if the job does not fit; then the nearest changes with which
+    it does are printed, the fastest first.
+
+    Parameters
+    ----------
+    job
+        A job file, or the name of a shipped job (`offloadtrain ls`).
+    overrides
+        KEY=VALUE ...: values that win over the job's.
+    machine
+        A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
+        v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx4090, rtx5090, gh200, cpu2. Default: this
+        machine, with the rates of the shipped one that is most like it.
+    gpus
+        Ranks, one per GPU, which share the job's batch.
+    gpu_memory
+        Of each GPU, such as 32GiB, in place of the machine's.
+    host_memory
+        Of each host, such as 128GiB, in place of the machine's.
+    as_json
+        Print one JSON object.
+    """
+    from offloadtrain import config as jobs
+    from offloadtrain.commands.jobs import find_job
+    from offloadtrain.plan import changes, report
+    from offloadtrain.plan.plan import make
+
+    config = jobs.load(find_job(job), overrides)
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus}: at least 1 is needed")
+    name, target = chosen_machine(machine, gpu_memory, host_memory)
+    config = changes.settled(config, name, target, gpus)
+    found = make(config, name, target, gpus)
+    other = [] if found.fits else changes.nearest(config, name, target, gpus)
+    if as_json:
+        print(json.dumps(report.as_json(found, other)))
+    else:
+        print(report.text(found, other))
+    return 0 if found.fits else DOES_NOT_FIT
+
+
+def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:
+    """A machine by name, by file, or this one; with other memory sizes where they are given."""
+    from offloadtrain.plan.machine import find
+
+    if name:
+        title, found = find(name)
+    else:
+        import torch
+
+        from offloadtrain.here import here
+
+        title, found = here(on_gpu=torch.cuda.is_available())
+    if gpu_memory:
+        if found.on_cpu:
+            raise ConfigError(f"--gpu-memory {gpu_memory}: {title} has no GPU: choose a --machine")
+        found = replace(found, gpu_memory=_size("--gpu-memory", gpu_memory))
+    if host_memory:
+        found = replace(found, host_memory=_size("--host-memory", host_memory))
+    return title, found
+
+
+def _size(flag: str, text: str) -> str:
+    try:
+        if parse_bytes(text) > 0:
+            return text
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    raise ConfigError(f"{flag} {text}: more than nothing is needed")

@@ -1,0 +1,64 @@
+"""This machine as one that a job can be planned for: what can be seen at once, with shipped rates.
+
+`offloadtrain doctor` measures them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from offloadtrain.device import cpu_has_bf16
+from offloadtrain.plan.machine import Machine, find, shipped
+from offloadtrain.telemetry import probe
+
+_CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
+
+EMULATED = 10.0
+"""How many times slower bf16 is than fp32 on a CPU that has no instructions for it."""
+
+
+def here(*, on_gpu: bool) -> tuple[str, Machine]:
+    """(name, machine): its memory as far as it is available now, its GPUs' number and size."""
+    told = probe()
+    host = f"{told.host_available_bytes}"
+    if not on_gpu:
+        base = find(_CPU)[1]
+        faster = max(told.cores_usable / base.cores, 0.5)
+        rates = ("bf16_tflops", "fp32_tflops", "dram_gbps", "shared_dram_gbps", "hbm_gbps")
+        scaled = {rate: round(getattr(base, rate) * faster, 3) for rate in rates}
+        scaled["fp16_tflops"] = scaled["fp32_tflops"] / EMULATED
+        if not cpu_has_bf16():
+            scaled["bf16_tflops"] = scaled["fp32_tflops"] / EMULATED
+        machine = replace(base, host_memory=host, cores=told.cores_usable, **scaled)
+        return f"this machine (rates of {_CPU} per core)", machine
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name = _nearest(gpu.name)
+    base = find(name)[1]
+    machine = replace(
+        base,
+        gpu=gpu.name,
+        gpus=torch.cuda.device_count(),
+        gpu_memory=f"{gpu.total_memory}",
+        host_memory=host,
+        cores=told.cores_usable,
+        node_link_gbps=base.node_link_gbps or base.gpu_link_gbps,
+    )
+    return f"this machine (rates of {name})", machine
+
+
+def _nearest(gpu: str) -> str:
+    """The shipped machine whose GPU's name begins most like this one's."""
+    names = {name: find(name)[1].gpu for name in shipped()}
+    name, other = max(names.items(), key=lambda item: _common(item[1], gpu))
+    return name if _common(other, gpu) > len("NVIDIA A") else _UNKNOWN_GPU
+
+
+def _common(one: str, other: str) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,168 @@
+"""What to change in a job that does not fit, and which placement is the fastest that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from offloadtrain.config import STATE_PRECISIONS, Config
+from offloadtrain.plan.machine import Machine
+from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.plan import Plan, make, resolved
+
+SIMULATED = 12
+"""Candidates whose time is predicted; each takes a fraction of a second."""
+
+
+SAME = 0.03
+"""Differences of speed that a prediction does not carry: then fewer changes are better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other values of some keys, and the plan with them.
+
+    Attributes:
+        keys: dotted key → value.
+    """
+
+    keys: dict[str, Any]
+    plan: Plan
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+
+def nearest(job: Config, name: str, machine: Machine, ranks: int, most: int = 5) -> list[Change]:
+    """Changes with which the job fits: the fewest keys that do, the fastest first.
+
+    Weights and block inputs move between device and host, the state takes another format, the
+    microbatch becomes smaller and more of them; the tokens of a step stay.
+    """
+    fitting = [one for one in _candidates(job, name, machine, ranks) if one.plan.fits]
+    fitting.sort(key=lambda one: len(one.keys))
+    fewest = [one for one in fitting if not any(_within(two, one) for two in fitting)]
+    return _fastest(fewest[:SIMULATED])[:most]
+
+
+def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
+    """The fastest placement that fits, among those that change no number: where weights and block
+    inputs live, and what is recomputed.
+
+    Raises:
+        PlanError: none fits.
+    """
+    places = [
+        one for one in _candidates(job, name, machine, ranks, free=("device",)) if one.plan.fits
+    ]
+    as_it_is = make(job, name, machine, ranks)
+    if as_it_is.fits:
+        places.append(Change({}, as_it_is))
+    if not places:
+        raise PlanError(
+            f"{job.name} fits in no placement: {' '.join(as_it_is.problems)}. Take a narrower "
+            'optim.state ("split16", "int8"), a smaller microbatch or a smaller model'
+        )
+    best = _fastest(places)[0].plan.prediction.tokens_per_s
+    near = [one for one in places if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    return min(near, key=lambda one: len(one.keys))
+
+
+def settled(job: Config, name: str, machine: Machine, ranks: int) -> Config:
+    """The job with the placement that "auto" becomes on this machine.
+
+    Raises:
+        PlanError: none fits.
+    """
+    if job.device.placement != "auto":
+        return job
+    found = automatic(resolved(job, machine), name, machine, ranks)
+    return _consistent(job, found.keys)
+
+
+def applied(job: Config, keys: dict[str, Any]) -> Config:
+    """The job with other values for dotted keys."""
+    for dotted, value in keys.items():
+        section, key = dotted.split(".")
+        job = replace(job, **{section: replace(getattr(job, section), **{key: value})})
+    return job
+
+
+def _fastest(changes: Sequence[Change]) -> list[Change]:
+    def order(change: Change) -> tuple[float, int]:
+        return -round(change.plan.prediction.tokens_per_s, 6), len(change.keys)
+
+    return sorted(changes, key=order)
+
+
+def _within(small: Change, large: Change) -> bool:
+    """Whether the larger change is the smaller one and more."""
+    return small is not large and small.keys.items() < large.keys.items()
+
+
+def _candidates(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    free: tuple[str, ...] = ("device", "optim", "train"),
+) -> Iterator[Change]:
+    """Every combination of other values; those that contradict themselves are left out."""
+    choices = {key: values for key, values in _choices(job).items() if key.split(".")[0] in free}
+    for values in product(*choices.values()):
+        keys = {
+            key: value
+            for key, value in zip(choices, values, strict=True)
+            if value != _value(job, key)
+        }
+        if not keys:
+            continue
+        if "train.micro_batch" in keys and not job.train.global_batch_tokens:
+            keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
+        try:
+            yield Change(keys, make(_consistent(job, keys), name, machine, ranks))
+        except PlanError:
+            continue
+
+
+def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
+    precision = job.device.precision
+    states = (s for s in STATE_PRECISIONS if precision in (*STATE_PRECISIONS[s], "auto"))
+    return {
+        "device.working": ("device", "host"),
+        "device.activation": ("keep", "recompute", "offload"),
+        "optim.state": tuple(states),
+        "train.micro_batch": _smaller(job),
+    }
+
+
+def _smaller(job: Config) -> tuple[int, ...]:
+    """Halves of the microbatch, whose number then doubles."""
+    sizes = [job.train.micro_batch]
+    while sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
+
+
+def _more(job: Config, micro_batch: int) -> int:
+    """Microbatches of this size in a step."""
+    return job.train.micro_batch * job.train.grad_accum_steps // micro_batch
+
+
+def _consistent(job: Config, keys: dict[str, Any]) -> Config:
+    """With what follows from the changed keys: the tokens of a step stay as they are."""
+    changed = applied(job, keys)
+    train = changed.train
+    train = replace(train, grad_accum_steps=_more(job, train.micro_batch))
+    changed = replace(changed, train=train)
+    if changed.device.working == "device" and changed.device.resident_blocks > 0:
+        changed = replace(changed, device=replace(changed.device, resident_blocks=-1))
+    return changed
+
+
+def _value(job: Config, dotted: str) -> Any:
+    section, key = dotted.split(".")
+    return getattr(getattr(job, section), key)

@@ -1,0 +1,180 @@
+"""A job on a machine: where every byte lives, how long a step takes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from offloadtrain.config import STATE_PRECISIONS, Config
+from offloadtrain.plan import memory
+from offloadtrain.plan.activations import Activations, activations
+from offloadtrain.plan.machine import Machine
+from offloadtrain.plan.placement import Placement, PlanError, place
+from offloadtrain.plan.times import Prediction, predict
+from offloadtrain.shapes import num_block_params
+from offloadtrain.share import shared
+from offloadtrain.units import format_bytes, parse_bytes
+
+PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 3 << 30}
+"""Host memory of one process with torch loaded, and CUDA's libraries."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one of the ranks holds and does.
+
+    Attributes:
+        job: as it was asked for, its precision resolved.
+        name: of the machine.
+        hosts: over which the ranks are spread.
+        local_ranks: on each host.
+    """
+
+    job: Config
+    name: str
+    machine: Machine
+    placed: Placement
+
+    @property
+    def hosts(self) -> int:
+        return ceil(self.placed.ranks / self.machine.gpus)
+
+    @property
+    def local_ranks(self) -> int:
+        return min(self.placed.ranks, self.machine.gpus)
+
+    @cached_property
+    def activations(self) -> Activations:
+        return activations(self.placed, on_cpu=self.machine.on_cpu)
+
+    @cached_property
+    def device(self) -> dict[str, int]:
+        """Owner → bytes on each device, at the moment when they are most."""
+        return memory.device(self.placed) | self.activations.owners()
+
+    @cached_property
+    def host(self) -> dict[str, int]:
+        """Owner → bytes of one rank in host memory, in a step."""
+        share = self.machine.host_memory_bytes // self.local_ranks
+        kind = "cpu" if self.machine.on_cpu else "cuda"
+        return memory.host(self.placed, share) | {"Python, torch": PROCESS_BYTES[kind]}
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        return predict(self.placed, self.machine)
+
+    @property
+    def device_room(self) -> int:
+        """Bytes that tensors can have on each device; where the CPU computes, see `host_room`."""
+        room = self.machine.gpu_memory_bytes - self.machine.gpu_reserved_bytes
+        limit = self.job.device.process_memory_limit
+        return min(room, parse_bytes(limit)) if limit else room
+
+    @property
+    def host_room(self) -> int:
+        return self.machine.host_memory_bytes
+
+    @property
+    def host_peaks(self) -> Mapping[str, int]:
+        """Bytes of one host, all its ranks: while the model is built, in a step, and while a
+        checkpoint is written, which streams from where the state lies."""
+        beside = sum(self.device.values()) if self.machine.on_cpu else 0
+        still = sum(memory.device(self.placed).values()) if self.machine.on_cpu else 0
+        state = sum(self.host.values()) - self.host.get("block inputs", 0)
+        peaks = {
+            "init": state + still + self.built_bytes,
+            "step": sum(self.host.values()) + beside,
+            "checkpoint": sum(self.host.values()) + still,
+        }
+        return {moment: size * self.local_ranks for moment, size in peaks.items()}
+
+    @property
+    def built_bytes(self) -> int:
+        """fp32 weights of the part of the model that is made at once, and a flat copy of the
+        largest of them."""
+        shape = self.placed.config.model
+        table = shape.vocab_size * shape.d_model
+        return 4 * max(num_block_params(shape), table) + 4 * table
+
+    @property
+    def problems(self) -> list[str]:
+        """What does not fit; empty where the job can be trained."""
+        return self._problems(self.device, self.host_peaks)
+
+    @property
+    def certain_problems(self) -> list[str]:
+        """The same of what the engine itself holds, to the byte; activations are an estimate."""
+        still = {moment: self.host_peaks[moment] for moment in ("init", "checkpoint")}
+        return self._problems(memory.device(self.placed), still)
+
+    def _problems(self, device: Mapping[str, int], peaks: Mapping[str, int]) -> list[str]:
+        found = []
+        used = sum(device.values())
+        if not self.machine.on_cpu and used > self.device_room:
+            found.append(_too_much("the device", used, self.device_room, device))
+        limit = self.job.device.host_memory_limit
+        held = sum(self.host.values()) - self.host["Python, torch"]
+        if limit and held > parse_bytes(limit):
+            found.append(_too_much("device.host_memory_limit", held, parse_bytes(limit), self.host))
+        moment, peak = max(peaks.items(), key=lambda item: item[1])
+        if peak > self.host_room:
+            owners = self.host | (dict(device) if self.machine.on_cpu else {})
+            many = {owner: size * self.local_ranks for owner, size in owners.items()}
+            found.append(_too_much(f"the host ({moment})", peak, self.host_room, many))
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def make(job: Config, name: str, machine: Machine, ranks: int = 1) -> Plan:
+    """Plan a job for so many ranks.
+
+    Raises:
+        PlanError: the machine cannot run it whatever its memory, or the placement contradicts
+            itself.
+        ConfigError: the ranks cannot share the batch.
+    """
+    job = resolved(job, machine)
+    if machine.on_cpu and ranks > machine.gpus:
+        machine = replace(machine, gpus=ranks)
+    return Plan(job, name, machine, place(shared(job, ranks), ranks))
+
+
+def resolved(job: Config, machine: Machine) -> Config:
+    """With the precision that "auto" becomes there.
+
+    Raises:
+        PlanError: device, precision or state format do not go with the machine.
+    """
+    kind, where = job.device.kind, machine.gpu or "its CPU"
+    if kind != "auto" and (kind == "cpu") != machine.on_cpu:
+        raise PlanError(
+            f"device.kind = {kind!r}, and the machine computes on {where}: choose another machine, "
+            'or set device.kind = "auto"'
+        )
+    precision = job.device.precision
+    if precision == "auto":
+        precision = machine.auto_precision
+    elif precision not in machine.precisions:
+        raise PlanError(
+            f"device.precision = {precision!r}, which {where} has not: set device.precision = "
+            f"{' or '.join(machine.precisions)}"
+        )
+    state = job.optim.state
+    if precision not in STATE_PRECISIONS[state]:
+        raise PlanError(
+            f"optim.state = {state!r} does not go with device.precision = {precision!r} on "
+            f"{where}: set optim.state = fp32"
+            + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
+        )
+    return replace(job, device=replace(job.device, precision=precision))
+
+
+def _too_much(where: str, needed: int, room: int, owners: Mapping[str, int]) -> str:
+    largest = sorted(owners.items(), key=lambda item: -item[1])[:4]
+    named = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)
+    return f"{where} needs {format_bytes(needed)} and has {format_bytes(room)}. Largest: {named}"

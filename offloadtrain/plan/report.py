@@ -1,0 +1,148 @@
+"""A plan as text for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from offloadtrain.plan.changes import Change
+from offloadtrain.plan.plan import Plan
+from offloadtrain.shapes import num_params
+from offloadtrain.share import explain
+from offloadtrain.units import format_bytes, format_count
+
+LANES = {
+    "compute": "forward and backward",
+    "d2h": "gradients to the host",
+    "host": "sums, norm, Adam",
+    "h2d": "weights to the device",
+    "load": "streamed blocks",
+    "comm": "collectives",
+}
+_WIDTH = 26
+
+
+def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
+    """The whole plan."""
+    parts = [_head(plan), _memory(plan), _step(plan), _verdict(plan, changes)]
+    return "\n\n".join(parts)
+
+
+def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
+    """The same as plain values; bytes, seconds."""
+    placed = plan.placed
+    return {
+        "job": plan.job.name,
+        "machine": plan.name,
+        "ranks": placed.ranks,
+        "hosts": plan.hosts,
+        "zero_stage": placed.stage,
+        "precision": plan.job.device.precision,
+        "params": num_params(plan.job.model),
+        "batch_tokens": plan.job.batch_tokens,
+        "streamed_blocks": len(placed.streamed),
+        "device_bytes": plan.device,
+        "device_room_bytes": plan.device_room,
+        "host_bytes": plan.host,
+        "host_peak_bytes": dict(plan.host_peaks),
+        "host_room_bytes": plan.host_room,
+        "fits": plan.fits,
+        "problems": plan.problems,
+        "step": asdict(plan.prediction),
+        "changes": [_change_json(change) for change in changes],
+    }
+
+
+def _change_json(change: Change) -> dict[str, Any]:
+    predicted = change.plan.prediction
+    return {"keys": change.keys, "tokens_per_s": predicted.tokens_per_s}
+
+
+def _head(plan: Plan) -> str:
+    job, placed = plan.job, plan.placed
+    device = "the CPU" if plan.machine.on_cpu else plan.machine.gpu
+    ranks = f"{placed.ranks} x {device}" if placed.ranks > 1 else device
+    hosts = f" on {plan.hosts} hosts" if plan.hosts > 1 else ""
+    train = job.train
+    lines = [
+        f"{job.name} on {plan.name}: {ranks}{hosts}, {job.device.precision}",
+        f"{format_count(num_params(job.model))} parameters, {job.model.num_layers} blocks of width "
+        f"{job.model.d_model}; {format_count(job.batch_tokens)} tokens per step "
+        f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
+    ]
+    if placed.ranks > 1:
+        lines.append(f"{explain(job, placed.config, placed.ranks)}; ZeRO stage {placed.stage}")
+    if placed.streamed:
+        where = "shards on the devices" if placed.kept_on_device else "the host"
+        lines.append(f"{len(placed.streamed)} blocks are streamed from {where}")
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> str:
+    each = " of each rank" if plan.placed.ranks > 1 else ""
+    lines = [f"device{each}: {_sum(plan.device)}" + _of(plan)]
+    lines += _rows(plan.device)
+    lines += [f"host{each}: {_sum(plan.host)}"]
+    lines += _rows(plan.host)
+    peaks = ", ".join(f"{moment} {format_bytes(n)}" for moment, n in plan.host_peaks.items())
+    many = f", {plan.local_ranks} ranks" if plan.local_ranks > 1 else ""
+    beside = ", the device's bytes among them" if plan.machine.on_cpu else ""
+    room = format_bytes(plan.host_room)
+    lines.append(f"peaks of a host{many}: {peaks}; it has {room}{beside}")
+    return "\n".join(lines)
+
+
+def _of(plan: Plan) -> str:
+    if plan.machine.on_cpu:
+        return " (in the host's memory)"
+    reserved = format_bytes(plan.machine.gpu_reserved_bytes)
+    return f" of {format_bytes(plan.device_room)} ({reserved} are CUDA's)"
+
+
+def _sum(owners: Mapping[str, int]) -> str:
+    return format_bytes(sum(owners.values()))
+
+
+def _rows(owners: Mapping[str, int]) -> list[str]:
+    rows = sorted(owners.items(), key=lambda item: -item[1])
+    return [f"  {owner:{_WIDTH}} {format_bytes(size):>11}" for owner, size in rows if size]
+
+
+def _step(plan: Plan) -> str:
+    found, machine = plan.prediction, plan.machine
+    lines = [
+        f"step: {found.seconds:.3g} s, of which the device waits {found.exposed:.2g} s",
+        f"  {'lane':8} {'':22} {'busy':>9} {'exposed':>9}",
+    ]
+    for lane, meaning in LANES.items():
+        if busy := found.busy_s.get(lane, 0.0):
+            exposed = found.exposed_s.get(lane, 0.0)
+            lines.append(f"  {lane:8} {meaning:22} {busy:7.3g} s {exposed:7.2g} s")
+    mfu = ""
+    if found.mfu is not None:
+        mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
+    lines.append(
+        f"{format_count(found.tokens_per_s)} tokens/s, {found.tflops:.3g} Tflop/s per rank "
+        f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
+    )
+    owned = num_params(plan.job.model) / plan.placed.ranks
+    lines.append(
+        f"bus: {found.d2h_bytes / 1e9:.3g} GB down, {found.h2d_bytes / 1e9:.3g} GB up per step and "
+        f"rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
+        f"DRAM: {found.dram_bytes / 1e9:.3g} GB by the host's kernels"
+        + (f"; to other ranks: {found.comm_bytes / 1e9:.3g} GB" if plan.placed.ranks > 1 else "")
+    )
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan, changes: Sequence[Change]) -> str:
+    if plan.fits:
+        return "It fits."
+    lines = ["It does not fit:", *(f"  {problem}" for problem in plan.problems)]
+    if not changes:
+        return "\n".join([*lines, "No placement, format or microbatch makes it fit."])
+    lines.append("With these it does, the fastest first (--set KEY=VALUE ...):")
+    rate = [format_count(change.plan.prediction.tokens_per_s) for change in changes]
+    lines += [f"  {r:>6} tokens/s  {one.text}" for r, one in zip(rate, changes, strict=True)]
+    return "\n".join(lines)

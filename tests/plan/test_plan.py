@@ -1,0 +1,362 @@
+"""The plan as a whole: it is monotone, its parts sum up, and what fits is what a machine holds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offloadtrain import config as jobs
+from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.config import Config
+from offloadtrain.dryrun import DryRunError, check, laid_out, proved
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.plan import changes, memory
+from offloadtrain.plan import plan as planning
+from offloadtrain.plan.changes import applied, automatic, nearest
+from offloadtrain.plan.machine import Machine, MachineError, dump, find, loads, shipped
+from offloadtrain.plan.placement import PlanError, place
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.schedule import StepShape, steady
+from offloadtrain.shapes import SIZES
+from tests.plan.test_memory import job
+
+V100 = find("v100_32gb")[1]
+DGX2 = find("dgx2")[1]
+
+
+def small(**keys: Any) -> Config:
+    """A job that takes a few gigabytes on a GPU."""
+    config = job(**{"train__micro_batch": 4, "device__precision": "fp16", **keys})
+    return replace(
+        config,
+        model=SIZES["gpt2-355m"],
+        data=replace(config.data, seq_len=512),
+        device=replace(config.device, kind="auto"),
+    )
+
+
+def planned(config: Config, machine: Machine = V100, ranks: int = 1) -> Plan:
+    return make(config, "test", machine, ranks)
+
+
+def shipped_job(name: str, **keys: Any) -> Config:
+    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in keys.items()]
+    return jobs.load(shipped_jobs()[name], texts)
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_more_needs_more_and_takes_longer(state: str) -> None:
+    base = planned(small(optim__state=state))
+    shape, train = base.job.model, base.job.train
+    for more in (
+        replace(base.job, model=replace(shape, num_layers=shape.num_layers + 1)),
+        replace(base.job, model=replace(shape, d_model=shape.d_model + 64, d_ff=0)),
+        replace(base.job, train=replace(train, micro_batch=8)),
+    ):
+        other = planned(more)
+        assert sum(other.device.values()) > sum(base.device.values())
+        assert sum(other.host.values()) >= sum(base.host.values())
+        assert other.prediction.seconds > base.prediction.seconds
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    gpu=st.integers(1, 40),
+    host=st.integers(1, 64),
+    more_gpu=st.integers(0, 20),
+    more_host=st.integers(0, 20),
+    working=st.sampled_from(["device", "host"]),
+    update=st.sampled_from(["exact", "speculative"]),
+)
+def test_what_fits_fits_in_more(
+    gpu: int, host: int, more_gpu: int, more_host: int, working: str, update: str
+) -> None:
+    config = small(device__working=working, optim__update=update)
+
+    def fits(gpu: int, host: int) -> bool:
+        sizes = {"gpu_memory": f"{gpu} GiB", "host_memory": f"{host} GiB"}
+        return planned(config, replace(V100, **sizes)).fits
+
+    assert fits(gpu + more_gpu, host + more_host) or not fits(gpu, host)
+
+
+def test_ranks_divide_the_host_bytes_and_the_bus() -> None:
+    config = small(train__micro_batch=16)
+    one, four = planned(config, DGX2), planned(config, DGX2, 4)
+    state = ("master weights", "exp_avg", "exp_avg_sq", "gradients")
+    for owner in state:
+        assert four.host[owner] == pytest.approx(one.host[owner] / 4, rel=0.01)
+    assert four.prediction.d2h_bytes == pytest.approx(one.prediction.d2h_bytes / 4, rel=0.01)
+    assert four.prediction.comm_bytes == pytest.approx(2 * 3 * four.prediction.d2h_bytes, rel=1e-6)
+    assert four.local_ranks == 4 and planned(config, DGX2, 16).hosts == 1
+
+
+def test_bytes_on_the_bus_per_parameter() -> None:
+    """4.0 with one microbatch; the goal that a README may state."""
+    found = planned(shipped_job("gpt_13b_v100", train__global_batch_tokens=4096))
+    params = sum(bucket.params for bucket in found.placed.buckets)
+    moved = found.prediction.d2h_bytes + found.prediction.h2d_bytes
+    assert moved / params == pytest.approx(4.0, rel=1e-3)
+
+
+# ---- times
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    layers=st.integers(2, 6),
+    update=st.sampled_from(["exact", "speculative", "delayed"]),
+    working=st.sampled_from(["device", "host"]),
+    accum=st.integers(1, 3),
+    ranks=st.sampled_from([1, 2, 16, 64]),
+    stage=st.sampled_from([0, 1, 3]),
+    activation=st.sampled_from(["keep", "recompute"]),
+    state=st.sampled_from(["fp32", "int8"]),
+)
+def test_what_the_device_does_and_waits_for_is_the_step(
+    layers: int,
+    update: str,
+    working: str,
+    accum: int,
+    ranks: int,
+    stage: int,
+    activation: str,
+    state: str,
+) -> None:
+    config = small(
+        optim__update=update,
+        optim__state=state,
+        device__working=working,
+        device__activation=activation,
+        train__micro_batch=2,
+        train__grad_accum_steps=accum * ranks,
+    )
+    if working == "device":
+        config = replace(config, ranks=replace(config.ranks, zero_stage=stage))
+    config = replace(config, model=replace(config.model, num_layers=layers))
+    found = planned(config, DGX2, ranks).prediction
+    assert found.seconds == pytest.approx(found.busy_s["compute"] + found.exposed)
+    assert found.seconds >= max(found.busy_s.values()) * (1 - 1e-9)
+    per_token = found.tflops * 1e12 * found.seconds / (2 * 512 * accum)
+    assert found.tokens_per_s * found.seconds == pytest.approx(2 * 512 * accum * ranks)
+    assert per_token > 0 and found.hardware_tflops >= found.tflops
+
+
+def test_many_microbatches_are_two_and_more_of_the_third() -> None:
+    """Extrapolated, and simulated as a whole."""
+    for working, slots in (("device", 2), ("host", 1), ("host", 2)):
+        config = small(train__grad_accum_steps=7, device__working=working, device__slots=slots)
+        config = replace(config, model=replace(config.model, num_layers=5))
+        found = planned(config)
+        from offloadtrain.plan.times import _Costs
+
+        costs = _Costs(found.placed, V100)
+        whole = steady(costs.shape, costs.seconds)
+        assert isinstance(costs.shape, StepShape) and costs.shape.micro_steps == 7
+        assert found.prediction.seconds == pytest.approx(whole.seconds, rel=1e-3)
+
+
+def test_faster_links_are_never_slower() -> None:
+    config = planned(small(train__micro_batch=1)).job
+    before = planned(config).prediction.seconds
+    for rate in ("h2d_gbps", "d2h_gbps", "dram_gbps", "fp16_tflops", "hbm_gbps"):
+        better: dict[str, Any] = {rate: 2 * getattr(V100, rate), "host_link_gbps": 1e3}
+        assert planned(config, replace(V100, **better)).prediction.seconds <= before * (1 + 1e-9)
+
+
+def test_near_linear_over_nvlink() -> None:
+    """8 A100 or H100 of one host, each with the batch that one would have."""
+    for name in ("a100_80gb", "h100"):
+        machine = find(name)[1]
+        alone = shipped_job("gpt_13b_32gb", train__global_batch_tokens=32768)
+        eight = shipped_job("gpt_13b_32gb", train__global_batch_tokens=8 * 32768)
+        one = make(alone, name, machine).prediction.tokens_per_s
+        many = make(eight, name, machine, 8).prediction.tokens_per_s
+        assert many / (8 * one) >= 0.95
+
+
+# ---- what to change
+
+
+def test_changes_make_it_fit_and_are_ranked() -> None:
+    tight = replace(V100, gpu_memory="5 GiB", host_memory="14 GiB")
+    config = small(train__micro_batch=8)
+    assert not planned(config, tight).fits
+    found = nearest(config, "test", tight, 1)
+    assert found
+    rates = [change.plan.prediction.tokens_per_s for change in found]
+    assert rates == sorted(rates, reverse=True)
+    for change in found:
+        again = planned(applied(config, change.keys), tight)
+        assert again.fits
+        assert again.prediction.tokens_per_s == pytest.approx(change.plan.prediction.tokens_per_s)
+        assert again.job.batch_tokens == config.batch_tokens
+        for key in change.keys:  # each of them is needed
+            if key != "train.grad_accum_steps":
+                less = {k: v for k, v in change.keys.items() if k != key}
+                if key == "train.micro_batch":
+                    less.pop("train.grad_accum_steps", None)
+                assert not less or not planned(applied(config, less), tight).fits
+
+
+def test_nothing_makes_it_fit() -> None:
+    tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
+    assert nearest(small(), "test", tiny, 1) == []
+    with pytest.raises(PlanError, match="fits in no placement"):
+        automatic(small(), "test", tiny, 1)
+
+
+def holding(**keys: Any) -> Machine:
+    """With just the device memory that the job so placed needs."""
+    needed = sum(planned(small(train__micro_batch=8, **keys)).device.values())
+    return replace(V100, gpu_memory=str(needed + V100.gpu_reserved_bytes + (1 << 20)))
+
+
+def test_automatic_takes_the_fastest_that_fits() -> None:
+    """Where there is memory everything stays; then activations go first, then weights."""
+    config = small(train__micro_batch=8)
+
+    def chosen(machine: Machine) -> dict[str, Any]:
+        found = automatic(config, "test", machine, 1)
+        assert found.plan.fits
+        return found.keys
+
+    assert chosen(V100) == {}
+    assert chosen(holding(device__activation="recompute")) == {"device.activation": "recompute"}
+    least = {"device.activation": "offload", "device.working": "host"}
+    assert chosen(holding(device__activation="offload", device__working="host")) == least
+
+
+def test_auto_in_a_job_is_settled() -> None:
+    machine = holding(device__activation="recompute")
+    config = small(train__micro_batch=8, device__placement="auto")
+    found = changes.settled(config, "test", machine, 1)
+    assert found.device.activation == "recompute" and found.device.working == "device"
+    assert changes.settled(small(), "test", machine, 1) == small()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("keys", "machine", "said"),
+    [
+        ({"device__precision": "bf16"}, V100, "set device.precision = fp16 or fp32"),
+        ({"optim__state": "split16", "device__precision": "auto"}, V100, "fp32 or int8"),
+    ],
+)
+def test_what_a_machine_cannot(keys: dict[str, Any], machine: Machine, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        planned(small(**keys), machine)
+
+
+def test_a_job_for_the_cpu_on_a_gpu_machine() -> None:
+    config = small()
+    config = replace(config, device=replace(config.device, kind="cpu"))
+    with pytest.raises(PlanError, match="computes on Tesla V100"):
+        planned(config)
+
+
+def test_hosts_without_a_link() -> None:
+    config = small(train__micro_batch=32)
+    with pytest.raises(MachineError, match="node_link_gbps"):
+        _ = planned(config, replace(DGX2, node_link_gbps=0.0), 32).prediction
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "host_memory is missing"),
+        ("host_memory = 5", "a string"),
+        ('host_memory = "much"', "not a size"),
+        ("nonsense = 1", "nonsense is unknown"),
+        ("gpus = 0", "too small"),
+        ("fp32_tflops = 0.0", "above 0"),
+        ("= 3", "not valid TOML"),
+    ],
+)
+def test_a_machine_file_that_breaks_a_rule(text: str, said: str) -> None:
+    with pytest.raises(MachineError, match=said):
+        loads(text, "mine.toml")
+
+
+def test_machine_files() -> None:
+    for name in shipped():
+        machine = find(name)[1]
+        assert loads(dump(machine, "the same"), "again") == machine
+        assert machine.host_memory_bytes > 0 and machine.precisions
+    with pytest.raises(MachineError, match=r"did you mean h100"):
+        find("h10")
+    with pytest.raises(MachineError, match="cannot be read"):
+        find("no/such.toml")
+
+
+def test_any_job_has_a_plan_or_one_clear_line() -> None:
+    draw = random.Random(5)
+    made = 0
+    for _ in range(60):
+        config = small(
+            train__micro_batch=draw.choice([1, 3, 8]),
+            train__grad_accum_steps=draw.choice([1, 2]),
+            optim__state=draw.choice(["fp32", "int8"]),
+            device__working=draw.choice(["device", "host"]),
+            device__memory_limit=draw.choice(['""', '"1 GiB"', '"200 MB"']),
+            device__host_memory_limit=draw.choice(['""', '"3 GiB"']),
+        )
+        config = replace(config, model=replace(config.model, num_layers=draw.choice([1, 2, 12])))
+        try:
+            found = planned(config, DGX2, draw.choice([1, 2]))
+            assert found.prediction.seconds > 0
+            made += 1
+        except OffloadTrainError as error:
+            assert "\n" not in str(error) and len(str(error)) > 40
+    assert made > 20
+
+
+# ---- dry runs
+
+
+@pytest.mark.parametrize("name", [n for n in shipped_jobs() if n.startswith(("gpt_13b", "demo"))])
+def test_the_engine_lays_out_what_is_planned(name: str) -> None:
+    """Every shipped 13B job, whole, on the meta device."""
+    config = shipped_job(name)
+    title, machine = find(config.device.machine or "cpu2")
+    found = make(config, title, machine)
+    assert found.fits
+    assert "free of races" in check(found)
+
+
+@pytest.mark.parametrize("keys", [{"ranks__zero_stage": 1}, {"device__working": "host"}])
+def test_of_ranks_too(keys: dict[str, Any]) -> None:
+    config = small(train__micro_batch=16, train__grad_accum_steps=2, **keys)
+    found = planned(config, DGX2, 8)
+    assert sum(row.bytes for row in laid_out(found).rows()) > 0
+    assert "as planned" in check(found)
+
+
+def test_a_plan_that_the_engine_contradicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(memory.STATES, "fp32", memory.STATES["fp32"][:2])
+    with pytest.raises(DryRunError, match="exp_avg_sq"):
+        check(planned(small()))
+
+
+def test_the_twin_has_the_blocks_of_the_job() -> None:
+    config = small(device__working="host", device__resident_blocks=4)
+    found = planned(config)
+    launches, faults = proved(found)
+    assert faults == [] and launches > 3 * len(place(found.placed.config).blocks)
+
+
+def test_the_13b_jobs_fit_32_gb_and_128_gib() -> None:
+    v100 = make(shipped_job("gpt_13b_v100"), "v100_32gb", V100)
+    assert v100.fits and v100.device_room < 32 << 30 and v100.host_room == 128 << 30
+    assert max(v100.host_peaks.values()) <= 128 << 30
+    assert planning.PROCESS_BYTES["cuda"] in v100.host.values()

@@ -12,13 +12,14 @@ from offloadtrain.errors import ConfigError
 from offloadtrain.units import parse_bytes
 
 if TYPE_CHECKING:
+    from offloadtrain.config import Config
     from offloadtrain.plan.machine import Machine
 
 DOES_NOT_FIT = 4
 
 
 def plan(
-    job: str,
+    job: str = "",
     /,
     *,
     overrides: Annotated[
@@ -29,6 +30,9 @@ def plan(
     gpus: int = 1,
     gpu_memory: str = "",
     host_memory: str = "",
+    largest: Annotated[bool, Parameter(negative=())] = False,
+    sweep: str = "",
+    plot: str = "",
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
     """Print where every byte of a job will be, how long a step takes, and whether it fits.
@@ -52,6 +56,13 @@ def plan(
         Of each GPU, such as 32GiB, in place of the machine's.
     host_memory
         Of each host, such as 128GiB, in place of the machine's.
+    largest
+        Without a job: the largest GPT that trains on the machine, per placement and state format.
+    sweep
+        gpus=1,2,4,...: the job on so many GPUs, each with the whole batch of the job, with the
+        optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
+    plot
+        With --sweep: also draw it into this file, .svg or .png.
     as_json
         Print one JSON object.
     """
@@ -60,11 +71,19 @@ def plan(
     from offloadtrain.plan import changes, report
     from offloadtrain.plan.plan import make
 
+    name, target = chosen_machine(machine, gpu_memory, host_memory)
+    if largest:
+        if job:
+            raise ConfigError(f"--largest searches over models: leave out {job}")
+        return _largest(name, target, as_json=as_json)
+    if not job:
+        raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
     config = jobs.load(find_job(job), overrides)
     if gpus < 1:
         raise ConfigError(f"--gpus {gpus}: at least 1 is needed")
-    name, target = chosen_machine(machine, gpu_memory, host_memory)
     config = changes.settled(config, name, target, gpus)
+    if sweep:
+        return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
     found = make(config, name, target, gpus)
     other = [] if found.fits else changes.nearest(config, name, target, gpus)
     if as_json:
@@ -72,6 +91,47 @@ def plan(
     else:
         print(report.text(found, other))
     return 0 if found.fits else DOES_NOT_FIT
+
+
+def _largest(name: str, machine: Machine, *, as_json: bool) -> int:
+    from offloadtrain.plan import largest, report
+
+    rows = largest.largest(name, machine)
+    if as_json:
+        found = [
+            {"weights": row.working, "state": row.state, "params": row.params}
+            | ({"plan": report.as_json(row.plan)} if row.plan else {})
+            for row in rows
+        ]
+        print(json.dumps({"machine": name, "rows": found}))
+    else:
+        print(f"{name}:\n{largest.table(rows, machine)}")
+    return 0 if any(row.plan for row in rows) else DOES_NOT_FIT
+
+
+def _sweep(
+    config: Config, name: str, machine: Machine, counts: list[int], plot: str, *, as_json: bool
+) -> int:
+    from offloadtrain.plan import sweep
+
+    if plot:
+        sweep.check_plot(plot)
+    points = sweep.sweep(config, name, machine, counts)
+    if plot:
+        sweep.plot(points, plot, f"{config.name} on {name}")
+    if as_json:
+        print(json.dumps({"machine": name, "job": config.name, "points": sweep.as_json(points)}))
+    else:
+        print(sweep.table(points, name))
+    return 0 if any(not point.problem for point in points) else DOES_NOT_FIT
+
+
+def _counts(text: str) -> list[int]:
+    key, _, values = text.partition("=")
+    counts = [int(part) if part.isdecimal() else 0 for part in values.split(",")]
+    if key != "gpus" or min(counts) < 1:
+        raise ConfigError(f"--sweep {text}: give gpus=1,2,4 or the like")
+    return sorted(set(counts))
 
 
 def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:

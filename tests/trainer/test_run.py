@@ -16,8 +16,8 @@ import torch
 
 from offloadtrain import checkpoint, config, events
 from offloadtrain.manifest import CheckpointError
-from offloadtrain.plan.placement import PlanError
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.plan.placement import PlanError
 from offloadtrain.trainer import MAX_SKIPS, TrainingError
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, kinds, run, small_job

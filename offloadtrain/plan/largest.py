@@ -1,0 +1,124 @@
+"""The largest GPT that trains on a machine, by placement and state format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from offloadtrain.config import STATE_PRECISIONS, Config, DataConfig, TrainConfig
+from offloadtrain.plan.changes import applied
+from offloadtrain.plan.machine import Machine
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.shapes import ModelShape, num_params
+from offloadtrain.units import format_bytes, format_count
+
+SEQ_LEN, VOCAB, HEAD_WIDTH = 1024, 50304, 128
+WIDTHS = (1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288)
+LAYERS = (8, 128)
+"""A model of fewer or more layers than this is not what anybody trains at these widths."""
+
+SHAPE = ModelShape(
+    vocab_size=VOCAB,
+    num_layers=2,
+    d_model=HEAD_WIDTH,
+    num_heads=1,
+    max_seq_len=SEQ_LEN,
+    positions="learned",
+    norm="layernorm",
+    mlp="gelu",
+    tie_embeddings=True,
+    bias=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A placement and a state format; `plan` is None where not even a small model fits."""
+
+    working: str
+    activation: str
+    state: str
+    plan: Plan | None
+
+    @property
+    def params(self) -> int:
+        return num_params(self.plan.job.model) if self.plan else 0
+
+
+def largest(name: str, machine: Machine, micro_batch: int = 1) -> list[Row]:
+    """One row per placement and state format: weights on the device or streamed, layers' inputs
+    kept there or on the host."""
+    precision = machine.auto_precision
+    rows = []
+    for working, activation in (("device", "recompute"), ("host", "offload")):
+        for state, precisions in STATE_PRECISIONS.items():
+            if precision in precisions:
+                job = _job(working, activation, state, micro_batch)
+                rows.append(Row(working, activation, state, _largest(job, name, machine)))
+    return rows
+
+
+def table(rows: list[Row], machine: Machine) -> str:
+    """One line per row, for people."""
+    head = (
+        f"{'weights':8} {'state':8} {'parameters':>10} {'layers':>6} {'width':>6} {'device':>10} "
+        f"{'host':>10} {'tokens/s':>9}"
+    )
+    lines = [_line(row) for row in rows]
+    note = (
+        f"GPT, sequences of {SEQ_LEN}, vocabulary {VOCAB}, {machine.auto_precision}, activations "
+        f"recomputed (streamed: their inputs on the host), a step of one microbatch"
+    )
+    return "\n".join([head, *lines, note])
+
+
+def _line(row: Row) -> str:
+    weights = "streamed" if row.working == "host" else "device"
+    if row.plan is None:
+        return f"{weights:8} {row.state:8} {'-':>10}"
+    shape, plan = row.plan.job.model, row.plan
+    device, host = sum(plan.device.values()), max(plan.host_peaks.values())
+    rate = plan.prediction.tokens_per_s
+    return (
+        f"{weights:8} {row.state:8} {format_count(row.params):>10} {shape.num_layers:6} "
+        f"{shape.d_model:6} {format_bytes(device):>10} {format_bytes(host):>10} "
+        f"{format_count(rate):>9}"
+    )
+
+
+def _job(working: str, activation: str, state: str, micro_batch: int) -> Config:
+    base = Config(
+        name="largest",
+        model=SHAPE,
+        data=DataConfig(train="-", seq_len=SEQ_LEN),
+        train=TrainConfig(steps=1, micro_batch=micro_batch),
+    )
+    places = {"device.working": working, "device.activation": activation, "optim.state": state}
+    return applied(base, places)
+
+
+def _largest(job: Config, name: str, machine: Machine) -> Plan | None:
+    best: Plan | None = None
+    for found in _deepest(job, name, machine):
+        if best is None or num_params(found.job.model) > num_params(best.job.model):
+            best = found
+    return best
+
+
+def _deepest(job: Config, name: str, machine: Machine) -> Iterator[Plan]:
+    """At each width the plan with most layers that fits."""
+
+    def planned(width: int, layers: int) -> Plan:
+        heads = width // HEAD_WIDTH
+        shape = replace(SHAPE, num_layers=layers, d_model=width, num_heads=heads)
+        return make(replace(job, model=shape), name, machine)
+
+    least, most = LAYERS
+    for width in WIDTHS:
+        if not planned(width, least).fits:
+            return
+        low, high = least, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if planned(width, middle).fits else (low, middle)
+        yield planned(width, low)

@@ -1,0 +1,180 @@
+"""A job on 1, 2, 4 … GPUs, each with the batch that one would have: offloaded and not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from offloadtrain.config import Config
+from offloadtrain.errors import ConfigError
+from offloadtrain.plan.machine import Machine
+from offloadtrain.plan.plan import make, resolved
+from offloadtrain.plan.published import Run, Software, step_times, too_large_for
+from offloadtrain.shapes import flops_per_token
+from offloadtrain.units import format_count
+
+IDEAL = Software(adam_share=1.0, contention=1.0, ring_share=1.0)
+"""Of the analytic rows: a host as fast as its memory, links as fast as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One placement on so many GPUs.
+
+    Attributes:
+        system: "offloadtrain", or "resident": the optimizer state on the GPUs, which is analytic.
+        efficiency: tokens per second and GPU, over those of the fewest GPUs on which it fits.
+        problem: why it does not fit; empty where it does.
+    """
+
+    system: str
+    stage: int
+    gpus: int
+    tokens_per_s: float
+    tflops: float
+    efficiency: float
+    problem: str
+
+
+def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> list[Point]:
+    """Weak scaling: every GPU has the job's batch.
+
+    Raises:
+        PlanError, MachineError: as `plan.make` and its prediction.
+    """
+    job = resolved(job, machine)
+    rows: list[Point] = []
+    stages = (3,) if job.device.working == "host" else (1, 2, 3)
+    for stage in stages:
+        rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])
+    for stage in () if machine.on_cpu else range(4):
+        rows += _relative([_resident(job, machine, stage, count) for count in counts])
+    return rows
+
+
+def table(points: Sequence[Point], name: str) -> str:
+    """For people; one line per placement and number of GPUs."""
+    head = (
+        f"{'system':13} {'stage':>5} {'GPUs':>5} {'tokens/s':>9} {'Tflop/s each':>12} "
+        f"{'efficiency':>10}"
+    )
+    note = (
+        f"{name}: every GPU has the job's batch; 6 N + 12 L d T per token. offloadtrain: simulated "
+        "from its schedule. resident: ZeRO of that stage with the state on the GPUs, analytic"
+    )
+    return "\n".join([head, *map(_line, points), note])
+
+
+def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    return [asdict(point) for point in points]
+
+
+def plot(points: Sequence[Point], path: str, name: str) -> None:
+    """Tokens per second over GPUs, as SVG or PNG by the path's ending.
+
+    Raises:
+        ConfigError: `check_plot`, or the file cannot be written.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for (system, stage), line in _lines(points).items():
+        style = "-" if system == "offloadtrain" else "--"
+        counts, rates = [p.gpus for p in line], [p.tokens_per_s for p in line]
+        axes.plot(counts, rates, style, marker="o", ms=3, label=f"{system}, stage {stage}")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per second", title=name)
+    ticks = sorted({point.gpus for point in points})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error.strerror}") from None
+
+
+def check_plot(path: str) -> None:
+    """Raises ConfigError where nothing can be drawn into such a file."""
+    if not path.endswith((".svg", ".png")):
+        raise ConfigError(f"--plot {path}: give a file that ends in .svg or .png")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path} needs matplotlib: pip install 'offloadtrain[plots]'")
+
+
+def _lines(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
+    found: dict[tuple[str, int], list[Point]] = {}
+    for point in points:
+        if not point.problem:
+            found.setdefault((point.system, point.stage), []).append(point)
+    return found
+
+
+def _line(point: Point) -> str:
+    start = f"{point.system:13} {point.stage:5} {point.gpus:5}"
+    if point.problem:
+        return f"{start} {point.problem}"
+    return (
+        f"{start} {format_count(point.tokens_per_s):>9} {point.tflops:12.1f} "
+        f"{point.efficiency:10.3f}"
+    )
+
+
+def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) -> Point:
+    train = job.train
+    wider = replace(
+        job,
+        train=replace(train, grad_accum_steps=train.grad_accum_steps * gpus, global_batch_tokens=0),
+        ranks=replace(job.ranks, zero_stage=stage),
+    )
+    plan = make(wider, name, machine, gpus)
+    found = plan.prediction
+    problem = "" if plan.fits else "does not fit"
+    return Point(
+        system="offloadtrain",
+        stage=stage,
+        gpus=gpus,
+        tokens_per_s=found.tokens_per_s,
+        tflops=found.tflops,
+        efficiency=0.0,
+        problem=problem,
+    )
+
+
+def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
+    """By the model of published systems; activations are recomputed where the job does so."""
+    train = job.train
+    shape = replace(job.model, max_seq_len=job.data.seq_len)
+    run = Run(
+        shape=shape,
+        micro_batch=train.micro_batch,
+        micro_steps=train.grad_accum_steps,
+        gpus=gpus,
+        stage=stage,
+        offload=False,
+        recompute=job.device.activation != "keep",
+    )
+    tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
+    rate = tokens / step_times(run, machine, IDEAL).step
+    return Point(
+        system="resident",
+        stage=stage,
+        gpus=gpus,
+        tokens_per_s=rate * gpus,
+        tflops=rate * flops_per_token(job.model, job.data.seq_len) / 1e12,
+        efficiency=0.0,
+        problem="does not fit" if too_large_for(run, machine, IDEAL) else "",
+    )
+
+
+def _relative(points: Sequence[Point]) -> Iterator[Point]:
+    first = next((point for point in points if not point.problem), None)
+    for point in points:
+        share = 0.0
+        if first is not None and not point.problem:
+            share = point.tokens_per_s / point.gpus * first.gpus / first.tokens_per_s
+        yield replace(point, efficiency=share)

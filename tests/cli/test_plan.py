@@ -1,0 +1,168 @@
+"""`offloadtrain plan`: text, JSON, exit codes, the largest model, sweeps, one line for errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offloadtrain.cli import main
+from offloadtrain.plan import largest
+from offloadtrain.plan.machine import find
+from offloadtrain.plan.plan import make
+
+Captured = pytest.CaptureFixture[str]
+SMALL = ["--set", "model.size=gpt2-124m", "data.seq_len=512", "device.precision=fp16"]
+
+
+def plan(*arguments: object) -> int:
+    return main(["plan", *map(str, arguments)])
+
+
+def found(capsys: Captured) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return values
+
+
+def test_what_is_printed(capsys: Captured) -> None:
+    assert plan("gpt_13b_v100", "--machine", "v100_32gb") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for part in ("13.3B parameters", "working weights", "exp_avg_sq", "init", "checkpoint",
+                 "tokens/s", "MFU", "recompute", "bytes per parameter", "It fits."):  # fmt: skip
+        assert part in out
+    assert max(map(len, out.splitlines())) < 140
+
+
+def test_json_sums_up(capsys: Captured) -> None:
+    assert plan("demo", "--machine", "dgx2", "--gpus", 4, "--json", *SMALL) == 0
+    told = found(capsys)
+    assert told["ranks"] == 4 and told["hosts"] == 1 and told["zero_stage"] == 2
+    assert told["host_peak_bytes"]["step"] == 4 * sum(told["host_bytes"].values())
+    assert told["fits"] and told["problems"] == [] == told["changes"]
+    step = told["step"]
+    waited = sum(step["exposed_s"].values())
+    assert step["seconds"] == pytest.approx(step["busy_s"]["compute"] + waited)
+
+
+def test_what_does_not_fit_says_what_does(capsys: Captured) -> None:
+    arguments = ["demo", "--machine", "v100_32gb", "--gpu-memory", "2GiB", *SMALL]
+    assert plan(*arguments) == 4
+    out = capsys.readouterr().out
+    assert "It does not fit:" in out and "the device needs" in out
+    changes = [line.split(" tokens/s  ") for line in out.splitlines() if " tokens/s  " in line]
+    rates = [float(rate.strip().rstrip("k")) for rate, _ in changes]
+    assert rates == sorted(rates, reverse=True)
+    assert plan(*arguments, *changes[-1][1].split()) == 0
+
+
+def test_memory_can_be_given(capsys: Captured) -> None:
+    assert plan("demo", "--machine", "cpu2", "--host-memory", "100MB") == 4
+    assert "the host" in capsys.readouterr().out
+    assert plan("demo", "--machine", "cpu2") == 0
+
+
+def test_this_machine(capsys: Captured) -> None:
+    assert plan("demo", "--json") == 0
+    assert "this machine" in found(capsys)["machine"]
+
+
+def test_a_machine_that_was_measured(tmp_path: Path, capsys: Captured) -> None:
+    file = tmp_path / "mine.toml"
+    assert main(["doctor", "--quick", "--save", str(file), "--folder", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert plan("demo", "--machine", file, "--json") == 0
+    assert found(capsys)["machine"] == "mine"
+
+
+def test_the_largest_model(capsys: Captured) -> None:
+    assert plan("--largest", "--machine", "v100_32gb", "--json") == 0
+    rows = {(row["weights"], row["state"]): row for row in found(capsys)["rows"]}
+    assert set(rows) == {(w, s) for w in ("device", "host") for s in ("fp32", "int8")}
+    for row in rows.values():
+        told = row["plan"]
+        assert told["fits"] and told["params"] == row["params"]
+    assert rows["device", "int8"]["params"] >= 13e9
+    assert rows["device", "int8"]["params"] > rows["device", "fp32"]["params"]
+
+
+def test_one_layer_more_does_not_fit() -> None:
+    machine = find("rtx4090")[1]
+    for row in largest.largest("rtx4090", machine):
+        assert row.plan is not None and row.plan.fits
+        shape = row.plan.job.model
+        if shape.num_layers < largest.LAYERS[1]:
+            from dataclasses import replace
+
+            deeper = replace(row.plan.job, model=replace(shape, num_layers=shape.num_layers + 1))
+            assert not make(deeper, "rtx4090", machine).fits
+
+
+def test_nothing_fits(capsys: Captured) -> None:
+    assert plan("--largest", "--machine", "v100_32gb", "--host-memory", "3GiB") == 4
+    assert "-" in capsys.readouterr().out
+
+
+def test_a_sweep(capsys: Captured) -> None:
+    arguments = ["demo", "--machine", "dgx2", "--sweep", "gpus=4,1,16,32", *SMALL]
+    assert plan(*arguments, "--json") == 0
+    points = found(capsys)["points"]
+    systems = {(p["system"], p["stage"]) for p in points}
+    ours = {("offloadtrain", stage) for stage in (1, 2, 3)}
+    assert systems == ours | {("resident", stage) for stage in range(4)}
+    for system in systems:
+        line = [p for p in points if (p["system"], p["stage"]) == system]
+        assert [p["gpus"] for p in line] == [1, 4, 16, 32]
+        rates = [p["tokens_per_s"] for p in line]
+        assert rates == sorted(rates) and line[0]["efficiency"] == 1.0
+    assert plan(*arguments) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 7 * 4
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"sweep.{ending}"
+    assert plan("demo", "--machine", "dgx2", "--sweep", "gpus=1,2", "--plot", file, *SMALL) == 0
+    assert file.stat().st_size > 5000
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "give a job file"),
+        (["absent"], 2, "no such file"),
+        (["demo", "--machine", "h1000"], 2, "did you mean h100"),
+        (["demo", "--machine", "no/such.toml"], 2, "cannot be read"),
+        (["demo", "--gpus", "0"], 2, "at least 1"),
+        (["demo", "--host-memory", "0"], 2, "more than nothing"),
+        (["demo", "--host-memory", "much"], 2, "not a size"),
+        (["demo", "--machine", "cpu2", "--gpu-memory", "8GiB"], 2, "has no GPU"),
+        (["demo", "--set", "model.d_model=7"], 2, "must be a multiple"),
+        (["demo", "--machine", "h100", "--gpus", "7"], 2, "cannot share"),
+        (["demo", "--sweep", "gpus=0"], 2, "gpus=1,2,4"),
+        (["demo", "--sweep", "ranks=2"], 2, "gpus=1,2,4"),
+        (["demo", "--sweep", "gpus=1", "--plot", "x.gif"], 2, ".svg or .png"),
+        (["demo", "--largest"], 2, "leave out demo"),
+        (["gpt_13b_v100", "--machine", "cpu2"], 4, "computes on its CPU"),
+    ],
+)
+def test_one_clear_line(capsys: Captured, arguments: list[str], code: int, said: str) -> None:
+    assert plan(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from offloadtrain.cli import main; "
+        "main(['plan', 'demo', '--machine', 'cpu2', '--json']); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

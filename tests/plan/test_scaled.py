@@ -1,0 +1,85 @@
+"""13B on a 32 GB GPU at a thousandth of its size: the same blocks and microbatches, matrices 32
+times narrower and shorter, rings 1024 times smaller. What the large plan says divided by 1024 is
+what the small model is measured to take, under a device limit divided by 1024."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from offloadtrain import config as jobs
+from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.config import Config
+from offloadtrain.engine import device_memory
+from offloadtrain.model import loss
+from offloadtrain.plan import activations as activation_plan
+from offloadtrain.plan import memory, placement
+from offloadtrain.plan.activations import activations
+from offloadtrain.plan.machine import find
+from offloadtrain.plan.placement import place
+from offloadtrain.plan.plan import make
+from tests.plan.test_activations import most_allocated
+from tests.plan.test_memory import booked, planned
+
+SCALE, SIDE = 1024, 32
+
+
+@pytest.fixture(autouse=True)
+def small_rings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (device_memory, placement, memory):
+            patch.setattr(module, "STAGING_BYTES", module.STAGING_BYTES // SCALE)
+        rows = activation_plan._ROWS_BYTES_GPU // SCALE
+        for module in (loss, activation_plan):
+            patch.setattr(module, "_ROWS_BYTES_CPU", rows)
+        yield
+
+
+def scaled(config: Config) -> Config:
+    model = config.model
+    small = replace(
+        model,
+        d_model=model.d_model // SIDE,
+        num_heads=model.num_heads // SIDE,
+        vocab_size=model.vocab_size // SIDE,
+        max_seq_len=model.max_seq_len // SIDE,
+    )
+    return replace(
+        config,
+        model=small,
+        data=replace(config.data, seq_len=config.data.seq_len // SIDE),
+        device=replace(config.device, precision="bf16"),  # as many bytes as fp16, faster on a CPU
+        train=replace(config.train, grad_accum_steps=2, global_batch_tokens=0),
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt_13b_32gb", "gpt_13b_v100", "gpt_13b_streamed"])
+def test_a_thousandth_of_13b(name: str) -> None:
+    job = jobs.load(shipped_jobs()[name])
+    machine = find(job.device.machine)[1]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (device_memory, placement, memory):
+            patch.setattr(module, "STAGING_BYTES", module.STAGING_BYTES * SCALE)
+        large = make(job, "large", machine)
+        assert large.fits
+        device, host = sum(large.device.values()), memory.host(large.placed, 1 << 60)
+        engine = memory.device(large.placed)
+    small = scaled(large.job)
+    if name == "gpt_13b_streamed":  # its one microbatch
+        small = replace(small, train=replace(small.train, grad_accum_steps=1))
+    found, plan = booked(small, steps=1), planned(small)
+    assert found == plan
+    for owners in (host, found["host"]):
+        del owners["padding"]  # what separates neighbours has a size of its own
+    assert sum(found["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
+
+    assert sum(found["device"].values()) == pytest.approx(sum(engine.values()) / SCALE, rel=0.05)
+
+    held = sum(found["device"].values()) + most_allocated(small)
+    assert held <= large.device_room / SCALE
+    if name != "gpt_13b_streamed":  # next to nothing beside the CPU's scratch for 16-bit products
+        total = sum(plan["device"].values()) + activations(place(small), on_cpu=True).total
+        assert held == pytest.approx(total, rel=0.05)
+        assert held == pytest.approx(device / SCALE, rel=0.05)

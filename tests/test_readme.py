@@ -44,14 +44,16 @@ def test_the_python_snippet_trains() -> None:
     assert seen[-1] < 0.9 * seen[0]
 
 
-def test_the_table_of_model_states_is_what_dry_run_prints() -> None:
-    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", README, re.MULTILINE)
+def test_the_table_of_jobs_is_what_plan_prints() -> None:
+    cell = r" ([^|]*) \|"
+    rows = re.findall(rf"^\| `(\w+)` \| `(\w+)` \|{4 * cell}$", README, re.MULTILINE)
     assert len(rows) == 5
-    for job, params, device, host in rows:
-        printed = offloadtrain("train", job, "--dry-run").stderr
-        assert f": {params.split()[0]} parameters" in printed, job
-        assert f"model state on the device: {device.strip()}" in printed, job
-        assert f"model state on the host: {host.strip()}" in printed, job
+    for job, machine, params, device, host, rate in rows:
+        printed = offloadtrain("plan", job, "--machine", machine).stdout
+        assert f"{params} parameters" in printed, job
+        assert f"device: {device} of" in printed, job
+        assert f"init {host}" in printed or f"step {host}" in printed, job
+        assert f"{rate} tokens/s" in printed, job
 
 
 def test_the_job_commands(tmp_path: Path) -> None:

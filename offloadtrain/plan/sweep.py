@@ -10,6 +10,7 @@ from typing import Any
 from offloadtrain.config import Config
 from offloadtrain.errors import ConfigError
 from offloadtrain.plan.machine import Machine
+from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.plan import make, resolved
 from offloadtrain.plan.published import Run, Software, step_times, too_large_for
 from offloadtrain.shapes import flops_per_token
@@ -24,7 +25,9 @@ class Point:
     """One placement on so many GPUs.
 
     Attributes:
-        system: "offloadtrain", or "resident": the optimizer state on the GPUs, which is analytic.
+        system: "offloadtrain", or, analytic and with all state on the GPUs, "resident" (ZeRO) and
+            the pipeline schedules "gpipe", "flush" and "2bw", a stage on each GPU.
+        stage: of ZeRO; 0 for pipelines.
         efficiency: tokens per second and GPU, over those of the fewest GPUs on which it fits.
         problem: why it does not fit; empty where it does.
     """
@@ -51,6 +54,9 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])
     for stage in () if machine.on_cpu else range(4):
         rows += _relative([_resident(job, machine, stage, count) for count in counts])
+    for schedule in () if machine.on_cpu else SCHEDULES:
+        short = [count for count in counts if count <= job.model.num_layers]
+        rows += _relative([_pipelined(job, machine, schedule, count) for count in short])
     return rows
 
 
@@ -62,7 +68,9 @@ def table(points: Sequence[Point], name: str) -> str:
     )
     note = (
         f"{name}: every GPU has the job's batch; 6 N + 12 L d T per token. offloadtrain: simulated "
-        "from its schedule. resident: ZeRO of that stage with the state on the GPUs, analytic"
+        "from its schedule. Analytic, with the state on the GPUs: resident (ZeRO of that stage), "
+        "and pipelines of a stage per GPU: gpipe, flush (PipeDream-Flush), 2bw (PipeDream-2BW, "
+        "whose updates are one version stale)"
     )
     return "\n".join([head, *map(_line, points), note])
 
@@ -72,7 +80,7 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def plot(points: Sequence[Point], path: str, name: str) -> None:
-    """Tokens per second over GPUs, as SVG or PNG by the path's ending.
+    """Tflop/s of each GPU over their number, as SVG or PNG by the path's ending.
 
     Raises:
         ConfigError: `check_plot`, or the file cannot be written.
@@ -83,15 +91,17 @@ def plot(points: Sequence[Point], path: str, name: str) -> None:
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for (system, stage), line in _lines(points).items():
-        style = "-" if system == "offloadtrain" else "--"
-        counts, rates = [p.gpus for p in line], [p.tokens_per_s for p in line]
-        axes.plot(counts, rates, style, marker="o", ms=3, label=f"{system}, stage {stage}")
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per second", title=name)
+        style = {"offloadtrain": "-", "resident": "--"}.get(system, ":")
+        counts, rates = [p.gpus for p in line], [p.tflops for p in line]
+        label = f"{system}, stage {stage}" if system in ("offloadtrain", "resident") else system
+        axes.plot(counts, rates, style, marker="o", ms=3, label=label)
+    axes.set(xscale="log", xlabel="GPUs", ylabel="Tflop/s of each GPU", title=name)
     ticks = sorted({point.gpus for point in points})
     axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=3, loc="lower right")
+    axes.set_ylim(bottom=0)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -168,6 +178,31 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         tflops=rate * flops_per_token(job.model, job.data.seq_len) / 1e12,
         efficiency=0.0,
         problem="does not fit" if too_large_for(run, machine, IDEAL) else "",
+    )
+
+
+def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> Point:
+    train = job.train
+    micro_batches = train.grad_accum_steps * gpus
+    pipe = Pipeline(
+        shape=replace(job.model, max_seq_len=job.data.seq_len),
+        micro_batch=train.micro_batch,
+        micro_batches=micro_batches,
+        stages=gpus,
+        recompute=job.device.activation != "keep",
+    )
+    found = row(schedule, pipe, machine)
+    needed = found.weights_bytes + found.state_bytes + found.activation_bytes
+    room = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
+    rate = micro_batches * train.micro_batch * job.data.seq_len / found.step_s
+    return Point(
+        system=schedule,
+        stage=0,
+        gpus=gpus,
+        tokens_per_s=rate,
+        tflops=rate / gpus * flops_per_token(job.model, job.data.seq_len) / 1e12,
+        efficiency=0.0,
+        problem="does not fit" if needed > room else "",
     )
 
 

@@ -111,14 +111,16 @@ def test_a_sweep(capsys: Captured) -> None:
     points = found(capsys)["points"]
     systems = {(p["system"], p["stage"]) for p in points}
     ours = {("offloadtrain", stage) for stage in (1, 2, 3)}
-    assert systems == ours | {("resident", stage) for stage in range(4)}
+    pipelines = {("gpipe", 0), ("flush", 0), ("2bw", 0)}
+    assert systems == ours | {("resident", stage) for stage in range(4)} | pipelines
     for system in systems:
         line = [p for p in points if (p["system"], p["stage"]) == system]
-        assert [p["gpus"] for p in line] == [1, 4, 16, 32]
+        counts = [1, 4] if system in pipelines else [1, 4, 16, 32]  # it has 12 layers
+        assert [p["gpus"] for p in line] == counts
         rates = [p["tokens_per_s"] for p in line]
         assert rates == sorted(rates) and line[0]["efficiency"] == 1.0
     assert plan(*arguments) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 7 * 4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 7 * 4 + 3 * 2
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from offloadtrain.schedule import StepShape, steady
 from offloadtrain.shapes import SIZES
 from tests.plan.test_memory import job
 
+ROOT = Path(__file__).resolve().parents[2]
 V100 = find("v100_32gb")[1]
 DGX2 = find("dgx2")[1]
 
@@ -360,3 +364,18 @@ def test_the_13b_jobs_fit_32_gb_and_128_gib() -> None:
     assert v100.fits and v100.device_room < 32 << 30 and v100.host_room == 128 << 30
     assert max(v100.host_peaks.values()) <= 128 << 30
     assert planning.PROCESS_BYTES["cuda"] in v100.host.values()
+
+
+def test_a_dry_run_of_13b_takes_little_memory() -> None:
+    """A model of 25 GiB in 16 bits, laid out and proved in less than 2 GiB."""
+    code = (
+        "import resource, sys; from offloadtrain.cli import main; "
+        "code = main(['train', 'examples/gpt_13b_v100.toml', '--dry-run']); "
+        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    status, kib = map(int, done.stderr.splitlines()[-1].split())
+    assert status == 0 and kib < 2 << 20
+    assert "free of races" in done.stderr

@@ -1,0 +1,85 @@
+"""On a GPU: what is planned is what torch allocates, and a refusal comes before the allocation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from offloadtrain.assembly import decay_groups
+from offloadtrain.here import here
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.plan import memory
+from offloadtrain.plan.plan import make
+from offloadtrain.shapes import SIZES, ModelShape
+from tests.plan.test_memory import job
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "gpt2-355m": SIZES["gpt2-355m"],
+    "llama": ModelShape(
+        vocab_size=32000, num_layers=8, d_model=1024, num_heads=16, max_seq_len=1024
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"device__activation": "recompute"},
+        {"device__activation": "offload", "device__working": "host"},
+        {"train__grad_accum_steps": 2, "optim__state": "int8"},
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_peak_of_a_step(shape: str, keys: dict[str, Any]) -> None:
+    """The engine's bytes to the byte, all of torch's within 5 %."""
+    config = job(data__seq_len=16, train__micro_batch=4, **keys)
+    config = replace(
+        config,
+        model=SHAPES[shape],
+        data=replace(config.data, seq_len=512),
+        device=replace(config.device, kind="auto"),
+    )
+    plan = make(config, *here(on_gpu=True))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    optimizer = ot.offload(
+        model,
+        params=decay_groups(model, config),
+        device="cuda",
+        precision=config.device.precision,
+        state=config.optim.state,
+        clip_norm=1.0,
+        grad_accum_steps=config.train.grad_accum_steps,
+        working=config.device.working,
+        activation=config.device.activation,
+        param_init_fn=model.initializer(0),
+    )
+    for _ in range(2):
+        for _ in range(config.train.grad_accum_steps):
+            tokens = torch.randint(config.model.vocab_size, (4, 512), device="cuda")
+            optimizer.backward(model(tokens, tokens))
+        optimizer.step()
+    torch.cuda.synchronize()
+    held = {(row.tier, row.owner): row.peak_bytes for row in optimizer.ledger.rows()}
+    for owner, size in memory.device(plan.placed).items():
+        assert held["device", owner] == size
+    peak = torch.cuda.max_memory_allocated() - before
+    optimizer.close()
+    assert peak == pytest.approx(sum(plan.device.values()), rel=0.05)
+
+
+def test_the_machine_here_is_the_gpu() -> None:
+    name, machine = here(on_gpu=True)
+    assert machine.gpu == torch.cuda.get_device_name() and not machine.on_cpu
+    assert "this machine" in name
+    assert machine.gpu_memory_bytes == torch.cuda.get_device_properties(0).total_memory

@@ -117,6 +117,7 @@ def _offloaded(
         device=device,
         precision=precision,
         state=config.optim.state,
+        state_on=config.optim.state_on,
         seed=config.train.seed,
         update=config.optim.update,
         warmup_steps=config.optim.delay_warmup_steps,

@@ -71,7 +71,8 @@ class OptimConfig:
         clip_norm: largest global gradient norm; 0: no clipping.
         warmup_steps: linear warm-up from 0, in steps.
         min_lr_ratio: where the schedule ends, as a share of `lr`.
-        state: format of master weights and moments on the host.
+        state: format of master weights and moments.
+        state_on: where these and gradients live; "device": nothing is offloaded.
         update: when Adam runs.
         delay_warmup_steps: with update = "delayed": exact steps before the first delayed one.
         skip_nonfinite: skip a step whose gradient norm is not finite.
@@ -88,6 +89,7 @@ class OptimConfig:
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
     state: State = "fp32"
+    state_on: Literal["host", "device"] = "host"
     update: Literal["exact", "speculative", "delayed"] = "exact"
     delay_warmup_steps: int = 0
     skip_nonfinite: bool = True
@@ -415,6 +417,18 @@ def _mode_contradictions(config: Config) -> Iterator[str]:
             f"optim.delay_warmup_steps = {optim.delay_warmup_steps} has a meaning only with "
             "optim.update = delayed"
         )
+    if optim.state_on == "device":
+        wanted = {
+            "optim.state": (optim.state, "fp32"),
+            "optim.update": (optim.update, "exact"),
+            "device.working": (device.working, "device"),
+        }
+        for key, (value, fitting) in wanted.items():
+            if value != fitting:
+                yield (
+                    f"{key} = {value} does not go with optim.state_on = device: what is not "
+                    f"offloaded is kept with {key} = {fitting}"
+                )
     comes_and_goes = device.working == "host" or config.ranks.zero_stage == 3
     if device.resident_blocks > 0 and not comes_and_goes:
         yield (

@@ -21,7 +21,7 @@ from offloadtrain.engine.build import lay_out
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.settings import Settings
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.memory import Ledger, PaperArena
+from offloadtrain.memory import DeviceArena, Ledger, PaperArena
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.plan import memory
@@ -63,13 +63,15 @@ def laid_out(plan: Plan) -> Ledger:
     with torch.device("meta"):
         model = Transformer(config.model)
     groups = normalise_groups(model, decay_groups(model, config), AdamW())
+    offloads = plan.placed.offloaded
+    arena = PaperArena(ledger) if offloads else DeviceArena(ledger, torch.device("meta"))
     lay_out(
         model,
         AdamW(),
         groups,
         _settings(plan),
         lanes=SequentialLanes(),
-        arena=PaperArena(ledger),
+        arena=arena,
         ledger=ledger,
     )
     return ledger
@@ -94,6 +96,7 @@ def _settings(plan: Plan) -> Settings:
         update=optim.update,
         warmup_steps=optim.delay_warmup_steps,
         host_memory_limit=limit,
+        state_on=optim.state_on,
         working=device.working,
         device_slots=device.slots,
         resident_blocks=None if device.resident_blocks < 0 else device.resident_blocks,
@@ -134,6 +137,7 @@ def proved(plan: Plan) -> tuple[int, list[Any]]:
             device="cpu",
             precision=config.device.precision,
             state=config.optim.state,
+            state_on=config.optim.state_on,
             update=config.optim.update,
             clip_norm=config.optim.clip_norm or None,
             skip_nonfinite=config.optim.skip_nonfinite,

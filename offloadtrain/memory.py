@@ -184,6 +184,28 @@ class Arena:
             )
 
 
+class DeviceArena(Arena):
+    """The same on the device: for an optimizer state that is not offloaded."""
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        super().__init__(ledger, pin=False)
+        self._device = device
+
+    @property
+    def pinned(self) -> bool:
+        """Nothing crosses the bus."""
+        return True
+
+    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Zeroed 1-D tensors in the order of the requests.
+
+        Raises:
+            torch.OutOfMemoryError: with the largest owners in its message.
+        """
+        take = self._ledger.device_tensor
+        return [take(r.owner, r.numel, r.dtype, self._device).zero_() for r in requests]
+
+
 class PaperArena(Arena):
     """Books what is asked for and maps nothing: tensors are on the meta device."""
 

@@ -37,6 +37,7 @@ def offload(
     device: str | torch.device = "auto",
     precision: str = "bf16",
     state: str = "fp32",
+    state_on: str = "host",
     seed: int = 0,
     update: str = "exact",
     warmup_steps: int = 0,
@@ -76,6 +77,9 @@ def offload(
             "fp32".
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
             or "int8" (5). Gradients take 2 more, or 4 where microbatches are summed.
+        state_on: "host"; "device": nothing is offloaded: gradients, masters and moments stay on the
+            device, and Adam runs there. For "fp32" state, update mode "exact" and working =
+            "device"; among ranks all ZeRO stages.
         seed: of stochastic rounding in "split16" and "int8".
         update: update mode. "exact": the update of a resident run. "speculative": the same bits;
             Adam runs inside backward on the guess that nothing is clipped or skipped, into a second
@@ -136,6 +140,7 @@ def offload(
         update=update,
         warmup_steps=_not_negative("warmup_steps", warmup_steps) or 0,
         host_memory_limit=_positive("host_memory_limit", host_memory_limit),
+        state_on=_check_choice("state_on", state_on, ("host", "device")),
         working=_check_choice("working", working, ("device", "host")),
         device_slots=_positive("device_slots", device_slots) or 1,
         resident_blocks=_not_negative("resident_blocks", resident_blocks),
@@ -161,7 +166,11 @@ def _offloaded(
     check_model(model, may_be_meta=param_init_fn is not None)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, settings)
-    lanes = lanes_for(settings.device, among_ranks=not settings.ranks.alone)
+    lanes = lanes_for(
+        settings.device,
+        among_ranks=not settings.ranks.alone,
+        state_on_device=settings.state_on == "device",
+    )
     optimizer = OffloadOptimizer(model, rule, groups, settings, lanes, param_init_fn)
     offloaded.add(model)
     return optimizer
@@ -200,11 +209,25 @@ def _check_support(settings: Settings) -> None:
             "by skipping the steps that overflow. Use precision = 'bf16', or leave it on"
         )
     check_format(settings.state, settings.dtype)
+    _check_resident(settings)
     if settings.device.type == "cuda" and settings.dtype is torch.bfloat16:
         with torch.cuda.device(settings.device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 name = torch.cuda.get_device_name(settings.device)
                 raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
+
+
+def _check_resident(settings: Settings) -> None:
+    """What has a meaning only where the state is offloaded."""
+    if settings.state_on == "host":
+        return
+    wanted = {"state": "fp32", "update": "exact", "working": "device"}
+    for key, value in wanted.items():
+        if getattr(settings, key) != value:
+            raise ValueError(
+                f"{key} = {getattr(settings, key)!r} and state_on = 'device': what is not "
+                f"offloaded is kept with {key} = {value!r}"
+            )
 
 
 def _check_same(model: nn.Module, groups: list[dict[str, Any]], settings: Settings) -> None:

@@ -48,13 +48,14 @@ def build(
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
+    inputs: Arena,
     ledger: Ledger,
 ) -> tuple[Engine, list[Block]]:
     """Cut the model, move its weights into flat buffers, make the engine.
 
     After it every trainable parameter is a view of a flat buffer on the device, its fp32 value is
     in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
-    streamed blocks, which are in the arena.
+    streamed blocks, which are in the arena. `inputs`: host memory for block inputs.
     """
     laid = lay_out(model, rule, groups, settings, lanes=lanes, arena=arena, ledger=ledger)
     blocks, streamer, collectives = laid.blocks, laid.streamer, laid.collectives
@@ -76,7 +77,7 @@ def build(
         lanes,
         streamer=streamer,
         recomputed=_recomputed(laid.parts, settings),
-        parking=_parking(arena, ledger, lanes, settings),
+        parking=_parking(inputs, ledger, lanes, settings),
     )
     engine = Engine(
         blocks,

@@ -172,7 +172,7 @@ class Gradients:
             for bucket in block.buckets:
                 self._complete(bucket)
         self._lanes.host_wait(self._lanes.record(Lane.HOST), "the gradient norm")
-        squares = self._squares.flat
+        squares = self._squares.flat.cpu()
         told = self._ranks.exchange(torch.cat([squares, torch.tensor(beside, dtype=squares.dtype)]))
         total = 0.0
         for values in told[:, : squares.numel()].T.tolist():

@@ -32,7 +32,10 @@ def map_host(
     settings: Settings,
     num_params: int,
 ) -> Buffer:
-    """Map everything the host keeps, bucket by bucket; returns the sums of squares."""
+    """Map everything the host keeps, bucket by bucket; returns the sums of squares.
+
+    `arena`: on the device where the state is not offloaded.
+    """
     buckets = [bucket for block in blocks for bucket in block.buckets]
     norms = Request("norms", num_params, torch.float64)
     base = [norms, *(r for b in buckets for r in _requests(b, rule, settings, doubled=False))]
@@ -42,7 +45,8 @@ def map_host(
     if settings.accumulates:
         slot = Request("host staging", device_memory.host_staging_bytes(buckets), torch.uint8)
         base += [slot] * device_memory.RING_SLOTS
-    _check_limit(base, settings.host_memory_limit)
+    if settings.state_on == "host":
+        _check_limit(base, settings.host_memory_limit)
     doubled = _doubled(blocks, rule, settings, _span_bytes(base))
     requests = [r for b in buckets for r in _requests(b, rule, settings, doubled=b in doubled)]
     tensors: Iterator[Tensor] = iter(arena.map([norms, *requests, *still]))

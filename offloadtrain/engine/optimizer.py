@@ -21,7 +21,7 @@ from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.settings import Settings
 from offloadtrain.kernels import BLOCK
-from offloadtrain.memory import Arena, Ledger
+from offloadtrain.memory import Arena, DeviceArena, Ledger
 from offloadtrain.optim import UpdateRule, recognise
 from offloadtrain.optim.formats import Field
 from offloadtrain.transfer import Lanes
@@ -56,7 +56,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.ranks = settings.ranks
         self.ledger = Ledger()
         self._rule = rule
-        self._arena = Arena(self.ledger, pin=settings.pin_memory and self.device.type == "cuda")
+        host = Arena(self.ledger, pin=settings.pin_memory and self.device.type == "cuda")
+        offloads = settings.state_on == "host"
+        self._arena = host if offloads else DeviceArena(self.ledger, self.device)
+        lanes.counts_bus = offloads
         self._engine, self._blocks = build(
             model,
             rule,
@@ -65,6 +68,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             param_init_fn=param_init_fn,
             lanes=lanes,
             arena=self._arena,
+            inputs=host,
             ledger=self.ledger,
         )
         self._model = model
@@ -77,7 +81,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._fill_state()
         self._handles = self._hook_parameters() + attach_faces(model, self)
         # Dropped without close(): drain, then give the pinned memory back, in this order.
-        self._finalizer = weakref.finalize(self, _release, lanes, self._arena)
+        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, host)
 
     @property
     def pinned(self) -> bool:
@@ -414,9 +418,10 @@ def _cut(
     )
 
 
-def _release(lanes: Lanes, arena: Arena) -> None:
+def _release(lanes: Lanes, *arenas: Arena) -> None:
     lanes.close()
-    arena.close()
+    for arena in arenas:
+        arena.close()
 
 
 def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tensor) -> None:

@@ -15,6 +15,7 @@ class Settings:
 
     Attributes:
         host_memory_limit: bytes that the engine may hold on the host; None: what is available.
+        state_on: "host"; "device": nothing is offloaded.
         working: "device", or "host": repeated blocks are streamed.
         device_slots: how many streamed blocks are on the device at once.
         resident_blocks: how many repeated blocks stay there all the same; None: as many as
@@ -39,6 +40,7 @@ class Settings:
     update: str
     warmup_steps: int
     host_memory_limit: int | None
+    state_on: str
     working: str
     device_slots: int
     resident_blocks: int | None

@@ -1,7 +1,8 @@
 """The only door to the CPU kernels: native (C++, by instruction set), Numba, or plain torch.
 
 Every backend gives the same bits, whatever the instruction set and the number of threads. All
-tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written.
+tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. Where
+the first one is on a GPU, all are, and torch does the work (`on_device`).
 
 [Note: The norm]
 A gradient's global norm has one definition on device, host and ranks: the sum of squares of a
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offloadtrain.kernels import on_device
 from offloadtrain.kernels.checks import (
     check_adam,
     check_alive,
@@ -113,6 +115,11 @@ def adam(
     Raises:
         TypeError, ValueError: and nothing is written.
     """
+    if grad.is_cuda:
+        if not isinstance(state, Fp32State) or out is not None:
+            raise TypeError("on a GPU the state is Fp32State, updated in place")
+        on_device.adam(state, grad, working, scalars)
+        return
     target = state if out is None else out
     check_adam(state, target, grad, working, layout, scalars)
     kernels_in_force().adam(state, target, grad, working, layout, scalars)
@@ -125,6 +132,9 @@ def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
         total: (n,) fp32.
         grad: (n,) fp32, bf16 or fp16.
     """
+    if grad.is_cuda:
+        on_device.accumulate(total, grad, first)
+        return
     _check_pair(total, grad)
     kernels_in_force().accumulate(total, grad, first)
 
@@ -137,6 +147,10 @@ def accumulate_squares(
     Args:
         squares: (m,) fp64; the element of each parameter's id is written.
     """
+    if grad.is_cuda:
+        on_device.accumulate(total, grad, first)
+        on_device.sum_squares(total, layout, squares)
+        return
     _check_pair(total, grad)
     _check_squares(layout, grad, squares)
     kernels_in_force().accumulate_squares(total, grad, layout, first, squares)
@@ -149,6 +163,9 @@ def cast(source: Tensor, target: Tensor) -> None:
         source: (n,) fp32.
         target: (n,) fp32, bf16 or fp16.
     """
+    if source.is_cuda:
+        target.copy_(source)
+        return
     _check_pair(source, target)
     kernels_in_force().cast(source, target)
 
@@ -167,6 +184,9 @@ def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
         flat: (n,) fp32, bf16 or fp16.
         squares: (m,) fp64; the element of each parameter's id is written.
     """
+    if flat.is_cuda:
+        on_device.sum_squares(flat, layout, squares)
+        return
     check_operand("flat", flat, _FLOATS)
     _check_squares(layout, flat, squares)
     kernels_in_force().sum_squares(flat, layout, squares)
@@ -174,6 +194,9 @@ def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
 
 def copy(source: Tensor, target: Tensor) -> None:
     """target = source, of one dtype and size, on the kernels' threads."""
+    if source.is_cuda:
+        target.copy_(source)
+        return
     check_operand("source", source, _FLOATS)
     check_operand("target", target, (source.dtype,), source.numel())
     check_disjoint({"source": source, "target": target})
@@ -182,6 +205,9 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 def zero(memory: Tensor) -> None:
     """memory = 0, on the kernels' threads."""
+    if memory.is_cuda:
+        memory.zero_()
+        return
     check_operand("memory", memory, _FLOATS)
     kernels_in_force().zero_flat(memory)
 

@@ -122,10 +122,19 @@ def _candidates(
             continue
         if "train.micro_batch" in keys and not job.train.global_batch_tokens:
             keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
+        changed = _consistent(job, keys)
+        if not _goes_together(changed):
+            continue
         try:
-            yield Change(keys, make(_consistent(job, keys), name, machine, ranks))
+            yield Change(keys, make(changed, name, machine, ranks))
         except PlanError:
             continue
+
+
+def _goes_together(job: Config) -> bool:
+    """What is not offloaded has no narrow format and no streamed weights."""
+    resident = job.optim.state_on == "device"
+    return not resident or (job.optim.state == "fp32" and job.device.working == "device")
 
 
 def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
@@ -135,6 +144,7 @@ def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
         "device.working": ("device", "host"),
         "device.activation": ("keep", "recompute", "offload"),
         "optim.state": tuple(states),
+        "optim.state_on": tuple(dict.fromkeys((job.optim.state_on, "host"))),
         "train.micro_batch": _smaller(job),
     }
 

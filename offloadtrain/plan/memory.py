@@ -65,7 +65,8 @@ def host(placed: Placement, available_bytes: int) -> Owners:
     """Bytes of one rank's host memory. `available_bytes`: what a second copy of the state may
     grow into, where the job sets no limit."""
     owners: Owners = {}
-    for request in [*requests(placed), *_second_copies(placed, available_bytes)]:
+    state = requests(placed) if placed.offloaded else ()
+    for request in [*state, *_inputs(placed), *_second_copies(placed, available_bytes)]:
         owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
         owners["padding"] = owners.get("padding", 0) + request.span_bytes - request.nbytes
     return owners
@@ -86,11 +87,13 @@ def device(placed: Placement) -> Owners:
     if placed.reduced_bytes > weight:
         slot = placed.staging_bytes // placed.ranks // 2
         owners["rounded gradients"] = placed.staging_slots * slot
+    for request in () if placed.offloaded else requests(placed):
+        owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
     return owners
 
 
 def requests(placed: Placement) -> Iterator[Request]:
-    """What the host arena holds, without second copies of the state."""
+    """What one arena holds: gradients and state, without second copies of it."""
     config = placed.config
     yield Request("norms", 8 * num_tensors(config.model))
     for block in placed.blocks:
@@ -99,7 +102,11 @@ def requests(placed: Placement) -> Iterator[Request]:
             yield from _gradient(placed, block, bucket)
     if placed.sums:
         yield from [Request("host staging", placed.host_staging_bytes)] * RING_SLOTS
-    if config.device.activation == "offload":
+
+
+def _inputs(placed: Placement) -> Iterator[Request]:
+    """Layers' inputs on the host."""
+    if placed.config.device.activation == "offload":
         layers = sum(block.repeated for block in placed.blocks)
         yield from [Request("block inputs", input_bytes(placed))] * layers
 
@@ -158,7 +165,7 @@ def _second_copies(placed: Placement, available_bytes: int) -> Iterator[Request]
         return
     limit = placed.config.device.host_memory_limit
     room = parse_bytes(limit) if limit else int(available_bytes * HEADROOM)
-    room -= sum(one.span_bytes for one in requests(placed) if one.owner != "block inputs")
+    room -= _spans(requests(placed))
     for block in reversed(placed.blocks):
         more = list(_doubled(placed, block))
         room -= _spans(more)

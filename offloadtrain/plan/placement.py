@@ -45,8 +45,13 @@ class Placement:
         return WEIGHT_BYTES[self.config.device.precision]
 
     @property
+    def offloaded(self) -> bool:
+        """Gradients and state are on the host."""
+        return self.config.optim.state_on == "host"
+
+    @property
     def sums(self) -> bool:
-        """Microbatches are summed on the host."""
+        """Microbatches are summed beside the state."""
         return self.config.train.grad_accum_steps > 1
 
     @property

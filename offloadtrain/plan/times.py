@@ -252,13 +252,18 @@ class _Costs:
         return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))
 
     def _link(self, alone_gbps: float) -> float:
-        """Bytes per second of one rank's way between host and device."""
+        """Bytes per second of one rank's way between host and device; where the state is on the
+        device, of a copy within."""
+        if not self.placed.offloaded:
+            return 1e9 * self.machine.hbm_gbps / 2
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
     @property
     def _dram(self) -> float:
-        """Bytes per second of one rank's cores."""
+        """Bytes per second of one rank's cores; of the device where Adam runs there."""
         machine = self.machine
+        if not self.placed.offloaded:
+            return 1e9 * machine.hbm_gbps
         whole = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
         return 1e9 * whole / self._local
 
@@ -267,7 +272,7 @@ class _Costs:
         """Parameters per second of one rank."""
         state = self.placed.config.optim.state
         measured: float = getattr(self.machine, f"{state}_gparams")
-        if measured:
+        if measured and self.placed.offloaded:
             return 1e9 * measured / self._local
         return self._dram / self._traffic("adam")
 
@@ -298,9 +303,11 @@ class _Costs:
         from_host = 0 if placed.kept_on_device else loaded
         up = every - (0 if placed.kept_on_device else loads) + from_host
         parked = input_bytes(placed) * self._parked_inputs
+        bus = placed.offloaded
         gathers = every - loads + loaded
         sent = (placed.ranks - 1) * (micro_steps * every * placed.reduced_bytes + gathers * weight)
-        return micro_steps * every * weight + parked, up * weight + parked, sent
+        down = micro_steps * every * weight if bus else 0
+        return down + parked, (up * weight if bus else 0) + parked, sent
 
     def _loads_per_step(self) -> int:
         """Of streamed blocks: forward and backward of every microbatch, but for what the slots
@@ -334,6 +341,8 @@ class _Costs:
     def dram_bytes(self) -> float:
         """Of the host's kernels in a step; what the bus moves is not among it."""
         placed = self.placed
+        if not placed.offloaded:
+            return 0.0
         params = sum(bucket.shard_numel for bucket in placed.buckets)
         shown = placed.config.optim.update != "exact" or placed.early
         sums = placed.config.train.grad_accum_steps * self._traffic("accumulate")

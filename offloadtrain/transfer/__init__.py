@@ -43,14 +43,16 @@ __all__ = [
 _chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
 
 
-def lanes_for(device: torch.device, *, among_ranks: bool = False) -> Lanes:
+def lanes_for(
+    device: torch.device, *, among_ranks: bool = False, state_on_device: bool = False
+) -> Lanes:
     """The backend that overlaps where the device can: streams on CUDA, in order on the CPU; or what
     `on_lanes` has chosen."""
     if (chosen := _chosen.get()) is not None:
         return chosen
-    return (
-        CudaLanes(device, among_ranks=among_ranks) if device.type == "cuda" else SequentialLanes()
-    )
+    if device.type != "cuda":
+        return SequentialLanes()
+    return CudaLanes(device, among_ranks=among_ranks, state_on_device=state_on_device)
 
 
 @contextmanager

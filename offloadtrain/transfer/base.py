@@ -148,6 +148,8 @@ class Lanes(ABC):
 
     def __init__(self) -> None:
         self.totals = LaneTotals()
+        self.counts_bus = True
+        """Whether the copy lanes cross the bus; not where all memory is the device's."""
         self.poison = False
         """Tests: fill what `alloc` names with NaN, so that a stale read cannot pass."""
 
@@ -214,7 +216,7 @@ class Lanes(ABC):
         memory.fill_(float("nan"))
 
     def _count(self, lane: Lane, writes: Sequence[Range]) -> None:
-        nbytes = sum(range_.nbytes for range_ in writes)
+        nbytes = sum(range_.nbytes for range_ in writes) if self.counts_bus else 0
         if lane is Lane.D2H:
             self.totals.d2h_bytes += nbytes
         elif lane in (Lane.H2D, Lane.LOAD):

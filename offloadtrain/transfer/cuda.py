@@ -12,6 +12,7 @@
   event first blocks its thread until the event is *issued* (for the host lane: has happened), then
   makes its stream wait for the rest.
 * Where that thread is the training thread, the time until the event is issued counts as exposed.
+* Where the state is on the device, the host lane is a stream as d2h is: there is no CPU work.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class _StreamInterval:
 class CudaLanes(Lanes):
     """The lanes of one device. Streams live as long as the lanes."""
 
-    def __init__(self, device: torch.device, *, among_ranks: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, among_ranks: bool = False, state_on_device: bool = False
+    ) -> None:
         super().__init__()
         self._device = device
         # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
@@ -79,6 +82,11 @@ class CudaLanes(Lanes):
         self._streams = {
             lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
         }
+        self._host_computes = not state_on_device
+        if state_on_device:
+            self._streams[Lane.HOST] = torch.cuda.Stream(device)
+            if among_ranks:  # it waits for d2h, which waits for comm
+                on_threads.append(Lane.HOST)
         self._failure = Failure()
         begin = partial(torch.cuda.set_device, device)
         self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
@@ -103,7 +111,7 @@ class CudaLanes(Lanes):
         self._count(lane, writes)
         operands = views(reads, writes)
         worker = self._workers.get(lane)
-        if lane is Lane.HOST:
+        if self._is_queue(lane):
             self._host.compute(name, fn, operands)
         elif worker is None:
             self._run_on_stream(lane, name, fn, operands)
@@ -112,7 +120,7 @@ class CudaLanes(Lanes):
 
     def record(self, lane: Lane) -> Event:
         self._failure.check()
-        if lane is Lane.HOST:
+        if self._is_queue(lane):
             event = _CudaEvent(None, self._host.make_flag())
             self._host.set(event.issued)
             return event
@@ -129,7 +137,7 @@ class CudaLanes(Lanes):
         self._failure.check()
         event = _own(event)
         worker = self._workers.get(lane)
-        if lane is Lane.HOST:
+        if self._is_queue(lane):
             self._host_waits(event)
         elif worker is not None:
             worker.put(lambda: self._stream_wait(lane, event))
@@ -201,14 +209,15 @@ class CudaLanes(Lanes):
             while running and running[0].end.query():
                 interval = running.popleft()
                 self.totals.busy_ms[lane] += interval.start.elapsed_time(interval.end)
-        self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
+        if self._host_computes:
+            self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
         return super().read_totals()
 
     def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
         def fill(memory: torch.Tensor) -> None:
             memory.fill_(float("nan"))
 
-        if lane is Lane.HOST:
+        if self._is_queue(lane):
             self._host.compute("poison", fill, [memory])
             return
         run = partial(self._run_on_stream, lane, "poison", fill, [memory])
@@ -217,6 +226,10 @@ class CudaLanes(Lanes):
             run()
         else:
             worker.put(run)
+
+    def _is_queue(self, lane: Lane) -> bool:
+        """Whether the lane's work is the CPU's."""
+        return lane is Lane.HOST and self._host_computes
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._streams.get(lane) or torch.cuda.current_stream(self._device)

@@ -17,6 +17,7 @@ from tests.plan.test_memory import GPT, booked, job, planned
         {"ranks__zero_stage": 1},
         {"ranks__zero_stage": 2, "ranks__reduction": "fp32"},
         {"ranks__zero_stage": 3},
+        {"ranks__zero_stage": 3, "optim__state_on": "device"},
         {"device__working": "host", "optim__state": "int8"},
         {"ranks__zero_stage": 1, "ranks__reduction": "fp32", "train__grad_accum_steps": 2},
     ],

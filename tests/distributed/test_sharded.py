@@ -140,6 +140,14 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
     ranks(2, compare, "chain", precision, lanes=lanes, zero_stage=stage, steps=steps)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("lanes", ["in order", "threads"])
+def test_stages_without_offload(ranks: Run, lanes: str, stage: int) -> None:
+    chosen = {"lanes": lanes, "zero_stage": stage, "state_on": "device"}
+    ranks(2, compare, "tied", **chosen)
+    ranks(4, compare, "frozen", accum=2, reduction="fp32", **chosen)
+
+
 @pytest.mark.parametrize(
     ("size", "reduction", "precision"),
     [(2, "working", "bf16"), (3, "fp32", "bf16"), (4, "working", "fp32"), (4, "working", "bf16")],

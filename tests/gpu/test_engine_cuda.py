@@ -79,6 +79,43 @@ def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: in
     optimizer.close()
 
 
+@pytest.mark.parametrize("activation", ["keep", "recompute"])
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_offloaded(name: str, accum: int, activation: str) -> None:
+    """Masters and moments on the GPU: the bits of torch's fused AdamW there."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    twin = copy.deepcopy(model).cuda()
+    optimizer = ot.offload(
+        model,
+        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+        device="cuda",
+        state_on="device",
+        activation=activation if name in STREAMED else "keep",
+        grad_accum_steps=accum,
+    )
+    resident = ResidentRun(twin, torch.bfloat16)
+    stream = [tokens.cuda() for tokens in batches(6 * accum)]
+    for step in range(6):
+        micro = stream[step * accum : (step + 1) * accum]
+        expected = resident.step(micro, loss_of)
+        losses = []
+        for tokens in micro:
+            loss = loss_of(model, tokens)
+            losses.append(loss.detach())
+            optimizer.backward(loss)
+        optimizer.step()
+        assert [loss.item() for loss in losses] == expected
+        assert optimizer.grad_norm == pytest.approx(resident.norms[-1], rel=1e-12)
+    optimizer.synchronize()
+    assert optimizer.ledger.total(Tier.HOST) == 0
+    for key, state in optimizer.named_state():
+        assert state["master"].is_cuda
+        assert torch.equal(state["master"], resident.master(key)), key
+    optimizer.close()
+
+
 class DelayedOnGpu(ResidentOnGpu, DelayedRun):
     """The loop with the same delay, on the GPU."""
 

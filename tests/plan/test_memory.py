@@ -62,6 +62,7 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
         device="cpu",
         precision=config.device.precision,
         state=config.optim.state,
+        state_on=config.optim.state_on,
         update=config.optim.update,
         clip_norm=config.optim.clip_norm or None,
         skip_nonfinite=config.optim.skip_nonfinite,
@@ -187,6 +188,19 @@ def test_a_bucket_larger_than_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     for accum in (1, 2):
         config = job(GPT, train__grad_accum_steps=accum)
         assert planned(config) == booked(config)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("activation", ["keep", "offload"])
+def test_nothing_offloaded(accum: int, activation: str) -> None:
+    """16 bytes per parameter on the device (ZeRO, table 1), block inputs at most on the host."""
+    keys = {"optim__state_on": "device", "train__grad_accum_steps": accum}
+    config = job(GPT, device__activation=activation, **keys)
+    found = booked(config)
+    assert found == planned(config)
+    assert set(found["host"]) <= {"block inputs", "padding"}
+    state = sum(found["device"][owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
+    assert state == 12 * sum(bucket.numel for bucket in place(config).buckets)
 
 
 def test_parameters_are_counted_as_the_model_has_them() -> None:

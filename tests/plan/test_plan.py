@@ -211,6 +211,21 @@ def test_changes_make_it_fit_and_are_ranked() -> None:
                 assert not less or not planned(applied(config, less), tight).fits
 
 
+def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
+    """16 bytes per parameter fit a large GPU, and are faster there; else the host is proposed."""
+    config = small(optim__state_on="device", train__micro_batch=1)
+    on_gpu, offloaded = planned(config), planned(small(train__micro_batch=1))
+    assert on_gpu.fits and on_gpu.prediction.d2h_bytes == on_gpu.prediction.h2d_bytes == 0
+    assert on_gpu.prediction.seconds < offloaded.prediction.seconds
+    held = sum(on_gpu.device.values()) - sum(offloaded.device.values())
+    params = sum(bucket.params for bucket in on_gpu.placed.buckets)
+    assert held == pytest.approx(14 * params, rel=0.01)
+    tight = replace(V100, gpu_memory="4 GiB")
+    found = nearest(config, "test", tight, 1)
+    assert {"optim.state_on": "host"} in [change.keys for change in found]
+    assert "as planned" in check(on_gpu)
+
+
 def test_nothing_makes_it_fit() -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
     assert nearest(small(), "test", tiny, 1) == []

@@ -370,6 +370,11 @@ _PATHS = st.text(_PRINTABLE, min_size=1)
 _NONE = st.just("")
 
 
+def _tiers(state: str, update: str, working: str) -> tuple[str, ...]:
+    plain = (state, update, working) == ("fp32", "exact", "device")
+    return ("host", "device") if plain else ("host",)
+
+
 @st.composite
 def _configs(draw: st.DrawFn) -> Config:
     steps, micro_batch, count = (draw(st.integers(1, 10**6)) for _ in range(3))
@@ -401,6 +406,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 OptimConfig,
                 warmup_steps=st.integers(0, steps),
                 state=st.just(state),
+                state_on=st.sampled_from(_tiers(state, update, working)),
                 update=st.just(update),
                 delay_warmup_steps=st.integers(0, 9 if update == "delayed" else 0),
                 skip_nonfinite=st.just(True) if precision == "fp16" else st.booleans(),
@@ -412,6 +418,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 threads=st.integers(0, 4096),
                 precision=st.just(precision),
                 working=st.just(working),
+                machine=_PATHS | _NONE,
                 resident_blocks=st.integers(-1, 9 if working == "host" else 0),
                 memory_limit=sizes,
                 host_memory_limit=sizes,

@@ -1,0 +1,161 @@
+"""An optimizer state that is not offloaded: the same engine, the same bits, nothing on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from offloadtrain import kernels
+from offloadtrain.kernels import AdamScalars, Fp32State, Layout, on_device
+from offloadtrain.memory import Tier
+from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
+from offloadtrain.transfer.prover import prove
+from offloadtrain.transfer.recorder import RecordingLanes
+from offloadtrain.transfer.seeded import SeededLanes
+from offloadtrain.transfer.threads import ThreadLanes
+from tests.numerics.models import MODELS, Chain, batches
+from tests.numerics.test_offload import compare, pair, train
+
+LANES: dict[str, Any] = {
+    "in order": SequentialLanes,
+    "threads": ThreadLanes,
+    "seeded": lambda: SeededLanes(7),
+}
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, precision) for name in MODELS for precision in ("bf16", "fp32")), ("tied", "fp16")],
+)
+def test_the_bits_of_a_resident_run(name: str, precision: str, accum: int) -> None:
+    compare(name, precision, accum=accum, clip=0.5, state_on="device")
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation": "recompute"}, {"activation": "offload"}, {"skip_nonfinite": False}],
+)
+def test_in_any_order(lanes: str, options: dict[str, Any]) -> None:
+    chosen: Lanes = LANES[lanes]()
+    chosen.poison = True
+    with on_lanes(chosen):
+        compare("tied", "bf16", clip=None, state_on="device", **options)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_no_race(accum: int) -> None:
+    lanes = RecordingLanes(SequentialLanes())
+    with on_lanes(lanes):
+        compare("unusual", "bf16", accum=accum, clip=0.5, state_on="device")
+    assert prove(lanes.program) == []
+
+
+def test_nothing_is_on_the_host_and_nothing_crosses_the_bus() -> None:
+    _, optimizer, model = pair(Chain(), state_on="device")
+    for tokens in batches(2):
+        train(optimizer, model, [tokens])
+    report = optimizer.last_step
+    assert report is not None and report.d2h_bytes == report.h2d_bytes == 0
+    assert optimizer.ledger.total(Tier.HOST) == 0
+    assert {"master weights", "exp_avg", "exp_avg_sq", "gradients"} <= {
+        row.owner for row in optimizer.ledger.rows() if row.tier == "device"
+    }
+    assert optimizer.pinned  # nothing that would have to be
+    optimizer.close()
+
+
+def test_a_state_goes_to_the_device_and_back() -> None:
+    """A state dict of either placement continues in the other to the bit."""
+    stream = batches(6)
+    for before, after in (("host", "device"), ("device", "host")):
+        resident, first, model = pair(Chain(), state_on=before)
+        for tokens in stream[:3]:
+            train(first, model, [tokens])
+            resident.step([tokens], _loss)
+        torch.manual_seed(3)
+        other = Chain()
+        second = ot.offload(
+            other,
+            ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+            device="cpu",
+            state_on=after,
+        )
+        second.load_state_dict(first.state_dict())
+        for tokens in stream[3:]:
+            assert train(second, other, [tokens]) == resident.step([tokens], _loss)
+        first.close()
+        second.close()
+
+
+def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    from tests.numerics.models import loss_of
+
+    return loss_of(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"state": "int8"}, "state = 'fp32'"),
+        ({"update": "speculative"}, "update = 'exact'"),
+        ({"update": "delayed"}, "update = 'exact'"),
+        ({"working": "host"}, "working = 'device'"),
+        ({"state_on": "disk"}, "'host', 'device'"),
+    ],
+)
+def test_what_has_no_meaning_there(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ot.offload(Chain(), device="cpu", **{"state_on": "device"} | options)
+
+
+# ---- the kernels that a GPU's memory is given, on the CPU
+
+
+def fields(numel: int) -> Fp32State:
+    return Fp32State(torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.01)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_adam_is_that_of_the_host(
+    dtype: torch.dtype, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: both are torch's fused one. In pieces of whole vector registers."""
+    monkeypatch.setattr(on_device, "_PIECE", 1024)
+    torch.manual_seed(0)
+    numel = 5 * 1024 + 64
+    one = fields(numel)
+    two = Fp32State(*(field.clone() for field in one))
+    grad = torch.randn(numel).to(dtype)
+    weights = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+    for step in (1, 2, 9):
+        scalars = AdamScalars(
+            1e-2, 0.9, 0.95, 1e-8, 0.1, step=step, grad_scale=0.5, decoupled=decoupled
+        )
+        kernels.adam(one, grad, scalars, working=weights[0])
+        on_device.adam(two, grad, weights[1], scalars)
+        for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_sums_and_norms_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums to the bit; norms within fp64 rounding, whose segments are added in another order."""
+    monkeypatch.setattr(on_device, "_PIECE", 4096)
+    torch.manual_seed(0)
+    grad = torch.randn(20_000).bfloat16()
+    totals = [torch.randn(20_000)] * 2
+    totals[1] = totals[0].clone()
+    for first in (False, True, False):
+        kernels.accumulate(totals[0], grad, first)
+        on_device.accumulate(totals[1], grad, first)
+        assert torch.equal(*totals)
+    layout = Layout([0, 512, 8960], [500, 7000, 11_000], [2, 0, 1], [0, 0, 0])
+    squares = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
+    kernels.sum_squares_many(totals[0], layout, squares[0])
+    on_device.sum_squares(totals[1], layout, squares[1])
+    assert torch.allclose(*squares, rtol=1e-14, atol=0.0) and bool((squares[0] > 0).all())

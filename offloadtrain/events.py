@@ -129,7 +129,8 @@ class Memory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span(Event):
-    """One operation on one lane; sampled. `start_ms` counts from the beginning of the step."""
+    """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
+    `num_bytes`: of what a copy or a collective wrote."""
 
     KIND: ClassVar[str] = "span"
     step: int
@@ -137,6 +138,7 @@ class Span(Event):
     name: str
     start_ms: float
     duration_ms: float
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

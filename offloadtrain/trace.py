@@ -92,8 +92,14 @@ def _slice(rank: int, span: Span, begun_us: float) -> dict[str, Any]:
         "tid": _thread(span.lane),
         "ts": begun_us + span.start_ms * 1e3,
         "dur": span.duration_ms * 1e3,
-        "args": {"step": span.step},
+        "args": {"step": span.step} | _bandwidth(span),
     }
+
+
+def _bandwidth(span: Span) -> dict[str, float]:
+    if not (span.num_bytes and span.duration_ms > 0):
+        return {}
+    return {"bytes": span.num_bytes, "GB/s": span.num_bytes / span.duration_ms / 1e6}
 
 
 def _names(records: Iterable[Record]) -> Iterator[dict[str, Any]]:

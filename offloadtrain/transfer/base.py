@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -90,12 +91,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One stretch of work on a lane; times are relative to the start of the sampled step."""
+    """One stretch of work on a lane; times are relative to the start of the sampled step.
+
+    Attributes:
+        num_bytes: of what a copy or a collective wrote; a collective's bandwidth as NCCL's tests
+            tell it ("algorithm bandwidth") is this over its time. 0 for other work.
+    """
 
     lane: str
     name: str
     start_ms: float
     duration_ms: float
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -148,6 +155,7 @@ class Lanes(ABC):
 
     def __init__(self) -> None:
         self.totals = LaneTotals()
+        self._sizes: dict[tuple[str, str], deque[int]] | None = None
         self.counts_bus = True
         """Whether the copy lanes cross the bus; not where all memory is the device's."""
         self.poison = False
@@ -215,12 +223,31 @@ class Lanes(ABC):
         """Fill with NaN, in the order of the lane."""
         memory.fill_(float("nan"))
 
-    def _count(self, lane: Lane, writes: Sequence[Range]) -> None:
-        nbytes = sum(range_.nbytes for range_ in writes) if self.counts_bus else 0
-        if lane is Lane.D2H:
+    def _count(self, lane: Lane, name: str, writes: Sequence[Range]) -> None:
+        """An operation is launched."""
+        if lane in (Lane.COMPUTE, Lane.HOST):
+            return
+        nbytes = sum(range_.nbytes for range_ in writes)
+        if self._sizes is not None:
+            self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
+        if lane is Lane.D2H and self.counts_bus:
             self.totals.d2h_bytes += nbytes
-        elif lane in (Lane.H2D, Lane.LOAD):
+        elif lane in (Lane.H2D, Lane.LOAD) and self.counts_bus:
             self.totals.h2d_bytes += nbytes
+
+    def _keep_sizes(self) -> None:
+        """From here on, for `_sized`."""
+        self._sizes = {}
+
+    def _sized(self, intervals: Iterable[Interval]) -> list[Interval]:
+        """By start, with their bytes: operations of one lane and name end in the order in which
+        they were launched."""
+        sizes, self._sizes = self._sizes or {}, None
+        found = []
+        for interval in sorted(intervals, key=lambda interval: interval.start_ms):
+            left = sizes.get((interval.lane, interval.name))
+            found.append(replace(interval, num_bytes=left.popleft()) if left else interval)
+        return found
 
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:

@@ -20,11 +20,12 @@ class ClockedLanes(Lanes):
 
     def start_timeline(self) -> None:
         self._timeline, self._origin_ms = [], now_ms()
+        self._keep_sizes()
 
     def take_timeline(self) -> list[Interval]:
         self.synchronize()
         taken, self._timeline = self._timeline or [], None
-        return sorted(taken, key=lambda interval: interval.start_ms)
+        return self._sized(taken)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         began_ms = now_ms()

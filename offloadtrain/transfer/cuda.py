@@ -108,7 +108,7 @@ class CudaLanes(Lanes):
         writes: Sequence[Range] = (),
     ) -> None:
         self._failure.check()
-        self._count(lane, writes)
+        self._count(lane, name, writes)
         operands = views(reads, writes)
         worker = self._workers.get(lane)
         if self._is_queue(lane):
@@ -177,6 +177,7 @@ class CudaLanes(Lanes):
         event.synchronize()  # its time is then that of the clock below, to a few microseconds
         self._timeline, self._origin = [], (now_ms(), event)
         self._host.keep_intervals(True)
+        self._keep_sizes()
 
     def take_timeline(self) -> list[Interval]:
         self.synchronize()
@@ -185,7 +186,7 @@ class CudaLanes(Lanes):
         resolved = [self._resolve(entry) for entry in taken]
         resolved += self._host.take_intervals(self._origin[0])
         self._host.keep_intervals(False)
-        return sorted(resolved, key=lambda interval: interval.start_ms)
+        return self._sized(resolved)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         began = self._timing_event(Lane.COMPUTE)

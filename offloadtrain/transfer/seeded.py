@@ -72,7 +72,7 @@ class SeededLanes(Lanes):
         writes: Sequence[Range] = (),
     ) -> None:
         operands = views(reads, writes)
-        self._count(lane, writes)
+        self._count(lane, name, writes)
         if lane is Lane.COMPUTE:
             fn(*operands)
         else:

@@ -30,7 +30,7 @@ class SequentialLanes(ClockedLanes):
     ) -> None:
         start_ms = now_ms()
         fn(*views(reads, writes))
-        self._count(lane, writes)
+        self._count(lane, name, writes)
         self._account(lane, name, start_ms)
 
     def record(self, lane: Lane) -> Event:

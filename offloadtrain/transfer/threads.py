@@ -64,7 +64,7 @@ class ThreadLanes(ClockedLanes):
         writes: Sequence[Range] = (),
     ) -> None:
         self._failure.check()
-        self._count(lane, writes)
+        self._count(lane, name, writes)
         operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
         if lane is Lane.HOST:
             least_s = 0.0 if self._pace is None else self._pace(name) / 1e3

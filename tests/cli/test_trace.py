@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,16 @@ def test_what_cannot_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "events/rank000.jsonl").write_bytes(b"")
     assert main(["trace", str(tmp_path)]) == FAILED
     assert "no step of this run has been sampled" in capsys.readouterr().err
+
+
+def test_a_copy_has_its_bandwidth() -> None:
+    made = chrome_trace(
+        [
+            record(events.Step(step=1, loss=1.0, lr=0.1, tokens=1, step_ms=50.0), 100.05),
+            record(replace(span(1, "comm", 0.0), num_bytes=4_000_000), 100.05),
+            record(span(1, "host", 0.0), 100.05),
+        ]
+    )["traceEvents"]
+    of_lane = {e["cat"]: e["args"] for e in made if "cat" in e}
+    assert of_lane["comm"] == {"step": 1, "bytes": 4_000_000, "GB/s": pytest.approx(2.0)}
+    assert of_lane["host"] == {"step": 1}

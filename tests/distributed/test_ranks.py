@@ -379,3 +379,26 @@ def state_dict_again(state: str) -> bool:
 def test_a_rank_takes_its_state_dict_back(ranks: Run, state: str) -> None:
     for size in (1, 2, 3):
         assert ranks(size, state_dict_again, state) == [True] * size
+
+
+def sampled() -> tuple[int, int]:
+    """Bytes sent in a step by its report, and by the collectives of its timeline."""
+    torch.manual_seed(0)
+    model = Chain(3)
+    optimizer = offloaded(model)
+    for step, tokens in enumerate(own_batches(3)):
+        if step == 2:
+            optimizer.sample_timeline()
+        train(optimizer, model, [tokens])
+    report = optimizer.last_step
+    assert report is not None
+    whole = [one.num_bytes for one in report.timeline if one.lane == "comm"]
+    optimizer.close()
+    size = optimizer.ranks.size
+    return report.comm_bytes, sum(nbytes // size * (size - 1) for nbytes in whole)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_collective_tells_its_bytes(ranks: Run, size: int) -> None:
+    for sent, of_timeline in ranks(size, sampled):
+        assert sent == of_timeline > 0

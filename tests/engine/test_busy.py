@@ -66,3 +66,26 @@ def test_compute_is_counted_once_and_without_its_waits(lanes: Lanes) -> None:
     assert spent.busy_ms[Lane.HOST] >= 20
     assert spent.exposed_ms >= 0.9 * spent.busy_ms[Lane.HOST]
     assert set(began_again.busy_ms.values()) == {0.0}
+
+
+@pytest.mark.parametrize("lanes", [SequentialLanes, ThreadLanes])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_copies_in_a_timeline_have_their_bytes(lanes: type[Lanes], accum: int) -> None:
+    torch.manual_seed(0)
+    model = Chain(3)
+    with on_lanes(lanes()):
+        optimizer = ot.offload(model, device="cpu", grad_accum_steps=accum)
+    for step in range(3):
+        if step == 2:
+            optimizer.sample_timeline()
+        for tokens in batches(accum):
+            optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+    report = optimizer.last_step
+    assert report is not None
+    moved = {
+        lane: sum(one.num_bytes for one in report.timeline if one.lane == lane)
+        for lane in ("d2h", "h2d", "compute", "host")
+    }
+    assert moved == {"d2h": report.d2h_bytes, "h2d": report.h2d_bytes, "compute": 0, "host": 0}
+    optimizer.close()

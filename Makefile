@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sanitize clean
+.PHONY: help demo test lint bench gpu sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test      install, then run the tests"
 	@echo "make lint      ruff, format, strict mypy, import contracts"
 	@echo "make bench     CPU Adam against the traffic limit and torch, in one process"
+	@echo "make gpu       on a machine with a GPU: its tests, then measurements within 8 minutes; offline"
 	@echo "make sanitize  kernels under ASan and UBSan, the pool and the queue under TSan"
 	@echo "make clean     remove .venv, builds and caches; data and runs stay"
 
@@ -33,6 +34,14 @@ lint: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/offloadtrain bench adam --n 16M
+
+# With the Python and torch that are there, and nothing from the network: the extension is built
+# with what they bring. GPU_ARGS: --budget-minutes, --only, --gpu-memory.
+gpu:
+	$(PYTHON) -m venv --system-site-packages build/gpu-venv
+	build/gpu-venv/bin/python -m pip --disable-pip-version-check --quiet install --no-index \
+	  --no-deps --no-build-isolation --editable .
+	build/gpu-venv/bin/python -m benchmarks.gpu $(GPU_ARGS)
 
 # Needs a compiler and nothing else.
 sanitize:

@@ -127,6 +127,12 @@ bench.command(
 )
 app.command(bench)
 app.command(
+    "offloadtrain.commands.report:report",
+    name="report",
+    help="Print the table of what was measured on GPUs.",
+    help_epilogue=_examples("offloadtrain report", "offloadtrain report benchmarks/results"),
+)
+app.command(
     "offloadtrain.commands.trace:trace",
     name="trace",
     help="Write a Chrome trace of the steps that a run has sampled.",

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-COMMANDS = ["train", "plan", "doctor", "prepare", "ls", "cp", "trace", "version"]
+COMMANDS = ["train", "plan", "doctor", "prepare", "ls", "cp", "trace", "report", "version"]
 HELP_BUDGET_S = 0.4
 SLACK = 5  # the machine may be busy; the import test below is the one that does not flicker
 

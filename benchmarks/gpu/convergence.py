@@ -1,0 +1,57 @@
+"""A 124M GPT trained offloaded and resident on the same tokens: `python -m …convergence`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.spec import Spec
+from benchmarks.gpu.systems import make
+from offloadtrain.data.batches import Batches
+from offloadtrain.data.prepare import prepare
+from offloadtrain.data.tokens import TokenFile
+
+STEPS, EVERY = 2000, 20
+SPEC = Spec(size="gpt2-124m", seq_len=512, micro_batch=32, recompute=False)
+CASES: dict[str, dict[str, Any]] = {
+    "resident": {"system": "resident"},
+    "fp32": {},
+    "split16": {"options": {"state": "split16"}},
+    "int8": {"options": {"state": "int8"}},
+}
+
+
+def curves(folder: Path, *, toy: bool) -> dict[str, Any]:
+    """Case → the mean loss of every EVERY steps, on bytes of Python's standard library."""
+    tokens = TokenFile(prepare("python-stdlib", folder / "python-stdlib").train)
+    spec = replace(SPEC, size="debug", seq_len=32, micro_batch=4) if toy else SPEC
+    steps = 2 * EVERY if toy else STEPS
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {
+        name: _curve(replace(spec, **case), tokens, steps, device) for name, case in CASES.items()
+    }
+    return {"losses": found, "every": EVERY, "figures": {n: c[-1] for n, c in found.items()}}
+
+
+def _curve(spec: Spec, tokens: TokenFile, steps: int, device: torch.device) -> list[float]:
+    system = make(spec, device)
+    batches = Batches(tokens, batch=spec.micro_batch, seq_len=spec.seq_len, seed=1)
+    losses, means = [], []
+    for _ in range(steps):
+        inputs, targets = batches.next()
+        losses.append(system.micro(inputs.to(device), targets.to(device)))
+        system.step()
+        if len(losses) == EVERY:
+            means.append(float(torch.stack(losses).mean()))
+            losses = []
+    system.close()
+    return means
+
+
+if __name__ == "__main__":
+    print(json.dumps(curves(Path(sys.argv[1]), toy="--toy" in sys.argv)))

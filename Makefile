@@ -36,12 +36,12 @@ bench: .venv/.installed
 	$(BIN)/offloadtrain bench adam --n 16M
 
 # With the Python and torch that are there, and nothing from the network: the extension is built
-# with what they bring. GPU_ARGS: --budget-minutes, --only, --gpu-memory.
+# with their nanobind and put beside the sources; without one the Numba kernels take over.
+# GPU_ARGS: --budget-minutes, --only, --gpu-memory, --out.
 gpu:
-	$(PYTHON) -m venv --system-site-packages build/gpu-venv
-	build/gpu-venv/bin/python -m pip --disable-pip-version-check --quiet install --no-index \
-	  --no-deps --no-build-isolation --editable .
-	build/gpu-venv/bin/python -m benchmarks.gpu $(GPU_ARGS)
+	-cmake -S native -B build/gpu -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	-cmake --build build/gpu && cp build/gpu/_native*.so offloadtrain/
+	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 # Needs a compiler and nothing else.
 sanitize:
@@ -62,9 +62,11 @@ sanitize:
 # Editable: Python files take effect as they are saved, which a plain install would not notice. The
 # extension is rebuilt when one of its sources is newer than the stamp.
 .venv/.installed: .venv/.torch pyproject.toml constraints.txt $(NATIVE)
+	rm -f offloadtrain/_native*.so
 	$(PIP) install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 clean:
+	rm -f offloadtrain/_native*.so
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

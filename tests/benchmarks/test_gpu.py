@@ -172,3 +172,31 @@ def test_the_readme_has_what_the_results_say() -> None:
     text = (ROOT / "README.md").read_text()
     (told,) = re.findall(r"<!-- results -->\n(.*?)\n<!-- /results -->", text, re.DOTALL)
     assert told == results_table.table(results_table.read(ROOT / "benchmarks" / "results"))
+
+
+def test_nothing_that_a_bare_machine_may_lack_is_needed() -> None:
+    absent = [
+        "textual",
+        "cyclopts",
+        "orjson",
+        "rich",
+        "deepspeed",
+        "torchao",
+        "numba",
+        "matplotlib",
+    ]
+    code = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+import benchmarks.gpu.__main__, benchmarks.gpu.largest, benchmarks.gpu.machine
+import benchmarks.gpu.convergence
+from tests.benchmarks.test_gpu import TINY
+from benchmarks.gpu.step import measure
+assert measure(TINY)["figures"]["tokens_per_s"] > 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

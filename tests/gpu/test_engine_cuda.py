@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,3 +371,77 @@ def test_a_host_lane_waits_for_a_stream_without_python() -> None:
         lanes.host_wait(lanes.record(Lane.HOST), "added")
         assert total.flat.eq(2.0 ** (round + 1) - 2.0).all()
     lanes.close()
+
+
+def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
+    """The step is dropped: what follows has the bits of a run that never tried it."""
+    losses: dict[bool, list[float]] = {}
+    for tries in (False, True):
+        torch.manual_seed(0)
+        model = Chain(4)
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cuda", clip_norm=0.5)
+        losses[tries] = []
+        for step, tokens in enumerate(batches(6)):
+            if tries and step == 3:
+                with pytest.raises(torch.OutOfMemoryError):
+                    loss = loss_of(model, tokens.cuda())
+                    free = torch.cuda.mem_get_info()[0]
+                    loss.register_hook(lambda grad, n=free: torch.empty(2 * n, device="cuda"))
+                    optimizer.backward(loss)
+                optimizer.zero_grad()
+            loss = loss_of(model, tokens.cuda())
+            optimizer.backward(loss)
+            optimizer.step()
+            losses[tries].append(loss.item())
+        assert "master weights" in optimizer.ledger.summary()
+        optimizer.close()
+    assert losses[True] == losses[False]
+
+
+def test_a_group_of_one_over_nccl() -> None:
+    """No collective is launched, and the bits are those of no group at all."""
+    losses = []
+    for grouped in (False, True):
+        if grouped:
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1
+            )
+        torch.manual_seed(0)
+        model = Chain(3)
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cuda", clip_norm=0.5)
+        assert optimizer.ranks.alone
+        found = []
+        for tokens in batches(4):
+            loss = loss_of(model, tokens.cuda())
+            optimizer.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        assert optimizer.last_step is not None and optimizer.last_step.comm_bytes == 0
+        losses.append(found)
+        optimizer.close()
+    torch.distributed.destroy_process_group()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("options", ["streamed", "recompute"])
+def test_the_stream_sanitizer_finds_nothing(options: str) -> None:
+    """torch's own, which knows streams and events, and none of the lanes' declarations."""
+    code = f"""
+import torch, offloadtrain as ot
+from tests.gpu.test_engine_cuda import OPTIONS
+from tests.numerics.models import Chain, batches, loss_of
+torch.manual_seed(0)
+model = Chain(4)
+optimizer = ot.offload(model, device="cuda", **{{"clip_norm": 0.5}} | OPTIONS[{options!r}])
+for tokens in batches(3):
+    optimizer.backward(loss_of(model, tokens.cuda()))
+    optimizer.step()
+optimizer.close()
+"""
+    environment = os.environ | {"TORCH_CUDA_SANITIZER": "1"}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "data race" not in done.stderr, done.stderr[-3000:]

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 import offloadtrain as ot
+from benchmarks.gpu.planned import planned
+from benchmarks.gpu.spec import Spec
+from benchmarks.gpu.step import measure as measured
 from offloadtrain.assembly import decay_groups
+from offloadtrain.doctor.measure import measure
 from offloadtrain.here import here
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan import memory
@@ -83,3 +87,20 @@ def test_the_machine_here_is_the_gpu() -> None:
     assert machine.gpu == torch.cuda.get_device_name() and not machine.on_cpu
     assert "this machine" in name
     assert machine.gpu_memory_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_a_planned_step_against_a_measured_one() -> None:
+    """With rates that were measured here a second ago, within a factor of two either way."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine = measure(
+        device,
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        host_memory=64 << 30,
+        cores=8,
+        disk_gbps=0.0,
+        quick=True,
+        say=lambda text: None,
+    )
+    spec = Spec(size="llama-1.3b", seq_len=1024, micro_batch=8, precision=machine.auto_precision)
+    found = measured(spec)["figures"]["step_s"] / planned(spec, machine)["step_s"]
+    assert 0.5 < found < 2.0

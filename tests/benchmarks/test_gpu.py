@@ -37,20 +37,28 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
-    arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "5", "--only", "resident"]
+    groups = "resident,largest,convergence"
+    arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "5", "--only", groups]
     first = command(*arguments)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
     found = json.loads(path.read_text())
     assert found["machine"]["torch"] and "--toy" in found["command"]
     names = list(found["measurements"])
-    assert [name.split()[0] for name in names] == ["resident", "offloadtrain", "offloadtrain"]
-    for one in found["measurements"].values():
+    measured = found["measurements"]
+    steps = ["resident", "offloadtrain", "offloadtrain"]
+    assert [name.split()[0] for name in names] == [*steps, "largest", "convergence"]
+    for one in [measured[name] for name in names[:3]]:
         assert one["figures"]["tokens_per_s"] > 0 and len(one["samples"]) == 2
         assert one["losses"][-1] < one["losses"][0]
+    assert measured["largest 1 GiB"]["planned"]["params"] > 1e8
+    curves = measured["convergence"]["losses"]
+    assert set(curves) == {"resident", "fp32", "split16", "int8"}
+    for curve in curves.values():
+        assert curve[-1] < curve[0] and curve == pytest.approx(curves["resident"], rel=1e-3)
     assert json.loads((tmp_path / f"{path.stem}-trace.json").read_text())["traceEvents"]
     again = command(*arguments)
-    assert again.stderr.count("measured before") == 3
+    assert again.stderr.count("measured before") == 5
     assert json.loads(path.read_text())["measurements"] == found["measurements"]
 
 

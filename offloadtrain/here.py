@@ -11,7 +11,7 @@ import torch
 
 from offloadtrain.device import cpu_has_bf16
 from offloadtrain.plan.machine import Machine, find, shipped
-from offloadtrain.telemetry import probe
+from offloadtrain.telemetry import own_bytes, probe
 
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
 
@@ -20,9 +20,11 @@ EMULATED = 10.0
 
 
 def here(*, on_gpu: bool) -> tuple[str, Machine]:
-    """(name, machine): its memory as far as it is available now, its GPUs' number and size."""
+    """(name, machine): its memory as far as it is available to this process now, with what that
+    holds already (a plan counts it); its GPUs' number and size."""
     told = probe()
-    host = f"{told.host_available_bytes}"
+    free = told.host_available_bytes or told.host_memory_bytes  # it may not be told
+    host = f"{free + own_bytes()}"
     if not on_gpu:
         base = find(_CPU)[1]
         faster = max(told.cores_usable / base.cores, 0.5)

@@ -120,6 +120,11 @@ def host_memory_bytes() -> int:
     return min([total, *limits])
 
 
+def own_bytes() -> int:
+    """Memory that this process holds."""
+    return _told(lambda: psutil.Process().memory_info().rss, 0)
+
+
 def host_available_bytes() -> int:
     """Memory that can still be had under every limit; 0: unknown."""
     return max(_told(available_bytes, 0), 0)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from offloadtrain.plan.machine import Machine
 
 DOES_NOT_FIT = 4
+STAND_IN = "rtx4090"
+"""Whose rates are taken for a GPU of which only the memory is told."""
 
 
 def plan(
@@ -146,6 +148,8 @@ def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, M
         from offloadtrain.here import here
 
         title, found = here(on_gpu=torch.cuda.is_available())
+        if gpu_memory and found.on_cpu:
+            title, found = f"{STAND_IN}, since this machine has no GPU", find(STAND_IN)[1]
     if gpu_memory:
         if found.on_cpu:
             raise ConfigError(f"--gpu-memory {gpu_memory}: {title} has no GPU: choose a --machine")

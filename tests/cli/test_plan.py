@@ -64,6 +64,14 @@ def test_memory_can_be_given(capsys: Captured) -> None:
     assert plan("demo", "--machine", "cpu2") == 0
 
 
+def test_a_gpu_of_which_only_the_memory_is_told(capsys: Captured) -> None:
+    assert plan("--largest", "--gpu-memory", "24GiB", "--host-memory", "64GiB", "--json") == 0
+    told = found(capsys)
+    assert "no GPU" in told["machine"] or "this machine" in told["machine"]
+    for row in told["rows"]:
+        assert sum(row["plan"]["device_bytes"].values()) < 24 << 30
+
+
 def test_this_machine(capsys: Captured) -> None:
     assert plan("demo", "--json") == 0
     assert "this machine" in found(capsys)["machine"]

@@ -1,0 +1,53 @@
+"""This machine as one that a job can be planned for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offloadtrain import here as module
+from offloadtrain.here import _nearest, here
+from offloadtrain.plan.machine import find
+from offloadtrain.telemetry import probe
+
+
+def test_the_cpu_s_rates_follow_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = probe()
+    base = find("cpu2")[1]
+    for cores in (1, 2, 16):
+        monkeypatch.setattr(module, "probe", lambda n=cores: replace(told, cores_usable=n))
+        name, machine = here(on_gpu=False)
+        assert "cpu2" in name and machine.on_cpu and machine.cores == cores
+        assert machine.dram_gbps == pytest.approx(base.dram_gbps * cores / 2, rel=1e-3)
+        assert {"fp16", "fp32", "bf16"} == set(machine.precisions)
+
+
+def test_memory_that_nobody_tells_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = replace(probe(), host_available_bytes=0, host_memory_bytes=7 << 30)
+    monkeypatch.setattr(module, "probe", lambda: told)
+    assert 7 << 30 <= here(on_gpu=False)[1].host_memory_bytes < 40 << 30
+
+
+def test_bf16_without_instructions_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cpu_has_bf16", lambda: False)
+    machine = here(on_gpu=False)[1]
+    assert machine.auto_precision == "fp32" and machine.bf16_tflops < machine.fp32_tflops
+
+
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
+        ("Tesla V100-SXM2-32GB", "dgx2"),
+        ("Tesla V100-PCIE-16GB", "v100_32gb"),
+        ("NVIDIA GeForce RTX 4080", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "rtx5090"),
+        ("Some Accelerator", "a100_40gb"),
+    ],
+)
+def test_the_shipped_machine_that_is_most_like_it(gpu: str, machine: str) -> None:
+    assert _nearest(gpu) == machine

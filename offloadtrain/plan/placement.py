@@ -112,11 +112,17 @@ def place(config: Config, ranks: int = 1) -> Placement:
     """`config`: the rank's part of the job, its precision resolved.
 
     Raises:
-        PlanError: `device.memory_limit` holds not even the rest and the slots.
+        PlanError: `device.memory_limit` holds not even the rest and the slots, or the stage does
+            not go with where the weights live.
     """
     stage = 0 if ranks == 1 else config.ranks.zero_stage
     if ranks > 1 and stage == 0:
         stage = 3 if config.device.working == "host" else 2
+    if config.device.working == "host" and stage in (1, 2):
+        raise PlanError(
+            f"device.working = 'host' and ranks.zero_stage = {stage}: among {ranks} ranks each host "
+            "copy of the weights is a shard, gathered for its use: set ranks.zero_stage = 3"
+        )
     blocks = blocks_of(config, ranks)
     placed = Placement(config, ranks, stage, blocks, frozenset())
     if config.device.working == "device" and stage != 3:

@@ -284,6 +284,11 @@ def test_a_job_for_the_cpu_on_a_gpu_machine() -> None:
         planned(config)
 
 
+def test_streaming_among_ranks_is_stage_3() -> None:
+    with pytest.raises(PlanError, match=r"set ranks\.zero_stage = 3"):
+        planned(small(device__working="host", ranks__zero_stage=2), DGX2, 2)
+
+
 def test_hosts_without_a_link() -> None:
     config = small(train__micro_batch=32)
     with pytest.raises(MachineError, match="node_link_gbps"):

@@ -120,8 +120,8 @@ def place(config: Config, ranks: int = 1) -> Placement:
         stage = 3 if config.device.working == "host" else 2
     if config.device.working == "host" and stage in (1, 2):
         raise PlanError(
-            f"device.working = 'host' and ranks.zero_stage = {stage}: among {ranks} ranks each host "
-            "copy of the weights is a shard, gathered for its use: set ranks.zero_stage = 3"
+            f"device.working = 'host' and ranks.zero_stage = {stage}: among {ranks} ranks each "
+            "host's copy of the weights is a shard, gathered for its use: set ranks.zero_stage = 3"
         )
     blocks = blocks_of(config, ranks)
     placed = Placement(config, ranks, stage, blocks, frozenset())

@@ -22,7 +22,7 @@ from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.changes import settled
-from offloadtrain.plan.machine import find
+from offloadtrain.plan.machine import Machine, find
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.units import format_bytes, parse_bytes
@@ -243,7 +243,7 @@ def _planned(config: Config, device: torch.device, place: Place, ranks: Ranks) -
     name, machine = here(on_gpu=device.type == "cuda")
     if config.device.machine:
         name, rates = find(config.device.machine)
-        machine = replace(rates, gpu_memory=machine.gpu_memory, host_memory=machine.host_memory)
+        machine = _rates_of(rates, machine)
     machine = replace(machine, gpus=place.local_size)
     chosen = ranks.tell(settled(config, name, machine, ranks.size))  # by rank 0's memory
     found = make(chosen, name, machine, ranks.size)
@@ -252,6 +252,22 @@ def _planned(config: Config, device: torch.device, place: Place, ranks: Ranks) -
             f"{config.name} does not fit: {' '.join(problems)}. What to change: offloadtrain plan"
         )
     return found
+
+
+def _rates_of(rates: Machine, here: Machine) -> Machine:
+    """This machine's memory with other rates; what these leave open stays as it is here."""
+    open_rates = ("bf16_tflops", "fp16_tflops", "fp32_tflops")
+    kept: dict[str, Any] = {
+        rate: getattr(rates, rate) or getattr(here, rate) for rate in open_rates
+    }
+    return replace(
+        rates,
+        gpu=here.gpu,
+        gpu_memory=here.gpu_memory,
+        host_memory=here.host_memory,
+        node_link_gbps=rates.node_link_gbps or rates.gpu_link_gbps,
+        **kept,
+    )
 
 
 def _update_rule(config: Config) -> optim.Adam:

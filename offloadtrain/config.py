@@ -429,6 +429,11 @@ def _mode_contradictions(config: Config) -> Iterator[str]:
                     f"{key} = {value} does not go with optim.state_on = device: what is not "
                     f"offloaded is kept with {key} = {fitting}"
                 )
+        if device.memory_limit:
+            yield (
+                f"device.memory_limit = {device.memory_limit} decides what is kept on the device, "
+                "and with optim.state_on = device all of it is: leave it out"
+            )
     comes_and_goes = device.working == "host" or config.ranks.zero_stage == 3
     if device.resident_blocks > 0 and not comes_and_goes:
         yield (

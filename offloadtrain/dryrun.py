@@ -51,9 +51,10 @@ def check(plan: Plan) -> str:
     if faults:
         raise DryRunError(f"the program of a step has {len(faults)} faults, the first: {faults[0]}")
     total = sum(row.bytes for row in ledger.rows())
+    of_one = "of one rank " if plan.placed.ranks > 1 else ""
     return (
         f"laid out {plan.placed.config.model.num_layers} blocks, {total} bytes, as planned; "
-        f"proved {launches} operations of {STEPS} steps free of races"
+        f"proved {launches} operations of {STEPS} steps {of_one}free of races"
     )
 
 
@@ -83,7 +84,7 @@ def _settings(plan: Plan) -> Settings:
     device, optim = config.device, config.optim
     limit = parse_bytes(device.host_memory_limit) if device.host_memory_limit else None
     if limit is None and optim.update == "speculative":  # as much as the machine has
-        limit = int(plan.machine.host_memory_bytes // plan.local_ranks * memory.HEADROOM)
+        limit = int(plan.copies_room * memory.HEADROOM)
     return Settings(
         device=torch.device("meta"),
         dtype=PRECISIONS[device.precision],
@@ -126,8 +127,9 @@ def _compare(ledger: Ledger, plan: Plan) -> None:
 
 def proved(plan: Plan) -> tuple[int, list[Any]]:
     """(operations, faults) of some steps of the job's twin on one rank."""
-    config = twin(plan)
+    config, threads = twin(plan), torch.get_num_threads()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # matrices of a few elements: more would wait for each other
     lanes = RecordingLanes(SequentialLanes())
     model = Transformer(config.model)
     with on_lanes(lanes):
@@ -153,6 +155,7 @@ def proved(plan: Plan) -> tuple[int, list[Any]]:
             optimizer.backward(model(tokens, tokens))
         optimizer.step()
     optimizer.close()
+    torch.set_num_threads(threads)
     launches = sum(isinstance(entry, Launched) for entry in lanes.program)
     return launches, prove(lanes.program)
 

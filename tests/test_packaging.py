@@ -61,6 +61,7 @@ def test_help_names_every_target() -> None:
         "test",
         "lint",
         "bench",
+        "gpu",
         "sanitize",
         "clean",
     ]

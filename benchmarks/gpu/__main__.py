@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results, machine, title
 from benchmarks.gpu.suite import Item, items
@@ -66,7 +68,8 @@ def _arguments() -> argparse.Namespace:
 def _chosen(options: argparse.Namespace) -> list[Item]:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cap = parse_bytes(options.gpu_memory) if options.gpu_memory else 0
-    found = items(toy=options.toy, gpu_memory=cap, host_memory=host)
+    card = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    found = items(toy=options.toy, gpu_memory=cap, host_memory=host, card=card)
     groups = [group for group in options.only.split(",") if group]
     unknown = set(groups) - {item.group for item in found}
     if unknown:
@@ -92,8 +95,9 @@ def _run(
         bytes_ = str(item.detail["gpu_memory"])
         return _process(["benchmarks.gpu.largest", bytes_, *toy], min(left, 2 * item.seconds))
     if item.group == "convergence":
-        data = options.out / "data"
-        return _process(["benchmarks.gpu.convergence", str(data), *toy], left)
+        assert item.detail is not None
+        data = str(options.out / "data")
+        return _process(["benchmarks.gpu.convergence", item.detail["case"], data, *toy], left)
     return _process(["benchmarks.gpu.machine", *toy], left)
 
 

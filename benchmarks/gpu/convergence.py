@@ -1,4 +1,4 @@
-"""A 124M GPT trained offloaded and resident on the same tokens: `python -m …convergence`."""
+"""A 124M GPT on the same tokens, resident and in each format: `python -m …convergence CASE`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def curves(folder: Path, *, toy: bool) -> dict[str, Any]:
-    """Case → the mean loss of every EVERY steps, on bytes of Python's standard library."""
+def curve(case: str, folder: Path, *, toy: bool) -> dict[str, Any]:
+    """The mean loss of every EVERY steps, on bytes of Python's standard library."""
     tokens = TokenFile(prepare("python-stdlib", folder / "python-stdlib").train)
     spec = replace(SPEC, size="debug", seq_len=32, micro_batch=4) if toy else SPEC
     steps = 2 * EVERY if toy else STEPS
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {
-        name: _curve(replace(spec, **case), tokens, steps, device) for name, case in CASES.items()
-    }
-    return {"losses": found, "every": EVERY, "figures": {n: c[-1] for n, c in found.items()}}
+    losses = _curve(replace(spec, **CASES[case]), tokens, steps, device)
+    return {"losses": losses, "every": EVERY, "figures": {"loss": losses[-1]}}
 
 
 def _curve(spec: Spec, tokens: TokenFile, steps: int, device: torch.device) -> list[float]:
@@ -54,4 +52,4 @@ def _curve(spec: Spec, tokens: TokenFile, steps: int, device: torch.device) -> l
 
 
 if __name__ == "__main__":
-    print(json.dumps(curves(Path(sys.argv[1]), toy="--toy" in sys.argv)))
+    print(json.dumps(curve(sys.argv[1], Path(sys.argv[2]), toy="--toy" in sys.argv)))

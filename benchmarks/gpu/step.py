@@ -27,14 +27,23 @@ from offloadtrain.trace import chrome_trace
 
 
 def measure(spec: Spec, trace: Path | None = None) -> dict[str, Any]:
-    """Figures and raw samples; {"missing": why} where the system is not installed."""
+    """Figures and raw samples; {"missing": why} where the system is not installed, or does not fit
+    and is not ours."""
+    try:
+        return _measure(spec, trace)
+    except MissingError as missing:
+        return {"missing": str(missing)}
+    except torch.OutOfMemoryError as error:
+        if spec.system == "offloadtrain":
+            raise
+        return {"missing": f"does not fit: {str(error).splitlines()[0]}"}
+
+
+def _measure(spec: Spec, trace: Path | None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _cap(spec, device)
     torch.manual_seed(0)
-    try:
-        system = make(spec, device)
-    except MissingError as missing:
-        return {"missing": str(missing)}
+    system = make(spec, device)
     size = (spec.micro_batch, spec.seq_len)
     tokens = torch.randint(spec.shape.vocab_size, size, device=device)
     samples, waits, losses = [], [], []

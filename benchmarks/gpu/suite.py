@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.gpu.convergence import CASES
 from benchmarks.gpu.spec import Spec
 
 GIB = 1 << 30
@@ -18,7 +19,7 @@ class Item:
     Attributes:
         group: what `--only` names.
         seconds: it may take; it is left out where less of the budget is left.
-        spec: of a step; None: "machine", "tests", "largest" and "convergence" are functions.
+        spec: of a step; None for "machine", "tests", "largest" and "convergence".
     """
 
     group: str
@@ -28,9 +29,15 @@ class Item:
     detail: dict[str, Any] | None = None
 
 
-def items(*, toy: bool, gpu_memory: int, host_memory: int) -> list[Item]:
-    """All of it. `toy`: the same at sizes for a CPU. `gpu_memory`: bytes that stand in for a
-    smaller card in everything that is not about another one; 0: the whole."""
+def items(*, toy: bool, gpu_memory: int, host_memory: int, card: int) -> list[Item]:
+    """All of it.
+
+    Args:
+        toy: the same at sizes for a CPU.
+        gpu_memory: bytes that stand in for a smaller card in everything that is not about another
+            one; 0: the whole.
+        card: bytes of the one that is there.
+    """
     found = [
         Item(group="tests", name="tests", seconds=20 if toy else 240),
         Item(group="machine", name="machine", seconds=60 if toy else 45),
@@ -39,13 +46,14 @@ def items(*, toy: bool, gpu_memory: int, host_memory: int) -> list[Item]:
     for group, seconds, spec in steps:
         capped = replace(spec, gpu_memory=spec.gpu_memory or gpu_memory)
         found.append(Item(group=group, name=capped.name, seconds=seconds, spec=capped))
-    caps = (1,) if toy else (32, 24, 16, 80)
+    caps = (1,) if toy else tuple(cap for cap in (32, 24, 16, 80) if cap * GIB <= card)
     for cap in caps:
         detail = {"gpu_memory": cap * GIB, "toy": toy}
         found.append(Item(group="largest", name=f"largest {cap} GiB", seconds=150, detail=detail))
-    detail = {"toy": toy}
-    seconds = 60 if toy else 600
-    found.append(Item(group="convergence", name="convergence", seconds=seconds, detail=detail))
+    for case in CASES:
+        detail = {"case": case}
+        name, seconds = f"convergence {case}", 60 if toy else 200
+        found.append(Item(group="convergence", name=name, seconds=seconds, detail=detail))
     return found
 
 

@@ -74,9 +74,13 @@ def plan(
     from offloadtrain.plan.plan import make
 
     name, target = chosen_machine(machine, gpu_memory, host_memory)
+    if plot and not sweep:
+        raise ConfigError(f"--plot {plot}: it draws a --sweep")
     if largest:
-        if job:
-            raise ConfigError(f"--largest searches over models: leave out {job}")
+        if job or sweep or overrides or gpus != 1:
+            raise ConfigError(
+                f"--largest searches over models: leave out {job or '--sweep, --set, --gpus'}"
+            )
         return _largest(name, target, as_json=as_json)
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")

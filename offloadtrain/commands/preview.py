@@ -41,7 +41,7 @@ def _formats(plan: Plan) -> str:
     job, precision = plan.job, plan.job.device.precision
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
-        if precision in precisions:
+        if precision in precisions and (state == "fp32" or job.optim.state_on == "host"):
             other = replace(job, optim=replace(job.optim, state=state))
             found = make(other, plan.name, plan.machine, plan.placed.ranks)
             needs[state] = max(found.host_peaks.values())

@@ -228,6 +228,11 @@ def _check_resident(settings: Settings) -> None:
                 f"{key} = {getattr(settings, key)!r} and state_on = 'device': what is not "
                 f"offloaded is kept with {key} = {value!r}"
             )
+    if settings.device_memory_limit is not None:
+        raise ValueError(
+            "device_memory_limit decides what is kept on the device, and with state_on = 'device' "
+            "all of it is: leave it out"
+        )
 
 
 def _check_same(model: nn.Module, groups: list[dict[str, Any]], settings: Settings) -> None:

@@ -59,6 +59,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         host = Arena(self.ledger, pin=settings.pin_memory and self.device.type == "cuda")
         offloads = settings.state_on == "host"
         self._arena = host if offloads else DeviceArena(self.ledger, self.device)
+        self._inputs = host
         lanes.counts_bus = offloads
         self._engine, self._blocks = build(
             model,
@@ -86,7 +87,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def pinned(self) -> bool:
         """Whether all host memory is page-locked: only then do transfers run beside compute."""
-        return self._arena.pinned
+        return self._arena.pinned and self._inputs.pinned
 
     @property
     def grad_norm(self) -> float | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.transfer import Buffer, Event, Lane, Lanes, copy
+from offloadtrain.transfer import PARKED, Buffer, Event, Lane, Lanes, copy
 
 _LEAVING = 2
 """Tensors whose copy may be in flight."""
@@ -103,7 +103,7 @@ class Parking:
         ready = self._lanes.record(Lane.COMPUTE)
         self._lanes.wait(Lane.D2H, ready, "a block input is computed")
         source, target = Buffer("block input", flat).whole, berth.buffer(tensor.dtype).whole
-        self._lanes.launch(Lane.D2H, "park input", copy, [source], [target])
+        self._lanes.launch(Lane.D2H, PARKED[0], copy, [source], [target])
         self._leaving.append((self._lanes.record(Lane.D2H), flat, flat._version))
         self._let_go(_LEAVING)
         parked = Parked(self, berth, tensor)
@@ -140,7 +140,7 @@ class Parking:
         self._lanes.wait(Lane.LOAD, ready, "the device memory of a block input")
         source = parked.berth.buffer(tensor.dtype).whole
         target = Buffer("block input", tensor.view(-1)).whole
-        self._lanes.launch(Lane.LOAD, "load input", copy, [source], [target])
+        self._lanes.launch(Lane.LOAD, PARKED[1], copy, [source], [target])
         parked.berth.free_after = self._lanes.record(Lane.LOAD)
         return parked.berth.free_after, tensor
 

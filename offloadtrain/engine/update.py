@@ -88,6 +88,8 @@ class Updates:
     def emit(self, blocks: Sequence[Block]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
         read = self._lanes.record(Lane.COMPUTE)
+        if not self._lanes.counts_bus:  # masters on the device were set on the compute lane
+            self._lanes.wait(Lane.HOST, read, "masters are set")
         for block in blocks:
             for bucket in block.buckets:
                 staged = self._stage(bucket, beside=False)

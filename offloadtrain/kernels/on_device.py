@@ -15,8 +15,8 @@ from torch import Tensor
 from offloadtrain.kernels.scalars import AdamScalars
 from offloadtrain.kernels.state import Fp32State, Layout
 
-_PIECE = 1 << 24
-"""Elements whose gradient is widened at once."""
+_PIECE = 1 << 22
+"""Elements that are widened at once: temporaries take up to 28 bytes each."""
 
 _SEGMENT = 2048
 

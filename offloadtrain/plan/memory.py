@@ -61,12 +61,17 @@ class Request:
         return -(-self.nbytes // SPAN) * SPAN + STAGGER
 
 
-def host(placed: Placement, available_bytes: int) -> Owners:
-    """Bytes of one rank's host memory. `available_bytes`: what a second copy of the state may
-    grow into, where the job sets no limit."""
+def host(placed: Placement, available_bytes: int, *, copies: bool = True) -> Owners:
+    """Bytes of one rank's host memory.
+
+    Args:
+        available_bytes: what a second copy of the state may grow into, where the job sets no limit.
+        copies: count these, which an engine makes as far as there is room.
+    """
     owners: Owners = {}
     state = requests(placed) if placed.offloaded else ()
-    for request in [*state, *_inputs(placed), *_second_copies(placed, available_bytes)]:
+    more = _second_copies(placed, available_bytes) if copies else ()
+    for request in [*state, *_inputs(placed), *more]:
         owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
         owners["padding"] = owners.get("padding", 0) + request.span_bytes - request.nbytes
     return owners

@@ -125,17 +125,19 @@ def place(config: Config, ranks: int = 1) -> Placement:
         )
     blocks = blocks_of(config, ranks)
     placed = Placement(config, ranks, stage, blocks, frozenset())
-    if config.device.working == "device" and stage != 3:
-        return placed
-    return Placement(config, ranks, stage, blocks, _streamed(placed))
+    comes_and_goes = config.device.working == "host" or stage == 3
+    return Placement(config, ranks, stage, blocks, _streamed(placed, comes_and_goes))
 
 
-def _streamed(placed: Placement) -> frozenset[str]:
+def _streamed(placed: Placement, comes_and_goes: bool) -> frozenset[str]:
+    """`comes_and_goes`: layers need not stay on the device."""
     device = placed.config.device
-    repeated = [block for block in placed.blocks if block.repeated]
-    if not repeated:
-        return frozenset()
+    repeated = [block for block in placed.blocks if block.repeated and comes_and_goes]
     limit = parse_bytes(device.memory_limit) if device.memory_limit else None
+    if not repeated:
+        if limit is not None:
+            _room(placed, repeated, limit)
+        return frozenset()
     room = len(repeated) if limit is None else _room(placed, repeated, limit)
     asked = device.resident_blocks
     if room < min(asked, len(repeated)):
@@ -153,9 +155,9 @@ def _room(placed: Placement, repeated: Sequence[Block], limit: int) -> int:
     weight, device = placed.weight_bytes, placed.config.device
     sizes = [weight * block.numel for block in repeated]
     rest = weight * sum(block.numel for block in placed.blocks) - sum(sizes) + staging_total(placed)
-    if device.working == "device":
+    if device.working == "device" and placed.stage == 3:
         rest += sum(sizes) // placed.ranks
-    least = rest + device.slots * max(sizes)
+    least = rest + device.slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
         raise PlanError(
             f"device.memory_limit is {format_bytes(limit)}, and the engine needs "

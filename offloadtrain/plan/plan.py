@@ -17,6 +17,10 @@ from offloadtrain.shapes import num_block_params
 from offloadtrain.share import shared
 from offloadtrain.units import format_bytes, parse_bytes
 
+PROCESS = "Python, torch"
+UPDATE_BYTES = 128 << 20
+"""Of temporaries where Adam runs on a GPU (`kernels.on_device`)."""
+
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 3 << 30}
 """Host memory of one process with torch loaded, and CUDA's libraries."""
 
@@ -52,18 +56,36 @@ class Plan:
     @cached_property
     def device(self) -> dict[str, int]:
         """Owner → bytes on each device, at the moment when they are most."""
-        return memory.device(self.placed) | self.activations.owners()
+        held = memory.device(self.placed) | self.activations.owners()
+        if not self.placed.offloaded and not self.machine.on_cpu:
+            held["Adam at work"] = UPDATE_BYTES
+        return held
+
+    @property
+    def process_bytes(self) -> int:
+        """Host memory of one rank that is nobody's tensor."""
+        return PROCESS_BYTES["cpu" if self.machine.on_cpu else "cuda"]
+
+    @property
+    def copies_room(self) -> int:
+        """Host bytes of a rank that second copies of the state may grow into, with the state."""
+        beside = self.process_bytes + self.built_bytes
+        beside += sum(self.device.values()) if self.machine.on_cpu else 0
+        return max(self.machine.host_memory_bytes // self.local_ranks - beside, 0)
 
     @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        share = self.machine.host_memory_bytes // self.local_ranks
-        kind = "cpu" if self.machine.on_cpu else "cuda"
-        return memory.host(self.placed, share) | {"Python, torch": PROCESS_BYTES[kind]}
+        return memory.host(self.placed, self.copies_room) | {PROCESS: self.process_bytes}
+
+    @cached_property
+    def needed(self) -> dict[str, int]:
+        """The same without what is only kept where there is room."""
+        return memory.host(self.placed, 0, copies=False) | {PROCESS: self.process_bytes}
 
     @cached_property
     def prediction(self) -> Prediction:
-        return predict(self.placed, self.machine)
+        return predict(self.placed, self.machine, self.copies_room)
 
     @property
     def device_room(self) -> int:
@@ -80,13 +102,16 @@ class Plan:
     def host_peaks(self) -> Mapping[str, int]:
         """Bytes of one host, all its ranks: while the model is built, in a step, and while a
         checkpoint is written, which streams from where the state lies."""
-        beside = sum(self.device.values()) if self.machine.on_cpu else 0
+        return self._peaks(self.host, self.device)
+
+    def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
+        beside = sum(device.values()) if self.machine.on_cpu else 0
         still = sum(memory.device(self.placed).values()) if self.machine.on_cpu else 0
-        state = sum(self.host.values()) - self.host.get("block inputs", 0)
+        state = sum(host.values()) - host.get("block inputs", 0)
         peaks = {
             "init": state + still + self.built_bytes,
-            "step": sum(self.host.values()) + beside,
-            "checkpoint": sum(self.host.values()) + still,
+            "step": sum(host.values()) + beside,
+            "checkpoint": sum(host.values()) + still,
         }
         return {moment: size * self.local_ranks for moment, size in peaks.items()}
 
@@ -101,26 +126,27 @@ class Plan:
     @property
     def problems(self) -> list[str]:
         """What does not fit; empty where the job can be trained."""
-        return self._problems(self.device, self.host_peaks)
+        return self._problems(self.needed, self.device)
 
     @property
     def certain_problems(self) -> list[str]:
-        """The same of what the engine itself holds, to the byte; activations are an estimate."""
-        still = {moment: self.host_peaks[moment] for moment in ("init", "checkpoint")}
-        return self._problems(memory.device(self.placed), still)
+        """The same of what the engine itself holds, to the byte: activations, and what Python and
+        torch take, are estimates."""
+        engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
+        return self._problems(engine, memory.device(self.placed))
 
-    def _problems(self, device: Mapping[str, int], peaks: Mapping[str, int]) -> list[str]:
+    def _problems(self, host: Mapping[str, int], device: Mapping[str, int]) -> list[str]:
         found = []
         used = sum(device.values())
         if not self.machine.on_cpu and used > self.device_room:
             found.append(_too_much("the device", used, self.device_room, device))
         limit = self.job.device.host_memory_limit
-        held = sum(self.host.values()) - self.host["Python, torch"]
+        held = sum(host.values()) - host.get(PROCESS, 0)
         if limit and held > parse_bytes(limit):
-            found.append(_too_much("device.host_memory_limit", held, parse_bytes(limit), self.host))
-        moment, peak = max(peaks.items(), key=lambda item: item[1])
+            found.append(_too_much("device.host_memory_limit", held, parse_bytes(limit), host))
+        moment, peak = max(self._peaks(host, device).items(), key=lambda item: item[1])
         if peak > self.host_room:
-            owners = self.host | (dict(device) if self.machine.on_cpu else {})
+            owners = dict(host) | (dict(device) if self.machine.on_cpu else {})
             many = {owner: size * self.local_ranks for owner, size in owners.items()}
             found.append(_too_much(f"the host ({moment})", peak, self.host_room, many))
         return found

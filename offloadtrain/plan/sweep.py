@@ -20,6 +20,9 @@ IDEAL = Software(adam_share=1.0, contention=1.0, ring_share=1.0)
 """Of the analytic rows: a host as fast as its memory, links as fast as they are."""
 
 
+NO_LINK = "the machine is one host (no node_link_gbps)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One placement on so many GPUs.
@@ -50,12 +53,13 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     job = resolved(job, machine)
     rows: list[Point] = []
     stages = (3,) if job.device.working == "host" else (1, 2, 3)
+    linked = [n for n in counts if n <= machine.gpus or machine.node_link_gbps > 0]
     for stage in stages:
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])
     for stage in () if machine.on_cpu else range(4):
-        rows += _relative([_resident(job, machine, stage, count) for count in counts])
+        rows += _relative([_resident(job, machine, stage, count) for count in linked])
     for schedule in () if machine.on_cpu else SCHEDULES:
-        short = [count for count in counts if count <= job.model.num_layers]
+        short = [count for count in linked if count <= job.model.num_layers]
         rows += _relative([_pipelined(job, machine, schedule, count) for count in short])
     return rows
 
@@ -142,14 +146,14 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
         ranks=replace(job.ranks, zero_stage=stage),
     )
     plan = make(wider, name, machine, gpus)
-    found = plan.prediction
-    problem = "" if plan.fits else "does not fit"
+    linked = plan.hosts == 1 or machine.node_link_gbps > 0
+    problem = "" if plan.fits and linked else "does not fit" if linked else NO_LINK
     return Point(
         system="offloadtrain",
         stage=stage,
         gpus=gpus,
-        tokens_per_s=found.tokens_per_s,
-        tflops=found.tflops,
+        tokens_per_s=plan.prediction.tokens_per_s if linked else 0.0,
+        tflops=plan.prediction.tflops if linked else 0.0,
         efficiency=0.0,
         problem=problem,
     )

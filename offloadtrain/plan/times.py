@@ -60,13 +60,16 @@ class Prediction:
         return sum(self.exposed_s.values())
 
 
-def predict(placed: Placement, machine: Machine) -> Prediction:
+def predict(placed: Placement, machine: Machine, copies_room: int) -> Prediction:
     """Simulate a step of one of `placed.ranks` ranks, which fill one host after the other.
+
+    Args:
+        copies_room: bytes that second copies of the state may grow into.
 
     Raises:
         MachineError: the machine has not the precision or the links.
     """
-    costs = _Costs(placed, machine)
+    costs = _Costs(placed, machine, copies_room)
     found = _steady(costs)
     parked = costs.parked_s
     busy = dict(found.busy)
@@ -131,8 +134,8 @@ def _prediction(
 class _Costs:
     """Seconds of every operation."""
 
-    def __init__(self, placed: Placement, machine: Machine) -> None:
-        self.placed, self.machine = placed, machine
+    def __init__(self, placed: Placement, machine: Machine, copies_room: int) -> None:
+        self.placed, self.machine, self._copies_room = placed, machine, copies_room
         self._blocks = {block.name: block for block in placed.blocks}
         self._buckets = {bucket.name: bucket for bucket in placed.buckets}
         self._local = min(placed.ranks, machine.gpus)
@@ -149,8 +152,7 @@ class _Costs:
     def shape(self) -> StepShape:
         placed, config = self.placed, self.placed.config
         speculates = config.optim.update == "speculative"
-        share = self.machine.host_memory_bytes // self._local
-        guessed = doubled_blocks(placed, share) if speculates else 0
+        guessed = doubled_blocks(placed, self._copies_room) if speculates else 0
         alone = placed.blocks[: len(placed.blocks) - guessed] if speculates else ()
         return StepShape(
             blocks=tuple(self._block(block) for block in placed.blocks),

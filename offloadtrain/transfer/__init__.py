@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import torch
 
 from offloadtrain.transfer.base import (
+    PARKED,
     Buffer,
     Event,
     Interval,
@@ -23,6 +24,7 @@ from offloadtrain.transfer.cuda import CudaLanes
 from offloadtrain.transfer.sequential import SequentialLanes
 
 __all__ = [
+    "PARKED",
     "Buffer",
     "CudaLanes",
     "Event",

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from offloadtrain.errors import OffloadTrainError
 
+PARKED = ("park input", "load input")
+"""Copies of block inputs, which live on the host wherever the state does."""
+
 
 class LaneError(OffloadTrainError):
     """An operation failed on a lane that runs beside the training thread."""
@@ -157,7 +160,7 @@ class Lanes(ABC):
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
         self.counts_bus = True
-        """Whether the copy lanes cross the bus; not where all memory is the device's."""
+        """Whether gradients and weights cross the bus; not where all of them are the device's."""
         self.poison = False
         """Tests: fill what `alloc` names with NaN, so that a stale read cannot pass."""
 
@@ -230,9 +233,11 @@ class Lanes(ABC):
         nbytes = sum(range_.nbytes for range_ in writes)
         if self._sizes is not None:
             self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
-        if lane is Lane.D2H and self.counts_bus:
+        if not (self.counts_bus or name in PARKED):
+            return
+        if lane is Lane.D2H:
             self.totals.d2h_bytes += nbytes
-        elif lane in (Lane.H2D, Lane.LOAD) and self.counts_bus:
+        elif lane in (Lane.H2D, Lane.LOAD):
             self.totals.h2d_bytes += nbytes
 
     def _keep_sizes(self) -> None:

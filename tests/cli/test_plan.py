@@ -79,7 +79,8 @@ def test_this_machine(capsys: Captured) -> None:
 
 def test_a_machine_that_was_measured(tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "mine.toml"
-    assert main(["doctor", "--quick", "--save", str(file), "--folder", str(tmp_path)]) == 0
+    done = main(["doctor", "--quick", "--save", str(file), "--folder", str(tmp_path)])
+    assert done in (0, 1) and file.exists()
     capsys.readouterr()
     assert plan("demo", "--machine", file, "--json") == 0
     assert found(capsys)["machine"] == "mine"
@@ -131,6 +132,13 @@ def test_a_sweep(capsys: Captured) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 2 + 7 * 4 + 3 * 2
 
 
+def test_a_sweep_beyond_the_only_host(capsys: Captured) -> None:
+    assert plan("demo", "--machine", "rtx4090", "--sweep", "gpus=1,2", "--json", *SMALL[:3]) == 0
+    points = found(capsys)["points"]
+    ours = {p["gpus"]: p["problem"] for p in points if p["system"] == "offloadtrain"}
+    assert ours[1] == "" and "one host" in ours[2]
+
+
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
     pytest.importorskip("matplotlib")
@@ -157,6 +165,8 @@ def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
         (["demo", "--sweep", "ranks=2"], 2, "gpus=1,2,4"),
         (["demo", "--sweep", "gpus=1", "--plot", "x.gif"], 2, ".svg or .png"),
         (["demo", "--largest"], 2, "leave out demo"),
+        (["--largest", "--sweep", "gpus=1"], 2, "leave out"),
+        (["demo", "--plot", "x.svg"], 2, "draws a --sweep"),
         (["gpt_13b_v100", "--machine", "cpu2"], 4, "computes on its CPU"),
     ],
 )

@@ -373,6 +373,12 @@ def test_a_host_lane_waits_for_a_stream_without_python() -> None:
     lanes.close()
 
 
+def _fill_the_card_in_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
+    """When the gradient comes back to here: blocks behind have delivered theirs."""
+    size = 2 * torch.cuda.mem_get_info()[0]
+    output.register_hook(lambda grad: torch.empty(size, device="cuda"))
+
+
 def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
     """The step is dropped: what follows has the bits of a run that never tried it."""
     losses: dict[bool, list[float]] = {}
@@ -383,11 +389,10 @@ def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
         losses[tries] = []
         for step, tokens in enumerate(batches(6)):
             if tries and step == 3:
+                handle = model.layers[1].register_forward_hook(_fill_the_card_in_backward)
                 with pytest.raises(torch.OutOfMemoryError):
-                    loss = loss_of(model, tokens.cuda())
-                    free = torch.cuda.mem_get_info()[0]
-                    loss.register_hook(lambda grad, n=free: torch.empty(2 * n, device="cuda"))
-                    optimizer.backward(loss)
+                    optimizer.backward(loss_of(model, tokens.cuda()))
+                handle.remove()
                 optimizer.zero_grad()
             loss = loss_of(model, tokens.cuda())
             optimizer.backward(loss)
@@ -424,19 +429,27 @@ def test_a_group_of_one_over_nccl() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("options", ["streamed", "recompute"])
+SANITIZED = {
+    "streamed": OPTIONS["streamed"],
+    "recompute": OPTIONS["recompute"],
+    "not offloaded": {"state_on": "device", "grad_accum_steps": 2},
+}
+
+
+@pytest.mark.parametrize("options", SANITIZED)
 def test_the_stream_sanitizer_finds_nothing(options: str) -> None:
     """torch's own, which knows streams and events, and none of the lanes' declarations."""
     code = f"""
 import torch, offloadtrain as ot
-from tests.gpu.test_engine_cuda import OPTIONS
+from tests.gpu.test_engine_cuda import SANITIZED
 from tests.numerics.models import Chain, batches, loss_of
 torch.manual_seed(0)
 model = Chain(4)
-optimizer = ot.offload(model, device="cuda", **{{"clip_norm": 0.5}} | OPTIONS[{options!r}])
-for tokens in batches(3):
+optimizer = ot.offload(model, device="cuda", **{{"clip_norm": 0.5}} | SANITIZED[{options!r}])
+for number, tokens in enumerate(batches(4)):
     optimizer.backward(loss_of(model, tokens.cuda()))
-    optimizer.step()
+    if number % 2 or {options!r} != "not offloaded":
+        optimizer.step()
 optimizer.close()
 """
     environment = os.environ | {"TORCH_CUDA_SANITIZER": "1"}

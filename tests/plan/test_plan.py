@@ -24,6 +24,7 @@ from offloadtrain.plan.changes import applied, automatic, nearest
 from offloadtrain.plan.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.times import _Costs
 from offloadtrain.schedule import StepShape, steady
 from offloadtrain.shapes import SIZES
 from tests.plan.test_memory import job
@@ -160,9 +161,7 @@ def test_many_microbatches_are_two_and_more_of_the_third() -> None:
         config = small(train__grad_accum_steps=7, device__working=working, device__slots=slots)
         config = replace(config, model=replace(config.model, num_layers=5))
         found = planned(config)
-        from offloadtrain.plan.times import _Costs
-
-        costs = _Costs(found.placed, V100)
+        costs = _Costs(found.placed, V100, found.copies_room)
         whole = steady(costs.shape, costs.seconds)
         assert isinstance(costs.shape, StepShape) and costs.shape.micro_steps == 7
         assert found.prediction.seconds == pytest.approx(whole.seconds, rel=1e-3)
@@ -218,6 +217,7 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
     assert on_gpu.fits and on_gpu.prediction.d2h_bytes == on_gpu.prediction.h2d_bytes == 0
     assert on_gpu.prediction.seconds < offloaded.prediction.seconds
     held = sum(on_gpu.device.values()) - sum(offloaded.device.values())
+    held -= planning.UPDATE_BYTES
     params = sum(bucket.params for bucket in on_gpu.placed.buckets)
     assert held == pytest.approx(14 * params, rel=0.01)
     tight = replace(V100, gpu_memory="4 GiB")
@@ -282,6 +282,28 @@ def test_a_job_for_the_cpu_on_a_gpu_machine() -> None:
     config = replace(config, device=replace(config.device, kind="cpu"))
     with pytest.raises(PlanError, match="computes on Tesla V100"):
         planned(config)
+
+
+@pytest.mark.parametrize("layers", [1, 24])
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_a_device_limit_holds_for_every_placement(working: str, layers: int) -> None:
+    """As it does in the engine, also where nothing can be streamed."""
+    config = small(device__working=working, device__memory_limit='"1MiB"')
+    config = replace(config, model=replace(config.model, num_layers=layers))
+    with pytest.raises(PlanError, match=r"device\.memory_limit is 1\.0 MiB"):
+        planned(config)
+
+
+def test_second_copies_are_made_where_there_is_room_and_are_no_need() -> None:
+    exact = planned(small())
+    least = max(exact.host_peaks.values())
+    for host in (least, 2 * least, 20 * least):
+        machine = replace(V100, host_memory=str(host))
+        found = planned(small(optim__update="speculative"), machine)
+        assert found.fits and max(found.host_peaks.values()) <= host
+    assert found.host["other copy of the state"] == pytest.approx(
+        sum(found.host[owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
+    )
 
 
 def test_streaming_among_ranks_is_stage_3() -> None:

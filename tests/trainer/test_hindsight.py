@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,6 @@ def test_bytes_that_differ_are_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_times_are_held_to_a_measured_machine(tmp_path: Path) -> None:
     """Its file says a thousandth of what any machine does."""
-    from dataclasses import replace
-
     path, file = tmp_path / "run", tmp_path / "slow.toml"
     machine = find("cpu2")[1]
     slow = replace(machine, bf16_tflops=1e-6, fp16_tflops=1e-6, fp32_tflops=1e-6)
@@ -52,3 +51,12 @@ def test_times_are_held_to_a_measured_machine(tmp_path: Path) -> None:
     assert run(small_job(tmp_path, f"device.machine={file}"), path) == 0
     (said,) = (text for text in warnings(path) if "not as planned" in text)
     assert "step: planned" in said and "bytes" not in said
+
+
+def test_a_file_that_leaves_rates_open_does_not_refuse_a_job(tmp_path: Path) -> None:
+    """doctor measures no fp16 on a CPU, where torch computes in it all the same."""
+    file = tmp_path / "mine.toml"
+    machine = replace(find("cpu2")[1], fp16_tflops=0.0, node_link_gbps=0.0)
+    file.write_text(dump(machine, "Mine"))
+    overrides = [f"device.machine={file}", "device.precision=fp16", "train.steps=2"]
+    assert run(small_job(tmp_path, *overrides, "optim.warmup_steps=0"), tmp_path / "run") == 0

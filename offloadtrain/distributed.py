@@ -91,6 +91,8 @@ class Ranks:
             )
             assert isinstance(made, Group)  # this process is one of them
             self._groups.append(made)
+            if backend == "gloo":  # who is connected may close before the others are: meet first
+                dist.barrier(made)
 
     @classmethod
     def of(cls, group: Group | None, device: torch.device) -> Ranks:

@@ -190,12 +190,13 @@ class Monitor(Asking):
 
     @property
     def is_settled(self) -> bool:
-        """Everything that was there at the start has been read."""
+        """Everything that was there at the start has been read, and the screen is whole."""
         sampled = self.shown.machine is not None or not self._watch_machine
         logs = not self.reader.readers or (
             bool(self._snapshots) and all(one.whole for one in self._snapshots)
         )
-        return self._listed and sampled and logs
+        footed = bool(self.query("FooterKey"))  # the footer makes its keys when it can
+        return self._listed and sampled and logs and footed
 
     def settle(self) -> None:
         """Draw what is known now."""

@@ -89,7 +89,7 @@ def assemble(
         local=config,
         ranks=ranks,
         model=model,
-        optimizer=_offloaded(model, config, device, precision),
+        optimizer=offload_job(model, config, device, precision),
         batches=Batches(
             train_tokens,
             batch=config.train.micro_batch,
@@ -106,9 +106,10 @@ def assemble(
     )
 
 
-def _offloaded(
+def offload_job(
     model: Transformer, config: Config, device: torch.device, precision: Precision
 ) -> OffloadOptimizer:
+    """Offload a model as its job says."""
     stay = config.device.resident_blocks
     return offload(
         model,

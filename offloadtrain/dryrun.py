@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from offloadtrain.assembly import decay_groups
+from offloadtrain.assembly import decay_groups, offload_job
 from offloadtrain.config import Config
 from offloadtrain.distributed import Ranks
-from offloadtrain.engine import PRECISIONS, offload
+from offloadtrain.engine import PRECISIONS
 from offloadtrain.engine.build import lay_out
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.settings import Settings
@@ -133,22 +133,8 @@ def proved(plan: Plan) -> tuple[int, list[Any]]:
     lanes = RecordingLanes(SequentialLanes())
     model = Transformer(config.model)
     with on_lanes(lanes):
-        optimizer = offload(
-            model,
-            params=decay_groups(model, config),
-            device="cpu",
-            precision=config.device.precision,
-            state=config.optim.state,
-            state_on=config.optim.state_on,
-            update=config.optim.update,
-            clip_norm=config.optim.clip_norm or None,
-            skip_nonfinite=config.optim.skip_nonfinite,
-            grad_accum_steps=config.train.grad_accum_steps,
-            working=config.device.working,
-            device_slots=config.device.slots,
-            resident_blocks=config.device.resident_blocks if plan.placed.streamed else None,
-            activation=config.device.activation,
-        )
+        precision = config.device.precision
+        optimizer = offload_job(model, config, torch.device("cpu"), precision)
     for _ in range(STEPS):
         for _ in range(config.train.grad_accum_steps):
             tokens = torch.randint(config.model.vocab_size, (1, config.data.seq_len))
@@ -178,6 +164,7 @@ def twin(plan: Plan) -> Config:
     return replace(
         config,
         model=tiny,
+        optim=replace(config.optim, delay_warmup_steps=min(config.optim.delay_warmup_steps, 1)),
         data=replace(config.data, seq_len=4),
         train=replace(train, micro_batch=1, grad_accum_steps=few),
         device=replace(config.device, resident_blocks=stay, memory_limit=""),

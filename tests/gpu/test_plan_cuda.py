@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import offloadtrain as ot
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure as measured
-from offloadtrain.assembly import decay_groups
+from offloadtrain.assembly import offload_job
 from offloadtrain.doctor.measure import measure
 from offloadtrain.here import here
 from offloadtrain.model.transformer import Transformer
@@ -56,18 +55,8 @@ def test_peak_of_a_step(shape: str, keys: dict[str, Any]) -> None:
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model = Transformer(config.model)
-    optimizer = ot.offload(
-        model,
-        params=decay_groups(model, config),
-        device="cuda",
-        precision=config.device.precision,
-        state=config.optim.state,
-        clip_norm=1.0,
-        grad_accum_steps=config.train.grad_accum_steps,
-        working=config.device.working,
-        activation=config.device.activation,
-        param_init_fn=model.initializer(0),
-    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    optimizer = offload_job(model, config, device, config.device.precision)
     for _ in range(2):
         for _ in range(config.train.grad_accum_steps):
             tokens = torch.randint(config.model.vocab_size, (4, 512), device="cuda")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import offloadtrain as ot
-from offloadtrain.assembly import decay_groups
+from offloadtrain.assembly import offload_job
 from offloadtrain.config import Config
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.activations import activations
@@ -41,13 +40,7 @@ def most_allocated(config: Config) -> int:
     """Bytes that torch holds at most in a step, beyond what it holds between steps."""
     torch.manual_seed(0)
     model = Transformer(config.model)
-    optimizer = ot.offload(
-        model,
-        params=decay_groups(model, config),
-        device="cpu",
-        precision=config.device.precision,
-        activation=config.device.activation,
-    )
+    optimizer = offload_job(model, config, torch.device("cpu"), config.device.precision)
     tokens = torch.randint(config.model.vocab_size, (config.train.micro_batch, config.data.seq_len))
 
     def step() -> None:

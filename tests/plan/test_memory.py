@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import offloadtrain as ot
 from offloadtrain import config as jobs
-from offloadtrain.assembly import decay_groups
+from offloadtrain.assembly import offload_job
 from offloadtrain.config import Config
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan import memory
@@ -52,31 +52,7 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
     """Tier → owner → bytes, most so far, of an engine that has trained."""
     torch.manual_seed(0)
     model = Transformer(config.model)
-    limits = {
-        "host_memory_limit": config.device.host_memory_limit,
-        "device_memory_limit": config.device.memory_limit,
-    }
-    optimizer = ot.offload(
-        model,
-        params=decay_groups(model, config),
-        device="cpu",
-        precision=config.device.precision,
-        state=config.optim.state,
-        state_on=config.optim.state_on,
-        update=config.optim.update,
-        clip_norm=config.optim.clip_norm or None,
-        skip_nonfinite=config.optim.skip_nonfinite,
-        grad_accum_steps=config.train.grad_accum_steps,
-        working=config.device.working,
-        device_slots=config.device.slots,
-        resident_blocks=None
-        if config.device.resident_blocks < 0
-        else config.device.resident_blocks,
-        activation=config.device.activation,
-        zero_stage=config.ranks.zero_stage,
-        reduction=config.ranks.reduction,
-        **{key: ot.units.parse_bytes(text) for key, text in limits.items() if text},
-    )
+    optimizer = offload_job(model, config, torch.device("cpu"), config.device.precision)
     size = (config.train.micro_batch, config.data.seq_len)
     for _ in range(steps):
         for _ in range(config.train.grad_accum_steps):

@@ -44,7 +44,8 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.out(self.qkv(self.norm(x))))))
+        found: Tensor = x + self.down(nn.functional.gelu(self.up(self.out(self.qkv(self.norm(x))))))
+        return found
 
 
 @dataclass(slots=True)

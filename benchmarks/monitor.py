@@ -92,7 +92,7 @@ class Screen:
 
     def cpu_s(self) -> float:
         spent = self.process.cpu_times()
-        return spent.user + spent.system
+        return float(spent.user + spent.system)
 
     def close(self) -> None:
         self.process.kill()

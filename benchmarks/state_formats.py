@@ -55,7 +55,7 @@ def run(steps: int, seeds: list[int], processes: int) -> dict[str, Any]:
     """Every format and seed; a seed's formats see the same weights and the same batches."""
     cases = [(state, seed) for seed in seeds for state in STATES]
     with ThreadPoolExecutor(processes) as pool:
-        curves = list(pool.map(lambda case: curve_of(*case, steps), cases))
+        curves = list(pool.map(lambda case: curve_of(case[0], case[1], steps), cases))
     found: dict[str, dict[str, Curve]] = {state: {} for state in STATES}
     for (state, seed), curve in zip(cases, curves, strict=True):
         found[state][str(seed)] = curve

@@ -23,6 +23,9 @@ from offloadtrain import json_codec
 
 SCHEMA = 1
 
+WAIT = "wait"
+"""Beside the lanes of a step: the stretches in which compute waited for one of them."""
+
 Json: TypeAlias = dict[str, Any]
 """Plain JSON data with string keys; a non-finite float in it is read back as a string."""
 
@@ -130,7 +133,8 @@ class Memory(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span(Event):
     """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
-    `num_bytes`: of what a copy or a collective wrote."""
+    `num_bytes`: of what a copy or a collective wrote. On the lane WAIT: a stretch in which compute
+    waited, named as the lane that it waited for."""
 
     KIND: ClassVar[str] = "span"
     step: int

@@ -12,9 +12,9 @@ from typing import Any
 
 from offloadtrain import events
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.events import Record, Span, Step
+from offloadtrain.events import WAIT, Record, Span, Step
 
-LANES = ("step", "compute", "d2h", "host", "h2d", "load", "comm")
+LANES = ("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm")
 """Threads in the order in which they are shown; a lane of another name comes after."""
 
 _COUNTERS = ("loss", "tokens_per_s", "exposed_ms")

@@ -1,15 +1,14 @@
 """`python -m benchmarks.gpu --out DIR [--budget-minutes 8] [--only GROUP,…] [--gpu-memory 32GiB]`.
 
 Runs the tests marked `gpu`, then the measurements in order of value until the time is used up; each
-in a process of its own, its figures written before the next begins. Started again on the same day
-it goes on where it was cut off.
+in a process of its own, its figures written before the next begins. Started again within a day it
+goes on where it was cut off.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -21,7 +20,8 @@ import torch
 
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results, machine, title
-from benchmarks.gpu.suite import Item, items
+from benchmarks.gpu.suite import Here, Item, items
+from offloadtrain.peaks import peak_flops
 from offloadtrain.plan.machine import Machine
 from offloadtrain.units import parse_bytes
 
@@ -39,7 +39,7 @@ def main() -> int:
     results.describe(machine=machine(), command=command)
     failed = 0
     chosen = _chosen(options)
-    traced = next((i.name for i in chosen if i.spec and i.spec.system == "offloadtrain"), "")
+    traced = next((item.name for item in chosen if len(item.specs) == 1), "")
     for item in chosen:
         left = 60 * options.budget_minutes - (time.monotonic() - began)
         if results.has(item.name):
@@ -66,10 +66,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace) -> list[Item]:
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cap = parse_bytes(options.gpu_memory) if options.gpu_memory else 0
-    card = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    found = items(toy=options.toy, gpu_memory=cap, host_memory=host, card=card)
+    found = items(_here(options.gpu_memory), toy=options.toy)
     groups = [group for group in options.only.split(",") if group]
     unknown = set(groups) - {item.group for item in found}
     if unknown:
@@ -78,37 +75,35 @@ def _chosen(options: argparse.Namespace) -> list[Item]:
     return [item for item in found if not groups or item.group in groups]
 
 
+def _here(gpu_memory: str) -> Here:
+    cap = parse_bytes(gpu_memory) if gpu_memory else 0
+    if not torch.cuda.is_available():
+        return Here(card=0, cap=cap)
+    card = torch.cuda.get_device_properties(0)
+    return Here(card=card.total_memory, cap=cap, flops=peak_flops(card.name, "bf16"))
+
+
 def _run(
     item: Item, results: Results, options: argparse.Namespace, left: float, *, traced: bool
 ) -> dict[str, Any]:
     """Its figures, or {"error": …}. `traced`: a step's timeline is kept beside the results."""
-    toy = ["--toy"] if options.toy else []
-    if item.group == "tests":
+    if not item.arguments:
         return _tests(options.out, left, toy=options.toy)
-    if item.spec is not None:
-        trace = options.out / f"{results.path.stem}-trace.json"
-        arguments = ["benchmarks.gpu.step", item.spec.dumps(), *([str(trace)] if traced else [])]
-        found = _process(arguments, min(left, 2 * item.seconds))
-        return found | _beside(item, results, found)
-    if item.group == "largest":
-        assert item.detail is not None
-        bytes_ = str(item.detail["gpu_memory"])
-        return _process(["benchmarks.gpu.largest", bytes_, *toy], min(left, 2 * item.seconds))
-    if item.group == "convergence":
-        assert item.detail is not None
-        data = str(options.out / "data")
-        return _process(["benchmarks.gpu.convergence", item.detail["case"], data, *toy], left)
-    return _process(["benchmarks.gpu.machine", *toy], left)
+    trace = [str(options.out / f"{results.path.stem}-trace.json")] if traced else []
+    found = _process([*item.arguments, *trace], min(left, 2 * item.seconds))
+    return _with_plans(item, results, found) | {"group": item.group}
 
 
-def _beside(item: Item, results: Results, found: dict[str, Any]) -> dict[str, Any]:
-    """The plan's word on it, once the machine is measured."""
-    rates = results.get("machine").get("machine")
-    if rates is None or "figures" not in found or item.spec is None:
-        return {}
-    if item.spec.system != "offloadtrain":
-        return {}
-    return {"planned": planned(item.spec, Machine(**rates))}
+def _with_plans(item: Item, results: Results, found: dict[str, Any]) -> dict[str, Any]:
+    """The plan's word on ours beside what was found, once the machine is measured."""
+    rates: dict[str, Any] | None = results.get("machine").get("machine")
+    if rates is None:
+        return found
+    for spec in item.specs:
+        measured = found.get("systems", {}).get(spec.name, found)
+        if spec.system == "offloadtrain" and "figures" in measured:
+            measured["planned"] = planned(spec, Machine(**rates))
+    return found
 
 
 def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
@@ -133,7 +128,8 @@ def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
 def test_files() -> tuple[list[str], list[str]]:
     """Files with tests marked `gpu`, and those of them that need a package which is not here."""
     needs = {"tests/trainer": "cyclopts", "tests/cli": "cyclopts", "tests/tui": "textual"}
-    marked, left_out = [], []
+    marked: list[str] = []
+    left_out: list[str] = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
         if "mark.gpu" not in text:
@@ -154,7 +150,8 @@ def _process(arguments: list[str], limit_s: float) -> dict[str, Any]:
         return {"error": f"no end in {limit_s:.0f} s: {_tail(late.stderr)}"}
     if done.returncode:
         return {"error": _tail(done.stderr) or f"ended with {done.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(said[-1])
     return found
 
 
@@ -169,9 +166,11 @@ def _line(found: dict[str, Any]) -> str:
         return f"failed: {found['error'].splitlines()[-1] if found['error'] else ''}"
     if "missing" in found:
         return str(found["missing"])
+    if "ratio" in found:
+        return f"ratio {found['ratio']:.2f} of steps in turn"
     figures = found.get("figures", {})
     if "tokens_per_s" in figures:
-        mfu = f", MFU {figures['mfu']:.3f}" if figures["mfu"] else ""
+        mfu = f", MFU {figures['mfu']:.3f}" if figures.get("mfu") else ""
         return f"{figures['step_s']:.3f} s, {figures['tokens_per_s']:.0f} tokens/s{mfu}"
     return str(found.get("summary", "measured"))
 

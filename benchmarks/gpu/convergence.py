@@ -1,4 +1,4 @@
-"""A 124M GPT on the same tokens, resident and in each format: `python -m …convergence CASE`."""
+"""A 124M GPT on the same tokens, resident or in one format: `python -m …convergence CASE`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.spec import Spec
-from benchmarks.gpu.systems import make
+from benchmarks.gpu.systems import here, make
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
@@ -26,13 +27,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def curve(case: str, folder: Path, *, toy: bool) -> dict[str, Any]:
+def curve(case: str, *, toy: bool) -> dict[str, Any]:
     """The mean loss of every EVERY steps, on bytes of Python's standard library."""
-    tokens = TokenFile(prepare("python-stdlib", folder / "python-stdlib").train)
     spec = replace(SPEC, size="debug", seq_len=32, micro_batch=4) if toy else SPEC
     steps = 2 * EVERY if toy else STEPS
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    losses = _curve(replace(spec, **CASES[case]), tokens, steps, device)
+    with TemporaryDirectory() as folder:
+        tokens = TokenFile(prepare("python-stdlib", Path(folder)).train)
+        losses = _curve(replace(spec, **CASES[case]), tokens, steps, here())
     return {"losses": losses, "every": EVERY, "figures": {"loss": losses[-1]}}
 
 
@@ -52,4 +53,4 @@ def _curve(spec: Spec, tokens: TokenFile, steps: int, device: torch.device) -> l
 
 
 if __name__ == "__main__":
-    print(json.dumps(curve(sys.argv[1], Path(sys.argv[2]), toy="--toy" in sys.argv)))
+    print(json.dumps(curve(sys.argv[1], toy="--toy" in sys.argv)))

@@ -19,8 +19,11 @@ def train(gpu_memory: int, *, toy: bool) -> dict[str, Any]:
     """Two steps of the largest model with its weights on the device, in whichever state format
     holds most. `toy`: of the same plan on the host, and a model of two layers."""
     name, machine = here(on_gpu=torch.cuda.is_available())
-    size = {"host_memory": "6 GiB"} if toy else {"gpu_memory": str(gpu_memory)}
-    rows = largest(name, replace(machine, **size))
+    if toy:
+        machine = replace(machine, host_memory="6 GiB")
+    else:
+        machine = replace(machine, gpu_memory=str(gpu_memory))
+    rows = largest(name, machine)
     row = max((row for row in rows if row.working == "device"), key=lambda row: row.params)
     assert row.plan is not None, "not even a small model fits"
     plan, shape = row.plan, row.plan.job.model

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
+from benchmarks.gpu import bus
+from benchmarks.gpu.systems import here
 from offloadtrain import kernels
 from offloadtrain.bench.adam import SCALARS, allocate
 from offloadtrain.bench.rounds import measure as rounds_of
@@ -25,7 +25,7 @@ ROUNDS = 3
 
 def rates(*, toy: bool) -> dict[str, Any]:
     """What doctor measures, and Gparam/s of Adam by format and number of threads."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = here()
     found = measure(
         device,
         bf16=resolve_precision("auto", device)[0] == "bf16",
@@ -35,7 +35,11 @@ def rates(*, toy: bool) -> dict[str, Any]:
         quick=toy,
         say=lambda text: print(text, file=sys.stderr),
     )
-    return {"machine": asdict(found), "adam_gparams": _adam(1 << 20 if toy else 64 << 20)}
+    return {
+        "machine": asdict(found),
+        "bus_gbps": bus.rates(device, 1 << 20 if toy else 1 << 30),
+        "adam_gparams": _adam(1 << 20 if toy else 64 << 20),
+    }
 
 
 def _adam(numel: int) -> dict[str, dict[str, float]]:

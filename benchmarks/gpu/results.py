@@ -6,26 +6,41 @@ import json
 import os
 import platform
 import re
-from datetime import date
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import offloadtrain
+from offloadtrain import kernels
+
 SCHEMA = 1
 
 
-class Results:
-    """One JSON file per GPU and day: machine, versions, and every measurement by its name."""
+GOES_ON = timedelta(days=1)
+"""A file is added to for so long; then the machine may be another one of the same name."""
 
-    def __init__(self, folder: Path, title: str) -> None:
-        """Goes on with the file of today, where there is one."""
+
+class Results:
+    """One JSON file per GPU and start: machine, versions, and every measurement by its name."""
+
+    def __init__(self, folder: Path, title: str, now: datetime | None = None) -> None:
+        """Goes on with the last file of this GPU, if it was begun within a day."""
+        now = now or datetime.now(UTC)
         folder.mkdir(parents=True, exist_ok=True)
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-        self.path = folder / f"{slug}-{date.today():%Y%m%d}.json"
-        self.values: dict[str, Any] = {"schema": SCHEMA, "device": title, "measurements": {}}
-        if self.path.exists():
-            self.values = json.loads(self.path.read_text(encoding="utf-8"))
+        self.path = folder / f"{slug}-{now:%Y%m%d}.json"
+        self.values: dict[str, Any] = {
+            "schema": SCHEMA,
+            "device": title,
+            "began": now.isoformat(timespec="seconds"),
+            "measurements": {},
+        }
+        for path in sorted(folder.glob(f"{slug}-{'[0-9]' * 8}.json")):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if now - datetime.fromisoformat(values["began"]) < GOES_ON:
+                self.path, self.values = path, values
 
     def has(self, name: str) -> bool:
         """Whether it was measured, or found to be missing; a failure is tried again."""
@@ -54,11 +69,14 @@ class Results:
 def machine() -> dict[str, Any]:
     """What the measurements ran on."""
     on_gpu = torch.cuda.is_available()
-    found = {
+    found: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "system": platform.platform(),
+        "offloadtrain": offloadtrain.__version__,
+        "kernels": kernels.backend().name,
+        "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
@@ -71,6 +89,12 @@ def machine() -> dict[str, Any]:
             "capability": [gpu.major, gpu.minor],
         }
     return found
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def title() -> str:

@@ -6,12 +6,14 @@ the same tokens. Peers are set as their documentation recommends for training fr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +28,7 @@ _PATTERN = 1 << 22
 
 
 class MissingError(Exception):
-    """The system is not installed here."""
+    """The system is not installed, or cannot run here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,23 @@ class System:
     close: Callable[[], object] = lambda: None
 
 
+def here() -> torch.device:
+    """The GPU, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def cap(gpu_memory: int, device: torch.device) -> None:
+    """Hold this process to so many bytes of the GPU, as a smaller card would; 0: all of it."""
+    if gpu_memory and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(gpu_memory / total, 1.0), device)
+
+
 def make(spec: Spec, device: torch.device) -> System:
     """Build the model and the system around it.
 
     Raises:
-        MissingError: it is not installed.
+        MissingError: it is not installed, or cannot run here.
     """
     makers = {
         "offloadtrain": _offloadtrain,
@@ -105,12 +119,9 @@ def _resident(spec: Spec, device: torch.device) -> System:
 
 def _fsdp2(spec: Spec, device: torch.device) -> System:
     """`fully_shard` over one rank with CPUOffloadPolicy: parameters, gradients, Adam on the CPU."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _group_of_one(device)
     with torch.device("meta"):
         model = Transformer(spec.shape)
     model.to_empty(device="cpu")
@@ -141,6 +152,8 @@ def _torchao(spec: Spec, device: torch.device) -> System:
     which it cannot."""
     if find_spec("torchao") is None:
         raise MissingError("torchao is not installed")
+    if device.type != "cuda":
+        raise MissingError("torchao's CPUOffloadOptimizer needs a GPU")
     from torchao.optim import CPUOffloadOptimizer
 
     model = _on_device(spec, device)
@@ -162,6 +175,8 @@ def _deepspeed(spec: Spec, device: torch.device) -> System:
         raise MissingError("deepspeed is not installed")
     import deepspeed
 
+    os.environ.setdefault("LOCAL_RANK", "0")  # it wants a launcher's word for it
+    _group_of_one(device)
     model = _on_device(spec, device)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -189,6 +204,14 @@ def _deepspeed(spec: Spec, device: torch.device) -> System:
         return loss.detach()
 
     return System(micro, lambda: None)
+
+
+def _group_of_one(device: torch.device) -> None:
+    """torch.distributed over this process alone, without a launcher and without a port."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _on_device(spec: Spec, device: torch.device) -> Transformer:
@@ -227,14 +250,16 @@ def _backward(model: nn.Module, spec: Spec) -> Callable[[Tensor, Tensor], Tensor
 
 @torch.no_grad()
 def fill(module: nn.Module) -> None:
-    """Values for what a module owns: norms at one, biases at zero, small numbers elsewhere."""
+    """Values for what a module owns: norms at one, biases at zero, small numbers elsewhere.
+
+    They are exact in 16 bits, so that masters begin with the same values in every system."""
     for name, param in module.named_parameters(recurse=False):
         if param.ndim < 2:
             param.fill_(0.0 if name == "bias" else 1.0)
             continue
         generator = torch.Generator().manual_seed(param.shape[0])
         pattern = 0.02 * torch.randn(min(_PATTERN, param.numel()), generator=generator)
-        flat, pattern = param.view(-1), pattern.to(param)
+        flat, pattern = param.view(-1), pattern.bfloat16().to(param)
         for lo in range(0, flat.numel(), pattern.numel()):
             piece = flat[lo : lo + pattern.numel()]
             piece.copy_(pattern[: piece.numel()])

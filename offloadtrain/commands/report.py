@@ -5,21 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def report(folder: Path = Path("benchmarks/results"), /, *, plot: Path | None = None) -> None:
-    """Print the table of what was measured on GPUs, from results files and nothing else.
+def report(
+    folder: Path = Path("benchmarks/results"), /, *, steps: bool = False, plot: Path | None = None
+) -> None:
+    """Print tables of what was measured on GPUs, from results files and nothing else.
 
     Parameters
     ----------
     folder
         With the results files of `make gpu`.
+    steps
+        Every step that was measured, and what could not be.
     plot
-        Also draw the rates into this SVG file.
+        Also draw ratios, rates, exposed time and losses as SVG files into this folder.
     """
-    from offloadtrain import results_table
+    from offloadtrain import results
 
     if not folder.is_dir():
-        raise results_table.ResultsError(f"{folder}: no such folder; make gpu writes results")
-    cells = results_table.read(folder)
+        raise results.ResultsError(f"{folder}: no such folder; make gpu writes results")
+    files = results.read(folder)
     if plot is not None:
-        results_table.plot(cells, plot)
-    print(results_table.table(cells))
+        from offloadtrain.results.plots import plot as draw
+
+        draw(files, plot)
+    print(results.everything(files) if steps else results.summary(files))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from offloadtrain.transfer import Interval
+from offloadtrain.transfer import Interval, exposed_by_lane
 
 
 class Phase(Enum):
@@ -41,7 +41,8 @@ class StepReport:
             in the next step.
         d2h_bytes, h2d_bytes: moved since the step before.
         comm_bytes: sent to other ranks in collectives since the step before.
-        timeline: intervals of the lanes, where this step was sampled.
+        timeline: intervals of the lanes, where this step was sampled; on the lane "wait", those in
+            which compute waited, each named as the lane that it waited for.
     """
 
     step: int
@@ -58,3 +59,9 @@ class StepReport:
     h2d_bytes: int
     comm_bytes: int
     timeline: tuple[Interval, ...] = field(default=(), repr=False)
+
+    @property
+    def exposed_by_lane(self) -> dict[str, float]:
+        """Lane → milliseconds that compute waited while this one was at work on what it waited
+        for, where this step was sampled; `exposed_ms` in all, but for the wait at its end."""
+        return exposed_by_lane(self.timeline)

@@ -22,6 +22,7 @@ from offloadtrain.transfer.base import (
 )
 from offloadtrain.transfer.cuda import CudaLanes
 from offloadtrain.transfer.sequential import SequentialLanes
+from offloadtrain.transfer.waits import exposed_by_lane
 
 __all__ = [
     "PARKED",
@@ -38,6 +39,7 @@ __all__ = [
     "SequentialLanes",
     "Span",
     "copy",
+    "exposed_by_lane",
     "lanes_for",
     "on_lanes",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.events import WAIT
 from offloadtrain.transfer.base import Interval, Lane, Lanes, Range, Span, now_ms
 
 
@@ -14,6 +15,8 @@ class ClockedLanes(Lanes):
         super().__init__()
         self._timeline: list[Interval] | None = None
         self._origin_ms = 0.0
+        self._draining = False
+        """Waiting for the lanes at the end of a sampled step: nobody computes, nobody waits."""
         self._open_spans = 0
         self._computes_since = (0.0, 0.0)
         """When the outermost open span began, and what compute had waited by then."""
@@ -23,7 +26,9 @@ class ClockedLanes(Lanes):
         self._keep_sizes()
 
     def take_timeline(self) -> list[Interval]:
+        self._draining = True
         self.synchronize()
+        self._draining = False
         taken, self._timeline = self._timeline or [], None
         return self._sized(taken)
 
@@ -52,7 +57,14 @@ class ClockedLanes(Lanes):
             self.totals.busy_ms[lane] += end_ms - start_ms  # the lane's thread is the only writer
         self._note(lane, name, start_ms, end_ms)
 
-    def _note(self, lane: Lane, name: str, start_ms: float, end_ms: float) -> None:
+    def _expose(self, lane: Lane, start_ms: float) -> None:
+        """Compute has waited for `lane` since then."""
+        end_ms = now_ms()
+        self.totals.exposed_ms += end_ms - start_ms
+        if not self._draining:
+            self._note(WAIT, lane.value, start_ms, end_ms)
+
+    def _note(self, lane: str, name: str, start_ms: float, end_ms: float) -> None:
         timeline = self._timeline
         if timeline is not None:
             start, duration = start_ms - self._origin_ms, end_ms - start_ms

@@ -51,7 +51,7 @@ class SequentialLanes(ClockedLanes):
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         super()._account(lane, name, start_ms)
         if lane is not Lane.COMPUTE:
-            self.totals.exposed_ms += now_ms() - start_ms
+            self._expose(lane, start_ms)
 
     @staticmethod
     def _check(event: Event) -> None:

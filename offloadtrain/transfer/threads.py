@@ -24,9 +24,10 @@ from offloadtrain.transfer.worker import Failure, Worker
 
 
 class _Flag(Event):
-    __slots__ = ("happened",)
+    __slots__ = ("happened", "lane")
 
-    def __init__(self, happened: Flag) -> None:
+    def __init__(self, lane: Lane, happened: Flag) -> None:
+        self.lane = lane
         self.happened = happened
 
 
@@ -85,7 +86,7 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(task)
 
     def record(self, lane: Lane) -> Event:
-        event = _Flag(self._host.make_flag())
+        event = _Flag(lane, self._host.make_flag())
         if lane is Lane.COMPUTE:
             event.happened.set()
         elif lane is Lane.HOST:
@@ -104,9 +105,10 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(lambda: _block_on(flag))
 
     def host_wait(self, event: Event, why: str) -> None:
-        start_ms = now_ms()
-        _block_on(_own(event))
-        self.totals.exposed_ms += now_ms() - start_ms
+        flag, start_ms = _own(event), now_ms()
+        if not flag.happened.is_set():
+            _block_on(flag)
+            self._expose(flag.lane, start_ms)
         self._failure.check()
 
     def synchronize(self) -> None:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import convergence, largest
+from benchmarks.gpu import bus, convergence, largest
 from benchmarks.gpu.__main__ import test_files as gpu_test_files
+from benchmarks.gpu.pair import ROUNDS, compare
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results
+from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import SYSTEMS, Spec
 from benchmarks.gpu.step import measure
-from benchmarks.gpu.suite import GIB, items
-from offloadtrain import results_table
-from offloadtrain.cli import main
+from benchmarks.gpu.suite import GIB, Here, items
 from offloadtrain.plan.machine import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,30 +39,36 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
-    arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "30", "--only", "resident"]
+    arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "30"]
+    arguments += ["--only", "resident,13b"]
     first = command(*arguments)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
     found = json.loads(path.read_text())
     assert found["machine"]["torch"] and "--toy" in found["command"]
-    names = list(found["measurements"])
-    measured = found["measurements"]
-    assert [name.split()[0] for name in names] == ["resident", "offloadtrain", "offloadtrain"]
-    for one in measured.values():
-        assert one["figures"]["tokens_per_s"] > 0 and len(one["samples"]) == 2
-        assert one["losses"][-1] < one["losses"][0]
+    pair, not_offloaded, alone = found["measurements"].values()
+    for one in (pair, not_offloaded):
+        ours, theirs = one["systems"].values()
+        assert [ours["spec"]["system"], theirs["spec"]["system"]] == ["offloadtrain", "resident"]
+        count = len(theirs["losses"])  # the norm that clips is fp64 in one, fp32 in the other
+        assert ours["losses"][:count] == pytest.approx(theirs["losses"], rel=1e-3)
+        assert len(one["ratios"]) == ROUNDS and one["ratio"] == sorted(one["ratios"])[1]
+        assert len(ours["samples"]) == len(theirs["samples"]) == 2 * ROUNDS
+    assert alone["figures"]["tokens_per_s"] > 0 and len(alone["samples"]) == 2
+    assert alone["losses"][-1] < alone["losses"][0]
+    for one in (alone, *pair["systems"].values()):
+        if one["spec"]["system"] == "offloadtrain":
+            assert one["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
     assert json.loads((tmp_path / f"{path.stem}-trace.json").read_text())["traceEvents"]
     again = command(*arguments)
     assert again.stderr.count("measured before") == 3
     assert json.loads(path.read_text())["measurements"] == found["measurements"]
 
 
-def test_the_largest_and_the_curves(tmp_path: Path) -> None:
+def test_the_largest_and_the_curves() -> None:
     found = largest.train(1 << 30, toy=True)
     assert found["planned"]["params"] > 1e8 and found["figures"]["tokens_per_s"] > 0
-    losses = {
-        case: convergence.curve(case, tmp_path, toy=True)["losses"] for case in convergence.CASES
-    }
+    losses = {case: convergence.curve(case, toy=True)["losses"] for case in convergence.CASES}
     for curve in losses.values():
         assert curve[-1] < curve[0] and curve == pytest.approx(losses["resident"], rel=1e-3)
 
@@ -81,6 +87,18 @@ def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
     results.add("two", {"missing": "deepspeed is not installed"})
     again = Results(tmp_path, "Some GPU 80GB")
     assert not again.has("one") and again.has("two") and not again.has("three")
+
+
+def test_midnight_begins_no_new_file(tmp_path: Path) -> None:
+    """But a day later the machine may be another one."""
+    late = datetime(2026, 11, 21, 23, 50, tzinfo=UTC)
+    first = Results(tmp_path, "Some GPU", late)
+    first.add("one", {"figures": {}})
+    after = Results(tmp_path, "Some GPU", late + timedelta(minutes=20))
+    assert after.path == first.path and after.has("one")
+    other = Results(tmp_path, "Some GPU Ti", late + timedelta(minutes=20))
+    assert other.path != first.path and not other.has("one")
+    assert not Results(tmp_path, "Some GPU", late + timedelta(hours=25)).has("one")
 
 
 @pytest.mark.parametrize(
@@ -102,104 +120,108 @@ def test_every_system_trains_the_same_model(keys: dict[str, Any]) -> None:
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another system it is a finding, of ours a failure."""
-    import benchmarks.gpu.step as step_module
+    import benchmarks.gpu.running as running_module
 
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(step_module, "make", full)
+    monkeypatch.setattr(running_module, "make", full)
     assert "does not fit" in measure(replace(TINY, system="resident"))["missing"]
     with pytest.raises(torch.OutOfMemoryError):
         measure(TINY)
 
 
-def test_peers_that_are_not_installed_are_told() -> None:
+def test_peers_that_are_not_here_are_told() -> None:
     for system in ("deepspeed", "torchao"):
         found = measure(replace(TINY, system=system))
-        assert "figures" in found or "not installed" in found["missing"]
+        told = found.get("missing", "")
+        assert "figures" in found or "not installed" in told or "needs a GPU" in told
+
+
+@pytest.mark.parametrize(
+    ("too_large", "told"),
+    [("resident", "resident does not fit"), ("offloadtrain", "both do not fit")],
+)
+def test_what_does_not_fit_beside_the_other(
+    too_large: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is ours a failure then: alone it may fit."""
+
+    def full(running: Running, spec: Spec, device: torch.device) -> None:
+        if spec.system == too_large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        begin(running, spec, device)
+
+    begin = Running.__init__
+    monkeypatch.setattr(Running, "__init__", full)
+    assert told in compare(TINY, replace(TINY, system="resident"))["missing"]
+
+
+def test_the_copies_go_through_the_engines_lanes() -> None:
+    found = bus.rates(torch.device("cpu"), 1 << 20)
+    assert found.keys() == {"h2d", "d2h", "both", "pinned"}
+    assert min(found["h2d"], found["d2h"], found["both"]) > 0 and found["pinned"] == 0
 
 
 def test_the_suite() -> None:
     """Names are unique, specs survive their text, goals come first, and a cap reaches all."""
     for toy in (True, False):
-        found = items(toy=toy, gpu_memory=0, host_memory=128 * GIB, card=139 * GIB)
+        found = items(Here(card=139 * GIB, flops=989e12), toy=toy)
         names = [item.name for item in found]
         assert len(set(names)) == len(names)
-        specs = [item.spec for item in found if item.spec]
+        specs = [spec for item in found for spec in item.specs]
         assert {spec.system for spec in specs} == set(SYSTEMS)
         for spec in specs:
             assert Spec.loads(spec.dumps()) == spec and spec.shape.num_layers > 0
         assert [item.group for item in found][:3] == ["tests", "machine", "resident"]
-    capped = items(toy=False, gpu_memory=24 * GIB, host_memory=64 * GIB, card=39 * GIB)
-    assert all(i.spec.gpu_memory in (24 * GIB, 32 * GIB) for i in capped if i.spec)
+    capped = items(Here(card=39 * GIB, cap=24 * GIB), toy=False)
+    assert all(s.gpu_memory in (24 * GIB, 32 * GIB) for i in capped for s in i.specs)
     assert next(i.name for i in capped if i.group == "largest") == "largest 32 GiB"
     assert "largest 80 GiB" not in [i.name for i in capped]
-    assert not any(i.spec.grad_accum_steps == 16 for i in capped if i.spec and i.group == "13b")
+
+
+def test_the_grid_is_whole() -> None:
+    """Every size, mode, format, accumulation and length, under 32 GB; near the usual first."""
+    found = [i.specs[0] for i in items(Here(card=139 * GIB), toy=False) if i.group == "grid"]
+    cells = {
+        (s.size, s.options["update"], s.options["state"], s.grad_accum_steps, s.seq_len)
+        for s in found
+    }
+    assert len(cells) == len(found) == 4 * 3 * 3 * 3 * 3
+    assert all(spec.gpu_memory == 32 * GIB for spec in found)
+    first = [spec for spec in found if spec.size == found[0].size][:5]
+    assert {s.grad_accum_steps for s in first} | {s.options["state"] for s in first} >= {1, 4, 16}
+
+
+def test_what_a_goal_is_about_is_measured_within_three_calls_of_ten_minutes() -> None:
+    """On an H200, by the allowances, which are long: the tests, then pairs, then 13B."""
+    found = items(Here(card=139 * GIB, flops=989e12), toy=False)
+    first = found[: next(n for n, item in enumerate(found) if item.group == "modes") + 1]
+    assert {item.group for item in first} == {
+        "tests",
+        "machine",
+        "resident",
+        "peers",
+        "13b",
+        "modes",
+    }
+    assert sum(item.seconds for item in first) < 3 * 540
 
 
 def test_every_measurement_has_a_plan() -> None:
     machine = find("h200")[1]
-    for item in items(toy=False, gpu_memory=0, host_memory=128 * GIB, card=139 * GIB):
-        if item.spec is not None and item.spec.system == "offloadtrain" and item.group != "grid":
-            found = planned(item.spec, machine)
-            assert found["step_s"] > 0
-            assert found["fits"] or item.spec.options.get("update") == "speculative", item.name
+    for item in items(Here(card=139 * GIB), toy=False):
+        for spec in item.specs if item.group != "grid" else ():
+            if spec.system == "offloadtrain":
+                found = planned(spec, machine)
+                assert found["step_s"] > 0
+                assert found["fits"] or spec.options.get("update") == "speculative", item.name
 
 
 def test_the_tests_of_a_gpu_are_found() -> None:
     marked, left_out = gpu_test_files()
     assert {"tests/gpu/test_engine_cuda.py", "tests/gpu/test_plan_cuda.py"} <= set(marked)
     assert left_out == []
-
-
-# ---- the README's table
-
-
-def results_file(folder: Path, gpu: str = "NVIDIA X") -> None:
-    resident = {"figures": {"step_s": 1.0, "tokens_per_s": 1000.0, "mfu": 0.5}}
-    offloaded = {
-        "figures": {"step_s": 1.08, "tokens_per_s": 925.9, "mfu": 0.46, "device_peak_bytes": 2**33},
-        "reports": [{"exposed_ms": 30.0}, {"exposed_ms": 20.0}, {"exposed_ms": 25.0}],
-    }
-    values = {
-        "schema": 1,
-        "device": gpu,
-        "machine": {"gpu": gpu},
-        "measurements": {
-            "machine": {"machine": {}},
-            "resident llama-3b 4x2048x1 bf16": resident,
-            "offloadtrain llama-3b 4x2048x1 bf16 state=split16": offloaded,
-            "deepspeed llama-3b 4x2048x1 bf16": {"missing": "deepspeed is not installed"},
-        },
-    }
-    (folder / "x-20261121.json").write_text(json.dumps(values))
-
-
-def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results_file(tmp_path)
-    (tmp_path / "other.json").write_text('{"rows": []}')
-    assert main(["report", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[3] == (
-        "| NVIDIA X | offloadtrain llama-3b 4x2048x1 bf16 state=split16 | 1.080 s | 926 | 46.0 % | "
-        "1.08 | 25 ms | 8.0 GiB | `x-20261121.json` |"
-    )
-
-
-def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == results_table.NOTHING
-    assert main(["report", str(tmp_path / "absent")]) == 1
-    (tmp_path / "broken.json").write_text("{")
-    assert main(["report", str(tmp_path)]) == 1
-    assert "cannot be read" in capsys.readouterr().err
-
-
-def test_the_readme_has_what_the_results_say() -> None:
-    text = (ROOT / "README.md").read_text()
-    (told,) = re.findall(r"<!-- results -->\n(.*?)\n<!-- /results -->", text, re.DOTALL)
-    assert told == results_table.table(results_table.read(ROOT / "benchmarks" / "results"))
 
 
 def test_nothing_that_a_bare_machine_may_lack_is_needed() -> None:

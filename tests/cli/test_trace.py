@@ -58,7 +58,7 @@ def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.strip() == str(folder / "trace.json")
     made = json.loads((folder / "trace.json").read_text())["traceEvents"]
     seen = {e["cat"] for e in made if "cat" in e}
-    assert seen == {"compute", "d2h", "host", "h2d", "load"}
+    assert seen == {"compute", "wait", "d2h", "host", "h2d", "load"}
     ends = [e["ts"] + e["dur"] for e in made if e.get("cat")]
     last = max(e["ts"] + e["dur"] for e in made if e["name"].startswith("step "))
     assert 0 < max(ends) <= last + 1e4

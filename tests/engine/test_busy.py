@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.transfer import Buffer, Lane, Lanes, SequentialLanes, on_lanes
+from offloadtrain.transfer import (
+    Buffer,
+    Interval,
+    Lane,
+    Lanes,
+    SequentialLanes,
+    exposed_by_lane,
+    on_lanes,
+)
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.numerics.models import Chain, batches, loss_of
 
@@ -39,6 +47,54 @@ def test_a_step_s_busy_times_are_the_sums_of_its_intervals(options: dict[str, An
             assert report.busy_ms[lane] == pytest.approx(kept[lane], abs=1e-6)
         assert report.busy_ms["host"] > 0 and report.busy_ms["d2h"] > 0
         assert 0 < report.busy_ms["compute"] < wall_ms - report.exposed_ms
+
+
+def test_a_wait_is_blamed_on_what_worked_meanwhile() -> None:
+    """For an upload, that waits for Adam, that waits for gradients; the rest is the upload's."""
+
+    def one(lane: str, name: str, start_ms: float, end_ms: float) -> Interval:
+        return Interval(lane, name, start_ms, end_ms - start_ms)
+
+    timeline = [
+        one("compute", "forward", 0, 30),
+        one("wait", "h2d", 10, 20),
+        one("d2h", "grad 1", 5, 12),
+        one("host", "adam 1", 11, 16),
+        one("load", "beside", 10, 20),
+        one("h2d", "h2d 1", 16.5, 19),
+        one("wait", "host", 40, 41),
+    ]
+    assert exposed_by_lane(timeline) == pytest.approx(
+        {"h2d": 2.5 + 0.5 + 1.0, "host": 5.0 + 1.0, "d2h": 1.0}
+    )
+    assert exposed_by_lane([]) == {}
+
+
+@pytest.mark.parametrize("lanes", [SequentialLanes, ThreadLanes])
+@pytest.mark.parametrize("options", PLACEMENTS, ids=["device", "streamed"])
+def test_the_waits_of_a_sampled_step_are_its_exposed_time(
+    lanes: type[Lanes], options: dict[str, Any]
+) -> None:
+    model = Chain(4)
+    with on_lanes(lanes()):
+        optimizer = ot.offload(model, device="cpu", clip_norm=0.5, **options)
+    for tokens in batches(3):
+        optimizer.synchronize()
+        optimizer.sample_timeline()
+        before_ms = optimizer._engine.lanes.read_totals().exposed_ms
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        report = optimizer.last_step
+        assert report is not None
+        waits = [one for one in report.timeline if one.lane == "wait"]
+        assert {one.name for one in waits} <= {"d2h", "host", "h2d", "load"} and waits
+        waited_ms = sum(one.duration_ms for one in waits)
+        assert sum(report.exposed_by_lane.values()) == pytest.approx(waited_ms)
+        exposed_ms = optimizer._engine.lanes.read_totals().exposed_ms - before_ms
+        assert waited_ms <= exposed_ms + 1e-6  # the rest is the wait at the end of the sampling
+        if lanes is SequentialLanes:
+            assert waited_ms == pytest.approx(exposed_ms)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("lanes", [SequentialLanes(), ThreadLanes()], ids=["in order", "threads"])

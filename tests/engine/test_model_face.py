@@ -186,7 +186,7 @@ def test_the_sampled_timeline_names_every_lane() -> None:
     optimizer.step()
     assert optimizer.last_step is not None
     timeline = optimizer.last_step.timeline
-    assert {interval.lane for interval in timeline} == {"compute", "d2h", "host", "h2d"}
+    assert {interval.lane for interval in timeline} == {"compute", "wait", "d2h", "host", "h2d"}
     names = {interval.name for interval in timeline}
     assert {"forward layers.0", "backward layers.0", "adam layers.0", "h2d head"} <= names
     optimizer.backward(loss_of(net, batches(1)[0]))

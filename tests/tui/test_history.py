@@ -153,6 +153,15 @@ def test_waits_of_compute_name_what_ended_them() -> None:
         (20, 10, "", ""),
     ]
     assert union_ms([span("compute", "a", 0, 10), span("compute", "b", 2, 5)]) == 10
+    told = waits_of(
+        [
+            span("compute", "root", 0, 20),
+            span("wait", "h2d", 4, 3),
+            span("h2d", "h2d 1", 2, 4.9),
+            span("compute", "next", 30, 5),
+        ]
+    )
+    assert [(wait.start_ms, wait.duration_ms, wait.name) for wait in told] == [(4, 3, "h2d 1")]
 
 
 def test_foreign_lines_are_counted_and_unknown_kinds_too() -> None:

@@ -56,8 +56,9 @@ class Lanes:
 
     @property
     def rows(self) -> list[str]:
-        """The lanes, top to bottom; collectives only where there are ranks."""
-        return [name for name in LANES if name != "comm" or self.lane(name)]
+        """The lanes, top to bottom; waits and collectives only where there are any."""
+        names = (LANES[0], events.WAIT, *LANES[1:])
+        return [name for name in names if name not in (events.WAIT, "comm") or self.lane(name)]
 
     def lane(self, name: str) -> list[events.Span]:
         return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)
@@ -170,17 +171,23 @@ def _fill(cells: list[float], start: float, length: float) -> None:
 
 
 def waits_of(spans: Iterable[events.Span], least_ms: float = 0.05) -> list[Wait]:
-    """The gaps of the compute lane, each with what of another lane ended in it last."""
+    """Each wait of compute, with what of another lane ended in it last; where the log has none, the
+    gaps of the compute lane."""
     ordered = sorted(spans, key=lambda span: span.start_ms)
-    others = [span for span in ordered if span.lane != "compute"]
-    waits, done_ms = [], None
+    others = [span for span in ordered if span.lane not in ("compute", events.WAIT)]
+    told = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == events.WAIT]
+    stretches = told or _gaps(span for span in ordered if span.lane == "compute")
+    return [_wait_between(*one, others) for one in stretches if one[1] - one[0] >= least_ms]
+
+
+def _gaps(ordered: Iterable[events.Span]) -> list[tuple[float, float]]:
+    gaps: list[tuple[float, float]] = []
+    done_ms: float | None = None
     for span in ordered:
-        if span.lane != "compute":
-            continue
-        if done_ms is not None and span.start_ms - done_ms >= least_ms:
-            waits.append(_wait_between(done_ms, span.start_ms, others))
+        if done_ms is not None:
+            gaps.append((done_ms, span.start_ms))
         done_ms = max(done_ms or 0.0, span.start_ms + span.duration_ms)
-    return waits
+    return gaps
 
 
 def _wait_between(start_ms: float, end_ms: float, others: Sequence[events.Span]) -> Wait:

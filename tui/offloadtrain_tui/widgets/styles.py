@@ -11,6 +11,7 @@ from textual.strip import Strip
 
 LANE_COLORS = {
     "compute": "success",
+    "wait": "error",
     "d2h": "warning",
     "host": "accent",
     "h2d": "primary",

@@ -1,0 +1,133 @@
+"""What the project wants to reach on a data-centre GPU, and what was measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from offloadtrain.results.read import Pair, ResultsFile, Steps
+
+_GIB = 1 << 30
+_K = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One of them.
+
+    Attributes:
+        limit: to reach.
+        measured: of a results file, all that is to be held to it.
+        at_most: the limit is one from above.
+        percent: it is printed so.
+    """
+
+    what: str
+    limit: float
+    measured: Callable[[ResultsFile], Iterator[float]]
+    at_most: bool = False
+    percent: bool = False
+
+    def worst(self, file: ResultsFile) -> float | None:
+        """None: nothing was measured."""
+        found = list(self.measured(file))
+        if not found:
+            return None
+        return max(found) if self.at_most else min(found)
+
+    def is_met(self, value: float) -> bool:
+        """In the digits that are printed."""
+        value, limit = round(value, 2), round(self.limit, 2)
+        return value <= limit if self.at_most else value >= limit
+
+
+def _against(file: ResultsFile, system: str, **options: str) -> Iterator[Pair]:
+    """Pairs with this system whose own side has these options and no others."""
+    for pair in file.pairs:
+        if pair.theirs.system == system and dict(pair.ours.spec["options"]) == options:
+            yield pair
+
+
+def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -> Iterator[float]:
+    """Our step over the resident one, 3B, at so many tokens per step."""
+    for pair in _against(file, "resident", **options):
+        if pair.ours.spec["size"] == "llama-3b" and least <= pair.ours.tokens <= most:
+            yield 1 / pair.ratio
+
+
+def _times_deepspeed(file: ResultsFile) -> Iterator[float]:
+    for pair in _against(file, "deepspeed"):
+        yield pair.ratio
+
+
+def _times_exact(file: ResultsFile) -> Iterator[float]:
+    for pair in file.pairs:
+        guesses = pair.ours.option("update", "exact") == "speculative"
+        exact = pair.theirs.system == "offloadtrain"
+        if guesses and exact and pair.ours.tokens <= 16 * _K:
+            yield pair.ratio
+
+
+def _mfu_of_13b(file: ResultsFile) -> Iterator[float]:
+    for one in _ours(file):
+        is_capped = one.spec["gpu_memory"] == 32 * _GIB
+        if one.spec["size"] == "gpt-13b" and is_capped and one.tokens >= 64 * _K:
+            yield from [one.figures["mfu_6p"]] if one.figures["mfu_6p"] else []
+
+
+def _bus_bytes(file: ResultsFile) -> Iterator[float]:
+    for one in _one_microbatch(file):
+        if one.option("working", "device") == "device":
+            yield one.figures["bus_bytes_per_param"]
+
+
+def _host_bytes(file: ResultsFile, state: str) -> Iterator[float]:
+    for one in _one_microbatch(file):
+        chosen = one.option("state", "fp32"), one.option("update", "exact")
+        if chosen == (state, "exact") and one.option("activation", "recompute") != "offload":
+            yield one.figures["host_bytes_per_param"]
+
+
+def _one_microbatch(file: ResultsFile) -> Iterator[Steps]:
+    for one in _ours(file):
+        if one.spec["grad_accum_steps"] == 1 and one.option("state_on", "host") == "host":
+            yield one
+
+
+def _ours(file: ResultsFile) -> Iterator[Steps]:
+    return (one for one in file.steps if one.system == "offloadtrain")
+
+
+GOALS = (
+    Goal(
+        "step, offloaded over resident, 3B, from 32k tokens per step",
+        1.10,
+        partial(_over_resident, least=32 * _K, most=float("inf")),
+        at_most=True,
+    ),
+    Goal(
+        "the same at 8k tokens per step, `split16`",
+        1.6,
+        partial(_over_resident, least=1, most=8 * _K, state="split16"),
+        at_most=True,
+    ),
+    Goal("tokens/s over DeepSpeed ZeRO-2 offload", 2.0, _times_deepspeed),
+    Goal("`speculative` over `exact`, up to 16k tokens per step", 1.2, _times_exact),
+    Goal(
+        "MFU (6·P per token) of 13B under 32 GiB, from 64k tokens per step",
+        0.30,
+        _mfu_of_13b,
+        percent=True,
+    ),
+    Goal("PCIe bytes per parameter per step, one microbatch", 4.0, _bus_bytes, at_most=True),
+    *(
+        Goal(
+            f"host bytes per parameter, `{state}`, one microbatch, `exact`",
+            limit,
+            partial(_host_bytes, state=state),
+            at_most=True,
+        )
+        for state, limit in (("fp32", 14.5), ("split16", 10.5), ("int8", 7.5))
+    ),
+)

@@ -1,0 +1,134 @@
+"""Results files as SVG. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offloadtrain.results.read import ResultsError, ResultsFile, Steps
+from offloadtrain.results.tables import NOTHING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROW_INCHES = 0.36
+_WIDTH_INCHES = 9.0
+
+
+def plot(files: Sequence[ResultsFile], folder: Path) -> list[Path]:
+    """Write what the files have something for: ratios.svg, rates.svg, exposed.svg, curves.svg.
+
+    Raises:
+        ResultsError: matplotlib is not installed, or nothing was measured.
+    """
+    if not files:
+        raise ResultsError(f"--plot {folder}: {NOTHING}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ResultsError(
+            f"--plot {folder} needs matplotlib: pip install 'offloadtrain[plots]'"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = (_ratios, _rates, _exposed, _curves)
+    return [path for draw in plots if (path := draw(files, folder)) is not None]
+
+
+def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
+    """Bars: their step over ours, of every pair."""
+    bars = [
+        (f"{file.device}\n{pair.ours.name}\n/ {pair.theirs.name}", pair.ratio)
+        for file in files
+        for pair in file.pairs
+    ]
+
+    def draw(axes: Axes) -> None:
+        names, ratios = zip(*bars, strict=True)
+        axes.barh(range(len(bars)), ratios)
+        axes.set_yticks(range(len(bars)), names, fontsize=7)
+        axes.margins(x=0.1)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        for number, ratio in enumerate(ratios):
+            axes.text(ratio, number, f" {ratio:.2f}", va="center", fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("their step / ours (above 1: ours is faster)")
+
+    return _write(draw, bars, folder / "ratios.svg", 1.6 * len(bars))
+
+
+def _rates(files: Sequence[ResultsFile], folder: Path) -> Path | None:
+    """Lines: tokens per second over tokens per step, by model, length, format and mode."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for file, one in _offloaded(files):
+        key = [str(one.spec["size"]), f"seq {one.spec['seq_len']}", one.option("state", "fp32")]
+        key += [one.option("update", "exact"), one.option("working", "device")]
+        name = " ".join([file.device, *key])
+        lines.setdefault(name, []).append((one.tokens, one.figures["tokens_per_s"]))
+
+    def draw(axes: Axes) -> None:
+        for name, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens per step")
+        axes.set_ylabel("tokens per second")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=6)
+
+    return _write(draw, lines, folder / "rates.svg", 14)
+
+
+def _exposed(files: Sequence[ResultsFile], folder: Path) -> Path | None:
+    """Stacked bars: the share of a step in which compute waited, by the lane it waited for."""
+    steps = [(file, one) for file, one in _offloaded(files) if "exposed_by_lane" in one.figures]
+    lanes = list(dict.fromkeys(lane for _, one in steps for lane in one.figures["exposed_by_lane"]))
+
+    def draw(axes: Axes) -> None:
+        below = [0.0] * len(steps)
+        for lane in lanes:
+            shares = [
+                one.figures["exposed_by_lane"].get(lane, 0.0) / one.figures["step_s"] / 10
+                for _, one in steps
+            ]
+            axes.barh(range(len(steps)), shares, left=below, label=lane)
+            below = [left + share for left, share in zip(below, shares, strict=True)]
+        names = [f"{file.device}: {one.name.removeprefix('offloadtrain ')}" for file, one in steps]
+        axes.set_yticks(range(len(steps)), names, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("percent of the step in which compute waited")
+        axes.legend(fontsize=8)
+
+    return _write(draw, steps, folder / "exposed.svg", len(steps))
+
+
+def _curves(files: Sequence[ResultsFile], folder: Path) -> Path | None:
+    """Lines: losses of each case."""
+    curves = [(file, curve) for file in files for curve in file.curves]
+
+    def draw(axes: Axes) -> None:
+        for file, curve in curves:
+            steps = [curve.every * (number + 1) for number in range(len(curve.losses))]
+            axes.plot(steps, curve.losses, label=f"{file.device}: {curve.case}", linewidth=1)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss, nats per byte")
+        axes.legend(fontsize=8)
+
+    return _write(draw, curves, folder / "curves.svg", 14)
+
+
+def _offloaded(files: Sequence[ResultsFile]) -> Iterable[tuple[ResultsFile, Steps]]:
+    return ((file, one) for file in files for one in file.steps if one.system == "offloadtrain")
+
+
+def _write(
+    draw: Callable[[Axes], None], shown: Iterable[object], path: Path, rows: float
+) -> Path | None:
+    """None where there is nothing to show. `rows`: of text that must have room."""
+    from matplotlib.figure import Figure
+
+    if not list(shown):
+        return None
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.2 + _ROW_INCHES * rows), layout="constrained")
+    draw(figure.add_subplot())
+    figure.savefig(path)
+    return path

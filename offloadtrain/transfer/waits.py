@@ -1,0 +1,50 @@
+"""What compute waited for, in a sampled step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from offloadtrain.events import WAIT
+from offloadtrain.transfer.base import Interval, Lane
+
+_CAUSES = (Lane.H2D, Lane.HOST, Lane.D2H, Lane.COMM)
+"""What a lane that did nothing can itself have waited for, the nearest first."""
+
+_Stretch = tuple[float, float]
+
+
+def exposed_by_lane(timeline: Iterable[Interval]) -> dict[str, float]:
+    """Lane → milliseconds that compute waited while this lane was at work on what it waited for.
+
+    Compute waits for an upload, say, and for a part of that time the upload waits for Adam: that
+    part is the host's. Time in which none of them worked is the awaited lane's.
+    """
+    busy: dict[str, list[_Stretch]] = {}
+    for one in timeline:
+        busy.setdefault(one.lane, []).append((one.start_ms, one.start_ms + one.duration_ms))
+    waits = [one for one in timeline if one.lane == WAIT]
+    found: dict[str, float] = {}
+    for wait in waits:
+        left = [(wait.start_ms, wait.start_ms + wait.duration_ms)]
+        for lane in dict.fromkeys((wait.name, *_CAUSES)):
+            rest = _without(left, busy.get(lane, ()))
+            found[lane] = found.get(lane, 0.0) + _length(left) - _length(rest)
+            left = rest
+        found[wait.name] += _length(left)
+    return {lane: spent for lane, spent in found.items() if spent > 0}
+
+
+def _without(stretches: Sequence[_Stretch], taken: Iterable[_Stretch]) -> list[_Stretch]:
+    left = list(stretches)
+    for lo, hi in taken:
+        left = [
+            piece
+            for start, end in left
+            for piece in ((start, min(end, lo)), (max(start, hi), end))
+            if piece[0] < piece[1]
+        ]
+    return left
+
+
+def _length(stretches: Iterable[_Stretch]) -> float:
+    return sum(end - start for start, end in stretches)

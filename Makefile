@@ -40,7 +40,7 @@ bench: .venv/.installed
 # GPU_ARGS: --budget-minutes, --only, --gpu-memory, --out.
 gpu:
 	-cmake -S native -B build/gpu -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')"
-	-cmake --build build/gpu && cp build/gpu/_native*.so offloadtrain/
+	-cmake --build build/gpu --parallel && cp build/gpu/_native*.so offloadtrain/
 	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 # Needs a compiler and nothing else.

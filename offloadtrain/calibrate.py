@@ -22,7 +22,7 @@ class Bandwidth:
 def bandwidth(device: torch.device, nbytes: int = COPY_BYTES) -> Bandwidth:
     """The best of a few copies each way, from and to page-locked memory where there is a GPU."""
     on_gpu = device.type == "cuda"
-    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+    host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     up = min(_copy_s(host, there) for _ in range(ROUNDS))
     down = min(_copy_s(there, host) for _ in range(ROUNDS))

@@ -142,10 +142,10 @@ class Ranks:
         Returns:
             (size, k) fp64 on the host, the same on every rank.
         """
-        own = torch.as_tensor(row, dtype=torch.float64).reshape(1, -1)
+        own = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1)
         if self.alone:
             return own.clone()
-        rows = torch.empty(self.size, own.shape[1], dtype=torch.float64)
+        rows = torch.empty(self.size, own.shape[1], dtype=torch.float64, device="cpu")
         all_gather_single(rows, own, group=self._groups[1])
         return rows
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,13 +26,14 @@ from torch import Tensor
 
 from offloadtrain import cgroup, cuda_driver, kernels
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.units import format_bytes
+from offloadtrain.units import format_bytes, parse_bytes
 
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 STAGGER_BYTES = PAGE_BYTES + 256
 SLAB_BYTES = 8 << 30
+HOST_MEMORY_VARIABLE = "OFFLOADTRAIN_HOST_MEMORY"
 
 
 class HostMemoryError(OffloadTrainError):
@@ -172,7 +175,8 @@ class Arena:
                 f"offloading asks for {format_bytes(asked)} of host memory and "
                 f"{format_bytes(available)} is available. Largest: {largest_owners(requests)}. "
                 "Free host memory, take a narrower state ('split16', 'int8') or a smaller model, "
-                "or set grad_accum_steps = 1 (2 bytes per parameter less)."
+                "or set grad_accum_steps = 1 (2 bytes per parameter less). If this machine's "
+                f"memory grows as it is used, state it: {HOST_MEMORY_VARIABLE}=128GiB."
             )
 
     def _warn_if_pageable(self) -> None:
@@ -223,7 +227,8 @@ class _Slab:
     def __init__(self, requests: Sequence[Request], *, pin: bool) -> None:
         nbytes = sum(request.span_bytes for request in requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages: this was to be faster, no more
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         if pin:
             # A fork would copy pinned pages at once: children do not get them.
             mapping.madvise(mmap.MADV_DONTFORK)
@@ -271,8 +276,33 @@ def largest_owners(requests: Sequence[Request]) -> str:
 
 
 def available_bytes() -> int:
-    """Host memory that can still be had: the kernel's estimate, capped by the cgroup's limit."""
-    return min(_meminfo_available(), _cgroup_available(Path("/sys/fs/cgroup")))
+    """Host memory that can still be had: the kernel's estimate, or what is stated less what this
+    process holds; capped by the cgroup's limit."""
+    stated = stated_bytes()
+    free = _meminfo_available() if stated is None else max(stated - _held_bytes(), 0)
+    return min(free, _cgroup_available(Path("/sys/fs/cgroup")))
+
+
+def stated_bytes() -> int | None:
+    """The host's memory as OFFLOADTRAIN_HOST_MEMORY states it; None: it does not.
+
+    For virtual machines whose memory grows as it is used: the kernel knows what they have now.
+
+    Raises:
+        HostMemoryError: it is not a size.
+    """
+    text = os.environ.get(HOST_MEMORY_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise HostMemoryError(f"{HOST_MEMORY_VARIABLE}: {error}") from None
+
+
+def _held_bytes() -> int:
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _meminfo_available() -> int:

@@ -22,7 +22,7 @@ import psutil
 from offloadtrain import cgroup
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.events import Event, System
-from offloadtrain.memory import available_bytes
+from offloadtrain.memory import available_bytes, stated_bytes
 from offloadtrain.nvml import Gpu, Nvml
 
 _T = TypeVar("_T")
@@ -114,8 +114,9 @@ class Sampler:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the machine, or the least limit of the cgroups above this process; 0: unknown."""
-    total = _told(lambda: psutil.virtual_memory().total, 0)
+    """Memory of the machine as it is or is stated, or the least limit of the cgroups above this
+    process; 0: unknown."""
+    total = stated_bytes() or _told(lambda: psutil.virtual_memory().total, 0)
     limits = [int(text) for text in _cgroup_files("memory.max") if text.isdigit()]
     return min([total, *limits])
 

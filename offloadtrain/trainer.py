@@ -378,7 +378,7 @@ class _LateLoss:
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._host = torch.empty((), dtype=torch.float32, pin_memory=on_gpu)
+        self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def launch(self, loss: Tensor) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import pytest
 import torch
 

@@ -109,7 +109,9 @@ def _with_plans(item: Item, results: Results, found: dict[str, Any]) -> dict[str
 def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
     """The verdict of pytest over what is marked `gpu`; `toy`: only what is collected."""
     files, left_out = test_files()
-    arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    # Warnings of whichever torch and plugins are there are no failures of ours.
+    arguments = ["-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    arguments += files
     arguments += ["--collect-only"] if toy else []
     began = time.monotonic()
     try:

@@ -21,6 +21,7 @@ from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import MissingError, cap, here
 from offloadtrain.bench.rounds import SETTLE_S, ratio
+from offloadtrain.memory import HostMemoryError
 
 ROUNDS = 3
 
@@ -40,7 +41,7 @@ def compare(ours: Spec, theirs: Spec) -> dict[str, Any]:
         return {"missing": f"{theirs.system} does not fit: {str(error).splitlines()[0]}"}
     try:
         mine, held_by_mine = _begin(ours, device)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, HostMemoryError) as error:
         return {"missing": f"both do not fit at once: {str(error).splitlines()[0]}"}
     found = _in_turn([mine, other], [held_by_other, held_by_mine], device)
     mine.system.close()

@@ -14,14 +14,15 @@ import torch
 from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import MissingError, cap, here
+from offloadtrain.memory import HostMemoryError
 
 
 def measure(spec: Spec, trace: Path | None = None) -> dict[str, Any]:
-    """Figures and raw samples; {"missing": why} where the system is not installed, or does not fit
-    and is not ours."""
+    """Figures and raw samples; {"missing": why} where the system is not installed or the host has
+    not that much memory, or the GPU has not and it is not ours."""
     try:
         return _measure(spec, trace)
-    except MissingError as missing:
+    except (MissingError, HostMemoryError) as missing:
         return {"missing": str(missing)}
     except torch.OutOfMemoryError as error:
         if spec.system == "offloadtrain":

@@ -17,6 +17,7 @@ from offloadtrain.device import resolve_precision
 from offloadtrain.doctor import checks, facts, speeds
 from offloadtrain.doctor.checks import Check, Status
 from offloadtrain.doctor.measure import disk_gbps, measure
+from offloadtrain.memory import stated_bytes
 from offloadtrain.nvml import Nvml
 from offloadtrain.plan.machine import Machine
 from offloadtrain.telemetry import probe
@@ -85,7 +86,8 @@ class _Visit:
 
     @property
     def host_memory_bytes(self) -> int:
-        limits = [facts.total_memory_bytes(), self.probe.host_memory_bytes, self.limit]
+        total = stated_bytes() or facts.total_memory_bytes()
+        limits = [total, self.probe.host_memory_bytes, self.limit]
         return min(size for size in limits if size)
 
     def look(self) -> Iterator[Check]:

@@ -44,7 +44,7 @@ class Slot:
 
     def flattened(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor of the parameter's shape as (numel,), in the order of its memory."""
-        flat = torch.empty(self.numel, dtype=tensor.dtype)
+        flat = torch.empty(self.numel, dtype=tensor.dtype, device="cpu")
         self.shaped(flat).copy_(tensor)
         return flat
 

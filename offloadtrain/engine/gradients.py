@@ -173,7 +173,8 @@ class Gradients:
                 self._complete(bucket)
         self._lanes.host_wait(self._lanes.record(Lane.HOST), "the gradient norm")
         squares = self._squares.flat.cpu()
-        told = self._ranks.exchange(torch.cat([squares, torch.tensor(beside, dtype=squares.dtype)]))
+        told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
+        told = self._ranks.exchange(torch.cat([squares, told_beside]))
         total = 0.0
         for values in told[:, : squares.numel()].T.tolist():
             of_parameter = 0.0

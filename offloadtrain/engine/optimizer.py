@@ -61,28 +61,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._arena = host if offloads else DeviceArena(self.ledger, self.device)
         self._inputs = host
         lanes.counts_bus = offloads
-        self._engine, self._blocks = build(
-            model,
-            rule,
-            self.param_groups,
-            settings,
-            param_init_fn=param_init_fn,
-            lanes=lanes,
-            arena=self._arena,
-            inputs=host,
-            ledger=self.ledger,
-        )
+        # Dropped without close(): drain, then give the pinned memory back, in this order.
+        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, host)
+        try:
+            self._engine, self._blocks = build(
+                model,
+                rule,
+                self.param_groups,
+                settings,
+                param_init_fn=param_init_fn,
+                lanes=lanes,
+                arena=self._arena,
+                inputs=host,
+                ledger=self.ledger,
+            )
+        except BaseException:
+            self._finalizer()
+            raise
         self._model = model
         self._engine.emit()
         streamed = [bucket for block in self._blocks for bucket in block.held if bucket.streamed]
         moving = [slot.param for bucket in streamed for slot in bucket.slots]
         self._seal = ModelSeal(model, moving)
         self._flips = settings.update == "speculative"
-        self._step_tensor = torch.zeros((), dtype=torch.float32)
+        self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
         self._handles = self._hook_parameters() + attach_faces(model, self)
-        # Dropped without close(): drain, then give the pinned memory back, in this order.
-        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, host)
 
     @property
     def pinned(self) -> bool:
@@ -342,13 +346,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         The model keeps its working weights; views from `state` must not be used any more.
         """
-        self._engine.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.state.clear()
-        self._finalizer()
-        offloaded.discard(self._model)
+        try:
+            self._engine.close()
+        finally:  # a GPU that has failed ends this, too; its memory on the host is given back
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self.state.clear()
+            self._finalizer()
+            offloaded.discard(self._model)
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]

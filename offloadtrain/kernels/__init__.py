@@ -172,7 +172,7 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 def sum_squares(values: Tensor) -> float:
     """Of one parameter, fp64; see [Note: The norm]. Not finite if a value is not."""
-    squares = torch.zeros(1, dtype=torch.float64)
+    squares = torch.zeros(1, dtype=torch.float64, device="cpu")
     sum_squares_many(values, Layout.of_one(values.numel()), squares)
     return squares.item()
 

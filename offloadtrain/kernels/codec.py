@@ -39,7 +39,7 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
     fp32, the rounding of the exact value (Boldo & Melquiond 2008).
     """
-    b, c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (b, c))
+    b, c = (torch.as_tensor(x, dtype=torch.float32, device=a.device).double() for x in (b, c))
     product, addend = torch.broadcast_tensors(a.double() * b, c)
     total = product + addend
     kept = total - product
@@ -158,7 +158,8 @@ class Minifloat:
     @property
     def top(self) -> Tensor:
         """t of the largest code, fp32."""
-        return self.decode(torch.tensor([self.largest]), torch.ones(1))[0]
+        largest = torch.tensor([self.largest], device="cpu")
+        return self.decode(largest, torch.ones(1, device="cpu"))[0]
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         """t * scale, rounded once."""
@@ -242,7 +243,7 @@ def set_master(state: State, master: Tensor) -> None:
         state.weight.copy_(weight)
         state.low.copy_(low)
     else:
-        half = torch.full(master.shape, 0x80)
+        half = torch.full(master.shape, 0x80, device=master.device)
         weight, correction = split_int8(master, state.weight.dtype, half)
         state.weight.copy_(weight)
         state.correction.copy_(correction)
@@ -261,7 +262,7 @@ def from_fp32(state: State, values: Fp32State) -> None:
     """Take over the state of one parameter, rounded to nearest where the format is narrower."""
     set_master(state, values.master)
     if isinstance(state, Int8State):
-        half = torch.full(values.master.shape, 0x800800)
+        half = torch.full(values.master.shape, 0x800800, device=values.master.device)
         encode_moments(values.exp_avg, values.exp_avg_sq, half, state)
     else:
         state.exp_avg.copy_(values.exp_avg)

@@ -110,7 +110,7 @@ class Layout:
                     f"multiples of {BLOCK}, ascending, and at least {self.extent} here"
                 )
             self.extent = offset + numel
-        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
         self.count = len(rows)
         self.last_id = max(ids, default=-1)
         self.address = self.table.data_ptr()

@@ -54,7 +54,7 @@ def adam(
     for offset, numel, parameter, first in layout.rows():
         for lo, hi in _pieces(numel, first):
             key = scalars.key(parameter, first + lo)
-            elements = torch.arange(first + lo, first + hi) & 0xFFFFFFFF
+            elements = torch.arange(first + lo, first + hi, device="cpu") & 0xFFFFFFFF
             piece = (offset + lo, offset + hi)
             values = random_bits(key, elements)
             step(_at(state, *piece), _at(out, *piece), grad[slice(*piece)], values, scalars)

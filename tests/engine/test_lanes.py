@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import memory
+from offloadtrain import memory, telemetry
 from offloadtrain.engine.ring import Ring
 from offloadtrain.memory import Arena, HostMemoryError, Ledger, Request, Tier
 from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy
@@ -93,6 +93,26 @@ def test_too_little_memory_is_said_before_anything_is_mapped(
     with pytest.raises(HostMemoryError, match=r"asks for 4\.0 MiB .* 1\.0 MiB is .*master"):
         arena.map([Request("master weights", 1 << 20, torch.float32)])
     assert not arena._slabs
+
+
+def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may have a tenth of its memory yet: the kernel tells what is there now."""
+    monkeypatch.setattr(memory, "_meminfo_available", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "_cgroup_available", lambda mount: 1 << 62)
+    monkeypatch.delenv("OFFLOADTRAIN_HOST_MEMORY", raising=False)
+    arena, asked = Arena(Ledger(), pin=False), [Request("master", 1 << 20, torch.float32)]
+    with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY=128GiB"):
+        arena.map(asked)
+    monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "128GiB")
+    assert telemetry.host_memory_bytes() == 128 << 30
+    held = (128 << 30) - memory.available_bytes()
+    assert held == pytest.approx(telemetry.own_bytes(), rel=0.05)
+    arena.map(asked)
+    monkeypatch.setattr(memory, "_cgroup_available", lambda mount: 1 << 20)
+    assert memory.available_bytes() == 1 << 20
+    monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "much")
+    with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY: 'much' is not a size"):
+        memory.available_bytes()
 
 
 def test_the_cgroup_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.engine import EngineError, GradientError, ModelError, StaleGraphError
+from offloadtrain.memory import Arena
+from offloadtrain.transfer import on_lanes
+from offloadtrain.transfer.threads import ThreadLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 
@@ -275,3 +279,51 @@ def test_state_dicts_that_do_not_fit() -> None:
 def test_a_model_compiled_as_a_whole_is_refused() -> None:
     with pytest.raises(ModelError, match="compile each block"):
         ot.offload(torch.compile(model()), device="cpu")
+
+
+def test_an_offload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, while the error is still held: a second try may need every byte."""
+    closed: list[Arena] = []
+    close = Arena.close
+    monkeypatch.setattr(Arena, "close", lambda arena: (close(arena), closed.append(arena)))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("planned")
+
+    monkeypatch.setattr("offloadtrain.engine.build.map_resident", full)
+    before = threading.active_count()
+    with on_lanes(ThreadLanes()), pytest.raises(torch.OutOfMemoryError, match="planned"):
+        offloaded()
+    assert closed and all(not arena._slabs and not arena._booked for arena in closed)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.5, "grad_accum_steps": 2},
+        {"update": "speculative", "state": "split16", "working": "host", "activation": "offload"},
+        {"precision": "fp16", "state": "int8"},
+    ],
+)
+def test_another_default_device_changes_nothing(options: dict[str, Any]) -> None:
+    """What is made on the host is made there, also under `torch.device("cuda")`: meta stands in."""
+
+    def train(default: str) -> list[float]:
+        net, inputs = model(), batches(4)
+        with torch.device(default), on_lanes(ThreadLanes()):
+            optimizer = ot.offload(net, device="cpu", **options)
+        losses = []
+        for number, tokens in enumerate(inputs):
+            loss = loss_of(net, tokens)
+            with torch.device(default):
+                optimizer.backward(loss)
+                if number % 2 or "grad_accum_steps" not in options:
+                    optimizer.step()
+            losses.append(loss.item())
+        with torch.device(default):
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.close()
+        return losses
+
+    assert train("meta") == train("cpu")

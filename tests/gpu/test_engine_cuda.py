@@ -20,12 +20,12 @@ from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.transfer import copy as transfer_copy
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
+from tests.gpu.precision import DTYPE, DTYPES, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_update_modes import DelayedRun
 
 pytestmark = pytest.mark.gpu
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ResidentOnGpu(ResidentRun):
@@ -40,8 +40,7 @@ class ResidentOnGpu(ResidentRun):
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def deterministic() -> object:
     torch.use_deterministic_algorithms(True)
     yield None
     torch.use_deterministic_algorithms(False)
@@ -54,10 +53,9 @@ def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: in
     torch.manual_seed(0)
     model = MODELS[name]()
     twin = copy.deepcopy(model).cuda()
-    optimizer = ot.offload(
+    optimizer = offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        device="cuda",
         precision=precision,
         clip_norm=0.5,
         grad_accum_steps=accum,
@@ -91,15 +89,14 @@ def test_nothing_offloaded(name: str, accum: int, activation: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     twin = copy.deepcopy(model).cuda()
-    optimizer = ot.offload(
+    optimizer = offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        device="cuda",
         state_on="device",
         activation=activation if name in STREAMED else "keep",
         grad_accum_steps=accum,
     )
-    resident = ResidentRun(twin, torch.bfloat16)
+    resident = ResidentRun(twin, DTYPE)
     stream = [tokens.cuda() for tokens in batches(6 * accum)]
     for step in range(6):
         micro = stream[step * accum : (step + 1) * accum]
@@ -147,15 +144,14 @@ def test_every_mode_and_placement_over_streams(name: str, options: str, accum: i
     model = MODELS[name]()
     twin = copy.deepcopy(model).cuda()
     chosen = {"clip_norm": 0.5} | OPTIONS[options]
-    optimizer = ot.offload(
+    optimizer = offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        device="cuda",
         grad_accum_steps=accum,
         **chosen,
     )
     run = DelayedOnGpu if "delayed" in options else ResidentOnGpu
-    resident = run(twin, torch.bfloat16, clip_norm=chosen["clip_norm"])
+    resident = run(twin, DTYPE, clip_norm=chosen["clip_norm"])
     stream = [tokens.cuda() for tokens in batches(6 * accum)]
     for step in range(6):
         micro = stream[step * accum : (step + 1) * accum]
@@ -182,7 +178,7 @@ def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
     lanes = RecordingLanes(CudaLanes(device))
     model = Chain(5)
     with on_lanes(lanes):
-        optimizer = ot.offload(model, device="cuda", **({"clip_norm": 0.5} | OPTIONS[options]))
+        optimizer = offload(model, **({"clip_norm": 0.5} | OPTIONS[options]))
     for tokens in batches(4):
         optimizer.backward(loss_of(model, tokens.cuda()))
         optimizer.step()
@@ -198,7 +194,7 @@ def test_the_peak_does_not_grow_with_depth() -> None:
         model = Chain(depth)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        optimizer = ot.offload(model, device="cuda", working="host", activation="offload")
+        optimizer = offload(model, working="host", activation="offload")
         for tokens in batches(3):
             optimizer.backward(loss_of(model, tokens.repeat(40, 1).cuda()))
             optimizer.step()
@@ -226,14 +222,13 @@ def test_race_provoking_shapes(working: str) -> None:
     torch.manual_seed(0)
     model = TinyComputeBigTransfer()
     twin = copy.deepcopy(model).cuda()
-    optimizer = ot.offload(
+    optimizer = offload(
         model,
         ot.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        device="cuda",
         working=working,
     )
-    resident = ResidentOnGpu(twin, torch.bfloat16, lr=1e-3)
-    inputs = [torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(20)]
+    resident = ResidentOnGpu(twin, DTYPE, lr=1e-3)
+    inputs = [torch.randn(1, 2048, device="cuda", dtype=DTYPE) for _ in range(20)]
 
     def loss(net: nn.Module, x: object) -> torch.Tensor:
         return net(x).float().square().mean()
@@ -298,15 +293,16 @@ def test_a_failure_on_the_host_lane_is_raised_and_nothing_hangs() -> None:
     lanes.close()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_training_waits_for_nothing_but_the_norm() -> None:
     model = Chain()
-    optimizer = ot.offload(model, device="cuda")
+    optimizer = offload(model)
     tokens = batches(1)[0].cuda()
     for _ in range(3):
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
     finally:
@@ -316,8 +312,8 @@ def test_training_waits_for_nothing_but_the_norm() -> None:
 
 def test_the_timeline_shows_adam_beside_uploads() -> None:
     model = TinyComputeBigTransfer()
-    optimizer = ot.offload(model, device="cuda")
-    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    optimizer = offload(model)
+    x = torch.randn(1, 2048, device="cuda", dtype=DTYPE)
     optimizer.backward(model(x).float().square().mean())
     optimizer.step()
     optimizer.sample_timeline()
@@ -333,8 +329,8 @@ def test_every_lane_tells_how_long_it_worked() -> None:
     """By events of the streams, read when they have happened: never by waiting."""
     torch.manual_seed(0)
     model = Chain(6)
-    optimizer = ot.offload(model, device="cuda", clip_norm=1.0, working="host")
-    totals = dict.fromkeys(("compute", "d2h", "host", "h2d", "load"), 0.0)
+    optimizer = offload(model, clip_norm=1.0, working="host")
+    totals = dict.fromkeys(Lane, 0.0)
     began = torch.cuda.Event(enable_timing=True)
     ended = torch.cuda.Event(enable_timing=True)
     began.record()
@@ -355,7 +351,7 @@ def test_every_lane_tells_how_long_it_worked() -> None:
 
 def test_a_host_lane_waits_for_a_stream_without_python() -> None:
     """The native queue waits for an event through the driver's own function."""
-    lanes = CudaLanes(torch.device("cuda"))
+    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
     device = Buffer("device", torch.ones(1 << 24, device="cuda"))
     host = Buffer("host", torch.zeros(1 << 24).pin_memory())
     total = Buffer("sum", torch.zeros(1 << 24))
@@ -385,7 +381,7 @@ def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
     for tries in (False, True):
         torch.manual_seed(0)
         model = Chain(4)
-        optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cuda", clip_norm=0.5)
+        optimizer = offload(model, ot.AdamW(lr=1e-2), clip_norm=0.5)
         losses[tries] = []
         for step, tokens in enumerate(batches(6)):
             if tries and step == 3:
@@ -414,7 +410,7 @@ def test_a_group_of_one_over_nccl() -> None:
             )
         torch.manual_seed(0)
         model = Chain(3)
-        optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cuda", clip_norm=0.5)
+        optimizer = offload(model, ot.AdamW(lr=1e-2), clip_norm=0.5)
         assert optimizer.ranks.alone
         found = []
         for tokens in batches(4):
@@ -440,12 +436,13 @@ SANITIZED = {
 def test_the_stream_sanitizer_finds_nothing(options: str) -> None:
     """torch's own, which knows streams and events, and none of the lanes' declarations."""
     code = f"""
-import torch, offloadtrain as ot
+import torch
+from tests.gpu.precision import offload
 from tests.gpu.test_engine_cuda import SANITIZED
 from tests.numerics.models import Chain, batches, loss_of
 torch.manual_seed(0)
 model = Chain(4)
-optimizer = ot.offload(model, device="cuda", **{{"clip_norm": 0.5}} | SANITIZED[{options!r}])
+optimizer = offload(model, **{{"clip_norm": 0.5}} | SANITIZED[{options!r}])
 for number, tokens in enumerate(batches(4)):
     optimizer.backward(loss_of(model, tokens.cuda()))
     if number % 2 or {options!r} != "not offloaded":

@@ -10,17 +10,17 @@ import torch
 from offloadtrain import events
 from offloadtrain.assembly import assemble
 from offloadtrain.errors import ConfigError
+from tests.gpu.precision import DTYPES
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", sorted(DTYPES.keys() - {"fp32"}))
 def test_resume_is_bit_exact_on_a_gpu(
-    tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
+    tmp_path: Path, stop_after: StopAfter, precision: str
 ) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     job = small_job(
         tmp_path,
         "device.kind=cuda",

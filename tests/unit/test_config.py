@@ -388,6 +388,7 @@ def _configs(draw: st.DrawFn) -> Config:
     state, precision = draw(st.sampled_from(kept))
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
     working, sizes = draw(st.sampled_from(("device", "host"))), st.sampled_from(("", "10 GiB"))
+    state_on = draw(st.sampled_from(_tiers(state, update, working)))
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -406,7 +407,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 OptimConfig,
                 warmup_steps=st.integers(0, steps),
                 state=st.just(state),
-                state_on=st.sampled_from(_tiers(state, update, working)),
+                state_on=st.just(state_on),
                 update=st.just(update),
                 delay_warmup_steps=st.integers(0, 9 if update == "delayed" else 0),
                 skip_nonfinite=st.just(True) if precision == "fp16" else st.booleans(),
@@ -420,7 +421,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 working=st.just(working),
                 machine=_PATHS | _NONE,
                 resident_blocks=st.integers(-1, 9 if working == "host" else 0),
-                memory_limit=sizes,
+                memory_limit=sizes if state_on == "host" else _NONE,
                 host_memory_limit=sizes,
                 process_memory_limit=sizes,
             )

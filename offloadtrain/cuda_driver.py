@@ -7,9 +7,12 @@ operation would report. And torch tells neither of these.
 from __future__ import annotations
 
 import ctypes
+import logging
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _PCI_ADDRESS_CHARS = 16
@@ -27,7 +30,9 @@ def register(memory: Tensor) -> bool:
 
 def unregister(memory: Tensor) -> None:
     """Give page-locked memory back."""
-    _driver().cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr()))
+    result = int(_driver().cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr())))
+    if result != 0:
+        _log.warning("cuMemHostUnregister gave %d: the driver keeps these pages", result)
 
 
 def pci_address(index: int) -> str | None:
@@ -43,5 +48,5 @@ def event_synchronize() -> int:
 
 
 def _driver() -> ctypes.CDLL:
-    torch.cuda.current_stream()  # makes the primary context current on this thread
+    torch.cuda.current_stream().query()  # makes the primary context current on this thread
     return ctypes.CDLL("libcuda.so.1")

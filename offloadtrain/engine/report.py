@@ -35,10 +35,11 @@ class StepReport:
         micro_steps: backward passes that it used.
         early_buckets: buckets that were updated inside backward.
         guessed_right: of these updates in mode "speculative"; None where there was none.
-        exposed_ms: how long compute waited for transfers and the host since the step before.
+        exposed_ms: how long compute waited for transfers and the host since the step before; on
+            CUDA, what its stream waited.
         busy_ms: by lane (compute, d2h, host, h2d, load, comm), work since the step before; of
-            compute, the forwards and backwards of blocks. On CUDA, what had not ended by now counts
-            in the next step.
+            compute, the forwards and backwards of blocks. Of this and of what compute waited, on
+            CUDA, what had not ended by now counts in the next step.
         d2h_bytes, h2d_bytes: moved since the step before.
         comm_bytes: sent to other ranks in collectives since the step before.
         timeline: intervals of the lanes, where this step was sampled; on the lane "wait", those in

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -246,12 +246,19 @@ class Lanes(ABC):
 
     def _sized(self, intervals: Iterable[Interval]) -> list[Interval]:
         """By start, with their bytes: operations of one lane and name end in the order in which
-        they were launched."""
+        they were launched; the first of them may have been launched before the sampling."""
         sizes, self._sizes = self._sizes or {}, None
+        ordered = sorted(intervals, key=lambda interval: interval.start_ms)
+        earlier = Counter((interval.lane, interval.name) for interval in ordered)
+        earlier.subtract({key: len(launched) for key, launched in sizes.items()})
         found = []
-        for interval in sorted(intervals, key=lambda interval: interval.start_ms):
-            left = sizes.get((interval.lane, interval.name))
-            found.append(replace(interval, num_bytes=left.popleft()) if left else interval)
+        for interval in ordered:
+            key = (interval.lane, interval.name)
+            if earlier[key] > 0 or key not in sizes:
+                earlier[key] -= 1
+                found.append(interval)
+            else:
+                found.append(replace(interval, num_bytes=sizes[key].popleft()))
         return found
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_uint64
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -59,9 +60,9 @@ class HostLane(Endable, Protocol):
 
     def wait(self, flag: Flag) -> None: ...
 
-    def wait_event(self, issued: Flag, handle: Tensor, block: Callable[[], None]) -> None:
-        """Wait for an event of CUDA: `block` does it from Python; `handle`, (1,) int64, holds the
-        event's address once `issued` is set."""
+    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
+        """Wait for an event of CUDA: `block` does it from Python; `handle` holds the event's
+        address once `issued` is set."""
         ...
 
     def busy_ms(self) -> float: ...
@@ -135,7 +136,7 @@ class PythonHostLane:
     def wait(self, flag: Flag) -> None:
         self._worker.put(lambda: _wait(flag))
 
-    def wait_event(self, issued: Flag, handle: Tensor, block: Callable[[], None]) -> None:
+    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
         self._worker.put(block)
 
     def busy_ms(self) -> float:
@@ -203,8 +204,8 @@ class NativeHostLane:
     def wait(self, flag: Flag) -> None:
         self._push(lambda: self._queue.wait(flag), flag)
 
-    def wait_event(self, issued: Flag, handle: Tensor, block: Callable[[], None]) -> None:
-        address, synchronize = handle.data_ptr(), self._synchronize_event
+    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
+        address, synchronize = addressof(handle), self._synchronize_event
         held = (issued, handle, block)
         self._push(lambda: self._queue.wait_event(issued, address, synchronize), held)
 

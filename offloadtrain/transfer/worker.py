@@ -61,12 +61,14 @@ class Worker:
 
     def _run(self) -> None:
         if self._begin is not None:
-            self._begin()
+            self._try(self._begin)
         while (entry := self._tasks.get()) is not None:
             task, always = entry
-            if self._failure.error is not None and not always:
-                continue
-            try:
-                task()
-            except BaseException as error:  # raised by the next call of the launching thread
-                self._failure.fail(error)
+            if self._failure.error is None or always:
+                self._try(task)
+
+    def _try(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:  # raised by the next call of the launching thread
+            self._failure.fail(error)

@@ -87,13 +87,13 @@ def test_the_waits_of_a_sampled_step_are_its_exposed_time(
         report = optimizer.last_step
         assert report is not None
         waits = [one for one in report.timeline if one.lane == "wait"]
-        assert {one.name for one in waits} <= {"d2h", "host", "h2d", "load"} and waits
+        assert {one.name for one in waits} <= {"d2h", "host", "h2d", "load"}
         waited_ms = sum(one.duration_ms for one in waits)
         assert sum(report.exposed_by_lane.values()) == pytest.approx(waited_ms)
         exposed_ms = optimizer._engine.lanes.read_totals().exposed_ms - before_ms
         assert waited_ms <= exposed_ms + 1e-6  # the rest is the wait at the end of the sampling
-        if lanes is SequentialLanes:
-            assert waited_ms == pytest.approx(exposed_ms)
+        if lanes is SequentialLanes:  # over threads all may be hidden
+            assert waits and waited_ms == pytest.approx(exposed_ms)
     optimizer.close()
 
 

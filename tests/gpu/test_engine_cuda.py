@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -319,10 +320,31 @@ def test_the_timeline_shows_adam_beside_uploads() -> None:
     optimizer.sample_timeline()
     optimizer.backward(model(x).float().square().mean())
     optimizer.step()
-    assert optimizer.last_step is not None
-    lanes = {interval.lane for interval in optimizer.last_step.timeline}
-    assert lanes == {"compute", "d2h", "host", "h2d"}
+    report = optimizer.last_step
+    assert report is not None
+    lanes = {interval.lane for interval in report.timeline}
+    assert lanes == {"compute", "wait", "d2h", "host", "h2d"}
+    waited_ms = sum(one.duration_ms for one in report.timeline if one.lane == "wait")
+    assert sum(report.exposed_by_lane.values()) == pytest.approx(waited_ms)
     optimizer.close()
+
+
+def test_what_compute_waits_is_read_off_its_stream() -> None:
+    """A host lane that is busy for 50 ms, with compute that has nothing to do meanwhile, and with
+    compute that is busy itself for longer."""
+    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
+    spent = []
+    for cycles in (0, 400_000_000):
+        lanes.synchronize()
+        before_ms = lanes.read_totals().exposed_ms
+        lanes.launch(Lane.HOST, "slow", lambda: time.sleep(0.05))
+        if cycles:
+            torch.cuda._sleep(cycles)
+        lanes.wait(Lane.COMPUTE, lanes.record(Lane.HOST), "slow")
+        torch.cuda.synchronize()
+        spent.append(lanes.read_totals().exposed_ms - before_ms)
+    lanes.close()
+    assert 40 <= spent[0] and spent[1] <= 10
 
 
 def test_every_lane_tells_how_long_it_worked() -> None:

@@ -34,6 +34,7 @@ from offloadtrain.engine import StepReport
 from offloadtrain.errors import ConfigError, OffloadTrainError
 from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.model.generate import generate
+from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.schedule import learning_rate
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_log import RunLog
@@ -130,7 +131,7 @@ class Trainer:
         """Train from `progress.step` to the job's last step.
 
         Raises:
-            TrainingError: gradients stayed non-finite; a checkpoint was saved.
+            TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved.
             CheckpointError: the last checkpoint could not be saved.
         """
         config = self.config.train
@@ -155,7 +156,11 @@ class Trainer:
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
         self._accumulate(clock)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except LossScaleError:
+            self._save()  # of the step before: what overflows changes nothing
+            raise
         clock.lap("optimizer")
         report = self.optimizer.last_step
         assert report is not None

@@ -171,10 +171,10 @@ class Engine:
         self._gradients.drop()
         if self._streamer is not None:
             self._streamer.restart()
-        if self.scaler is not None:
-            self.scaler.update(overflow=skipped)
         self.last_step = self._report(norm, decision, guess, micro_steps)
         self._mode.verify()
+        if self.scaler is not None:
+            self.scaler.update(overflow=skipped)
         return self.last_step
 
     def emit(self) -> None:

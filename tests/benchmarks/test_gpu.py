@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import SYSTEMS, Spec
 from benchmarks.gpu.step import measure
 from benchmarks.gpu.suite import GIB, Here, items
+from benchmarks.gpu.systems import cap
 from offloadtrain.plan.machine import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,29 +42,34 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "30"]
-    arguments += ["--only", "resident,13b"]
+    arguments += ["--only", "machine,modes,13b"]
     first = command(*arguments)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
     found = json.loads(path.read_text())
     assert found["machine"]["torch"] and "--toy" in found["command"]
-    pair, not_offloaded, alone = found["measurements"].values()
-    for one in (pair, not_offloaded):
-        ours, theirs = one["systems"].values()
-        assert [ours["spec"]["system"], theirs["spec"]["system"]] == ["offloadtrain", "resident"]
-        count = len(theirs["losses"])  # the norm that clips is fp64 in one, fp32 in the other
-        assert ours["losses"][:count] == pytest.approx(theirs["losses"], rel=1e-3)
-        assert len(one["ratios"]) == ROUNDS and one["ratio"] == sorted(one["ratios"])[1]
-        assert len(ours["samples"]) == len(theirs["samples"]) == 2 * ROUNDS
-    assert alone["figures"]["tokens_per_s"] > 0 and len(alone["samples"]) == 2
-    assert alone["losses"][-1] < alone["losses"][0]
+    machine, pair, alone = found["measurements"].values()
+    assert machine["bus_gbps"]["both"] > 0 and machine["adam_gparams"]["1"]["fp32"] > 0
+    assert len(pair["ratios"]) == ROUNDS and pair["ratio"] == sorted(pair["ratios"])[1]
     for one in (alone, *pair["systems"].values()):
-        if one["spec"]["system"] == "offloadtrain":
-            assert one["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
+        assert one["figures"]["tokens_per_s"] > 0 and one["losses"][-1] < one["losses"][0]
+        assert one["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
+        assert one["planned"]["step_s"] > 0
+    assert len(alone["samples"]) == 2
     assert json.loads((tmp_path / f"{path.stem}-trace.json").read_text())["traceEvents"]
     again = command(*arguments)
     assert again.stderr.count("measured before") == 3
     assert json.loads(path.read_text())["measurements"] == found["measurements"]
+
+
+@pytest.mark.parametrize("options", [{}, {"state_on": "device"}])
+def test_ours_and_the_resident_one_in_turn(options: dict[str, str]) -> None:
+    found = compare(replace(TINY, options=options), replace(TINY, system="resident"))
+    ours, theirs = found["systems"].values()
+    assert [ours["spec"]["system"], theirs["spec"]["system"]] == ["offloadtrain", "resident"]
+    count = len(theirs["losses"])  # the norm that clips is fp64 in one, fp32 in the other
+    assert ours["losses"][:count] == pytest.approx(theirs["losses"], rel=1e-3)
+    assert len(ours["samples"]) == len(theirs["samples"]) == 2 * ROUNDS
 
 
 def test_the_largest_and_the_curves() -> None:
@@ -242,3 +249,18 @@ assert measure(tiny)["figures"]["tokens_per_s"] > 0
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_smaller_card_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's allocator, for this process: the fraction of the card that the cap is."""
+    card, told = SimpleNamespace(total_memory=80 * GIB), []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *asked: told.append(asked)
+    )
+    gpu = torch.device("cuda", 0)
+    cap(32 * GIB, gpu)
+    cap(96 * GIB, gpu)
+    cap(0, gpu)
+    cap(32 * GIB, torch.device("cpu"))
+    assert told == [(0.4, gpu), (1.0, gpu)]

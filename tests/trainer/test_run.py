@@ -17,6 +17,7 @@ import torch
 from offloadtrain import checkpoint, config, events
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.trainer import MAX_SKIPS, TrainingError
 from tests.trainer.conftest import StopAfter
@@ -150,6 +151,18 @@ def test_skips_without_end_abort_with_a_checkpoint(
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
     ended = events_of(path, events.RunEnded)[-1]
     assert ended.status == "failed" and "TrainingError" in ended.message
+
+
+def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    monkeypatch.setattr("offloadtrain.optim.scaler._SMALLEST", 2.0**14)
+    not_finite(range(8, 10**6))
+    with pytest.raises(LossScaleError, match="smallest loss scale"):
+        run(small_job(tmp_path, "device.precision=fp16"), path)
+    assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
+    assert events_of(path, events.RunEnded)[-1].status == "failed"
 
 
 def test_a_full_disk_does_not_end_a_run(

@@ -33,6 +33,7 @@ from offloadtrain.transfer.base import (
     Event,
     Interval,
     Lane,
+    LaneError,
     Lanes,
     LaneTotals,
     Operation,
@@ -152,8 +153,10 @@ class CudaLanes(Lanes):
             worker.put(lambda: self._run_on_stream(lane, name, fn, operands))
 
     def record(self, lane: Lane) -> Event:
-        if not self._closed:  # afterwards weights are still taken off the device
+        if not self._closed:
             self._failure.check()
+        elif lane is not Lane.COMPUTE:  # of which weights are still taken off the device
+            raise LaneError(f"nothing will happen on {lane}: the lanes are closed")
         if self._is_queue(lane):
             event = _CudaEvent(lane, None, self._host.make_flag())
             self._host.set(event.issued)

@@ -165,7 +165,7 @@ class _Thread(threading.local):
 class Gpu:
     """One device and what its threads do; `install` puts it in the place of torch.cuda."""
 
-    def __init__(self, *, lag_ms: float = 0.3, task_delay_ms: float = 0.3, seed: int = 0) -> None:
+    def __init__(self, *, lag_ms: float = 0.2, task_delay_ms: float = 0.2, seed: int = 0) -> None:
         """`lag_ms`: from an event's record until it is reached, at least. `task_delay_ms`: before a
         task of a lane's thread begins, at most."""
         self.log = Log()

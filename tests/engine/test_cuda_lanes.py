@@ -188,7 +188,7 @@ def worked(run: Trained) -> set[str]:
 
 @pytest.mark.parametrize("case", ["streamed, int8", "parked", "among ranks, resident"])
 def test_everything_late(case: str) -> None:
-    with installed(lag_ms=3, task_delay_ms=3, seed=1) as gpu:
+    with installed(lag_ms=2, task_delay_ms=2, seed=1) as gpu:
         compare(gpu, CASES[case], steps=2)
 
 

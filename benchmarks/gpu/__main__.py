@@ -21,6 +21,7 @@ import torch
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results, machine, title
 from benchmarks.gpu.suite import Here, Item, items
+from benchmarks.gpu.systems import here, precision_of
 from offloadtrain.peaks import peak_flops
 from offloadtrain.plan.machine import Machine
 from offloadtrain.units import parse_bytes
@@ -80,7 +81,9 @@ def _here(gpu_memory: str) -> Here:
     if not torch.cuda.is_available():
         return Here(card=0, cap=cap)
     card = torch.cuda.get_device_properties(0)
-    return Here(card=card.total_memory, cap=cap, flops=peak_flops(card.name, "bf16"))
+    chosen = precision_of(here())
+    flops = peak_flops(card.name, chosen)
+    return Here(card=card.total_memory, cap=cap, flops=flops, precision=chosen)
 
 
 def _run(
@@ -91,10 +94,10 @@ def _run(
         return _tests(options.out, left, toy=options.toy)
     trace = [str(options.out / f"{results.path.stem}-trace.json")] if traced else []
     found = _process([*item.arguments, *trace], min(left, 2 * item.seconds))
-    return _with_plans(item, results, found) | {"group": item.group}
+    return with_plans(item, results, found) | {"group": item.group}
 
 
-def _with_plans(item: Item, results: Results, found: dict[str, Any]) -> dict[str, Any]:
+def with_plans(item: Item, results: Results, found: dict[str, Any]) -> dict[str, Any]:
     """The plan's word on ours beside what was found, once the machine is measured."""
     rates: dict[str, Any] | None = results.get("machine").get("machine")
     if rates is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.spec import Spec
-from benchmarks.gpu.systems import here, make
+from benchmarks.gpu.systems import here, make, precision_of
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import TokenFile
@@ -33,7 +33,9 @@ def curve(case: str, *, toy: bool) -> dict[str, Any]:
     steps = 2 * EVERY if toy else STEPS
     with TemporaryDirectory() as folder:
         tokens = TokenFile(prepare("python-stdlib", Path(folder)).train)
-        losses = _curve(replace(spec, **CASES[case]), tokens, steps, here())
+        device = here()
+        spec = replace(spec, precision=precision_of(device), **CASES[case])
+        losses = _curve(spec, tokens, steps, device)
     return {"losses": losses, "every": EVERY, "figures": {"loss": losses[-1]}}
 
 

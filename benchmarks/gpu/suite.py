@@ -53,11 +53,13 @@ class Here:
         cap: bytes that stand in for a smaller card in everything that is not about another one; 0:
             the whole.
         flops: per second at best in 16 bits; None: not known.
+        precision: "bf16", or "fp16" where the GPU has no other of 16 bits.
     """
 
     card: int
     cap: int = 0
     flops: float | None = None
+    precision: str = "bf16"
 
     def seconds(self, spec: Spec, steps: int) -> float:
         """For building it and so many steps."""
@@ -65,6 +67,10 @@ class Here:
         flops = steps * spec.step_tokens * flops_per_token(spec.shape, spec.seq_len) * _RECOMPUTE
         rate = _EFFICIENCY * (self.flops or _UNKNOWN_FLOPS)
         return _START_S + _BUILD_S_PER_GPARAM * params / 1e9 + flops / rate
+
+    def has(self, state: str) -> bool:
+        """Whether the state format goes with the precision."""
+        return state != "split16" or self.precision == "bf16"
 
 
 def items(here: Here, *, toy: bool) -> list[Item]:
@@ -75,7 +81,8 @@ def items(here: Here, *, toy: bool) -> list[Item]:
     ]
     for group, specs in _toy_steps() if toy else _steps():
         item = _measured(group, specs, here)
-        if item.name not in {other.name for other in found}:
+        is_new = item.name not in {other.name for other in found}
+        if is_new and all(here.has(spec.options.get("state", "fp32")) for spec in specs):
             found.append(item)
     first_of_grid = [item.group for item in found].index("grid")
     return [*found[:first_of_grid], *_about(here, toy=toy), *found[first_of_grid:]]
@@ -86,7 +93,7 @@ def _about(here: Here, *, toy: bool) -> Iterator[Item]:
     for cap in (1,) if toy else tuple(cap for cap in (32, 24, 16, 80) if cap * GIB <= here.card):
         module = ("benchmarks.gpu.largest", str(cap * GIB))
         yield _plain("largest", f"largest {cap} GiB", 150, *module, toy=toy)
-    for case in CASES:
+    for case in filter(here.has, CASES):
         seconds = 60 if toy else here.seconds(CURVE, STEPS)
         module = ("benchmarks.gpu.convergence", case)
         yield _plain("convergence", f"convergence {case}", seconds, *module, toy=toy)
@@ -99,7 +106,10 @@ def _plain(group: str, name: str, seconds: float, *arguments: str, toy: bool) ->
 
 def _measured(group: str, specs: tuple[Spec, ...], here: Here) -> Item:
     """One spec: its steps; two: both in turn."""
-    capped = tuple(replace(spec, gpu_memory=spec.gpu_memory or here.cap) for spec in specs)
+    capped = tuple(
+        replace(spec, gpu_memory=spec.gpu_memory or here.cap, precision=here.precision)
+        for spec in specs
+    )
     module = "benchmarks.gpu.step" if len(specs) == 1 else "benchmarks.gpu.pair"
     rounds = 1 if len(specs) == 1 else ROUNDS
     return Item(

@@ -52,6 +52,12 @@ def here() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def precision_of(device: torch.device) -> str:
+    """bf16, but for a GPU that has no arithmetic for it."""
+    is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "fp16" if is_old else "bf16"
+
+
 def cap(gpu_memory: int, device: torch.device) -> None:
     """Hold this process to so many bytes of the GPU, as a smaller card would; 0: all of it."""
     if gpu_memory and device.type == "cuda":

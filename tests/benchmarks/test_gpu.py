@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +16,15 @@ import torch
 
 from benchmarks.gpu import bus, convergence, largest
 from benchmarks.gpu.__main__ import test_files as gpu_test_files
+from benchmarks.gpu.__main__ import with_plans
 from benchmarks.gpu.pair import ROUNDS, compare
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import SYSTEMS, Spec
 from benchmarks.gpu.step import measure
-from benchmarks.gpu.suite import GIB, Here, items
-from benchmarks.gpu.systems import cap
+from benchmarks.gpu.suite import GIB, Here, Item, items
+from benchmarks.gpu.systems import cap, precision_of
 from offloadtrain.plan.machine import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,23 +43,20 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "30"]
-    arguments += ["--only", "machine,modes,13b"]
+    arguments += ["--only", "machine,13b"]
     first = command(*arguments)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
     found = json.loads(path.read_text())
     assert found["machine"]["torch"] and "--toy" in found["command"]
-    machine, pair, alone = found["measurements"].values()
+    machine, alone = found["measurements"].values()
     assert machine["bus_gbps"]["both"] > 0 and machine["adam_gparams"]["1"]["fp32"] > 0
-    assert len(pair["ratios"]) == ROUNDS and pair["ratio"] == sorted(pair["ratios"])[1]
-    for one in (alone, *pair["systems"].values()):
-        assert one["figures"]["tokens_per_s"] > 0 and one["losses"][-1] < one["losses"][0]
-        assert one["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
-        assert one["planned"]["step_s"] > 0
-    assert len(alone["samples"]) == 2
+    assert alone["figures"]["tokens_per_s"] > 0 and alone["losses"][-1] < alone["losses"][0]
+    assert alone["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
+    assert alone["planned"]["step_s"] > 0 and len(alone["samples"]) == 2
     assert json.loads((tmp_path / f"{path.stem}-trace.json").read_text())["traceEvents"]
     again = command(*arguments)
-    assert again.stderr.count("measured before") == 3
+    assert again.stderr.count("measured before") == 2
     assert json.loads(path.read_text())["measurements"] == found["measurements"]
 
 
@@ -67,6 +65,7 @@ def test_ours_and_the_resident_one_in_turn(options: dict[str, str]) -> None:
     found = compare(replace(TINY, options=options), replace(TINY, system="resident"))
     ours, theirs = found["systems"].values()
     assert [ours["spec"]["system"], theirs["spec"]["system"]] == ["offloadtrain", "resident"]
+    assert len(found["ratios"]) == ROUNDS and found["ratio"] == sorted(found["ratios"])[1]
     count = len(theirs["losses"])  # the norm that clips is fp64 in one, fp32 in the other
     assert ours["losses"][:count] == pytest.approx(theirs["losses"], rel=1e-3)
     assert len(ours["samples"]) == len(theirs["samples"]) == 2 * ROUNDS
@@ -123,6 +122,23 @@ def test_every_system_trains_the_same_model(keys: dict[str, Any]) -> None:
     found = measure(replace(TINY, **keys))
     assert found["losses"][0] == pytest.approx(measure(TINY)["losses"][0], rel=2e-3)
     assert found["losses"][-1] < found["losses"][0]
+
+
+def test_ours_have_the_plan_s_word_beside_them(tmp_path: Path) -> None:
+    """Alone and in a pair, once the machine is measured; others have no plan."""
+    ours, theirs = TINY, replace(TINY, system="resident")
+    item = Item(group="peers", name="a pair", seconds=1, specs=(ours, theirs))
+    results = Results(tmp_path, "cpu")
+    measured = {"figures": {"step_s": 1.0}}
+    assert with_plans(item, results, {"systems": {ours.name: dict(measured)}}) == {
+        "systems": {ours.name: measured}
+    }
+    results.add("machine", {"machine": asdict(find("h200")[1])})
+    systems = {spec.name: dict(measured) for spec in item.specs}
+    found = with_plans(item, results, {"systems": systems})["systems"]
+    assert found[ours.name]["planned"]["step_s"] > 0 and "planned" not in found[theirs.name]
+    alone = with_plans(replace(item, specs=(ours,)), results, dict(measured))
+    assert alone["planned"] == found[ours.name]["planned"]
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +201,22 @@ def test_the_suite() -> None:
     assert all(s.gpu_memory in (24 * GIB, 32 * GIB) for i in capped for s in i.specs)
     assert next(i.name for i in capped if i.group == "largest") == "largest 32 GiB"
     assert "largest 80 GiB" not in [i.name for i in capped]
+
+
+def test_a_card_without_bf16_is_measured_in_fp16() -> None:
+    found = items(Here(card=32 * GIB, precision="fp16"), toy=False)
+    assert {spec.precision for item in found for spec in item.specs} == {"fp16"}
+    assert not any("split16" in item.name for item in found)
+    assert len([item for item in found if item.group == "grid"]) == 216
+
+
+@pytest.mark.parametrize(("has_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
+def test_the_precision_of_a_card(
+    has_bf16: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
+    assert precision_of(torch.device("cuda", 0)) == chosen
+    assert precision_of(torch.device("cpu")) == "bf16"
 
 
 def test_the_grid_is_whole() -> None:

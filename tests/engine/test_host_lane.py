@@ -168,11 +168,11 @@ def test_an_event_of_cuda_is_waited_for_by_its_address(result: int) -> None:
     address = ctypes.cast(synchronize, ctypes.c_void_p).value or 0
     with kernels.use(BACKENDS["native"]):
         lane = make_host_lane(failure, None, address)
-        issued, handle, x = lane.make_flag(), torch.zeros(1, dtype=torch.int64), torch.ones(4)
+        issued, handle, x = lane.make_flag(), ctypes.c_uint64(), torch.ones(4)
         lane.wait_event(issued, handle, lambda: None)
         lane.compute("zero", ZERO, [x])
         assert not asked
-        handle[0] = 4711
+        handle.value = 4711
         issued.set()
         lane.end()
     assert asked == [4711]

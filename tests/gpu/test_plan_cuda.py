@@ -18,7 +18,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan import memory
 from offloadtrain.plan.plan import make
 from offloadtrain.shapes import SIZES, ModelShape
-from tests.gpu.precision import DTYPE
+from tests.gpu.precision import DTYPE, NAME
 from tests.plan.test_memory import job
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_peak_of_a_step(shape: str, keys: dict[str, Any]) -> None:
         config,
         model=SHAPES[shape],
         data=replace(config.data, seq_len=512),
-        device=replace(config.device, kind="auto"),
+        device=replace(config.device, kind="auto", precision=NAME),
     )
     plan = make(config, *here(on_gpu=True))
     _take_workspaces()

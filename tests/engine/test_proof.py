@@ -122,7 +122,7 @@ def test_no_race_with_streamed_weights(
     assert prove(program(name, state, precision, accum=2, steps=4, **options)) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
@@ -196,9 +196,8 @@ def test_every_wait_is_needed_or_follows_from_others(
         if not isinstance(entry, Waited):
             continue
         without = whole[:index] + whole[index + 1 :]
-        changes = order(without) != before
         if prove(without):
-            assert changes
+            assert order(without) != before
             needed += 1
     assert needed > 20
 

@@ -22,6 +22,7 @@ from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import MissingError, cap, here
 from offloadtrain.bench.rounds import SETTLE_S, ratio
 from offloadtrain.memory import HostMemoryError
+from offloadtrain.units import format_bytes
 
 ROUNDS = 3
 
@@ -29,7 +30,8 @@ ROUNDS = 3
 def compare(ours: Spec, theirs: Spec) -> dict[str, Any]:
     """`ratio`: the median over rounds of their step over ours; what `step.measure` finds, by name.
 
-    {"missing": why} where the other is not installed or does not fit beside ours.
+    {"missing": why} where the other is not installed, or one does not fit beside the other or into
+    the card that it was given.
     """
     device = here()
     cap(ours.gpu_memory + theirs.gpu_memory, device)
@@ -46,7 +48,16 @@ def compare(ours: Spec, theirs: Spec) -> dict[str, Any]:
     found = _in_turn([mine, other], [held_by_other, held_by_mine], device)
     mine.system.close()
     other.system.close()
-    return found
+    return _over_its_card(found) or found
+
+
+def _over_its_card(found: dict[str, Any]) -> dict[str, str] | None:
+    """The process is held to both cards together; neither may have used some of the other's."""
+    for name, one in found["systems"].items():
+        peak, card = one["figures"]["device_peak_bytes"], one["spec"]["gpu_memory"]
+        if card and peak and peak > card:
+            return {"missing": f"{name} does not fit: it took {format_bytes(peak)}"}
+    return None
 
 
 def _begin(spec: Spec, device: torch.device) -> tuple[Running, int]:

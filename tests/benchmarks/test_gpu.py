@@ -180,6 +180,25 @@ def test_what_does_not_fit_beside_the_other(
     assert told in compare(TINY, replace(TINY, system="resident"))["missing"]
 
 
+def test_a_pair_on_smaller_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own: what it takes beyond it would be the other's."""
+    specs = [replace(TINY, gpu_memory=GIB), replace(TINY, system="resident", gpu_memory=GIB)]
+    real = Running.found
+
+    def found(running: Running, samples: list[float], peak: int | None) -> dict[str, Any]:
+        took = 2 * GIB if running.spec.system == too_large else GIB
+        return real(running, samples, took)
+
+    monkeypatch.setattr(Running, "found", found)
+    too_large = "neither"
+    assert compare(*specs)["ratio"] > 0
+    too_large = "resident"
+    assert (
+        "resident debug 2x16x1 bf16 1GiB does not fit: it took 2.0 GiB"
+        in (compare(*specs)["missing"])
+    )
+
+
 def test_the_copies_go_through_the_engines_lanes() -> None:
     found = bus.rates(torch.device("cpu"), 1 << 20)
     assert found.keys() == {"h2d", "d2h", "both", "pinned"}

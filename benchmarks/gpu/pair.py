@@ -99,7 +99,7 @@ def _round(running: Running, device: torch.device) -> tuple[list[float], int]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     running.steps(1)
-    seconds = running.steps(running.spec.steps)
+    seconds = running.measured(running.spec.steps)
     running.rest()
     return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 

@@ -14,6 +14,7 @@ import torch
 
 import offloadtrain
 from offloadtrain import kernels
+from offloadtrain.telemetry import probe
 
 SCHEMA = 1
 
@@ -68,7 +69,7 @@ class Results:
 
 def machine() -> dict[str, Any]:
     """What the measurements ran on."""
-    on_gpu = torch.cuda.is_available()
+    told, on_gpu = probe(), torch.cuda.is_available()
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -76,9 +77,10 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "offloadtrain": offloadtrain.__version__,
         "kernels": kernels.backend().name,
-        "cpu": _cpu_name(),
+        "driver": told.driver,
+        "cpu": told.cpu,
         "cores": len(os.sched_getaffinity(0)),
-        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_memory_bytes": told.host_memory_bytes,
     }
     if on_gpu:
         gpu = torch.cuda.get_device_properties(0)
@@ -89,12 +91,6 @@ def machine() -> dict[str, Any]:
             "capability": [gpu.major, gpu.minor],
         }
     return found
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def title() -> str:

@@ -42,6 +42,7 @@ class Running:
         self._tokens = torch.randint(spec.shape.vocab_size, size, device=device)
         self.losses: list[float] = []
         self.reports: list[dict[str, Any]] = []
+        self._exposed_ms: list[float] = []
         self._exposed_by_lane: dict[str, float] = {}
 
     def steps(self, count: int) -> list[float]:
@@ -52,6 +53,13 @@ class Running:
             now = time.perf_counter()
             samples.append(now - last)
             last = now
+        return samples
+
+    def measured(self, count: int) -> list[float]:
+        """The same of steps that are like any other: no first one, none after a rest, none that is
+        sampled. Only of these is it kept how long compute waited."""
+        samples = self.steps(count)
+        self._exposed_ms += [told["exposed_ms"] for told in self.reports[-count:]]
         return samples
 
     def rest(self) -> None:
@@ -106,9 +114,8 @@ class Running:
             return {}
         params, ledger = num_params(self.spec.shape), self.system.optimizer.ledger
         host = ledger.total(Tier.HOST)
-        waits = [report["exposed_ms"] for report in self.reports[self.spec.warm :]]
         return {
-            "exposed_ms": statistics.median(waits),
+            "exposed_ms": statistics.median(self._exposed_ms),
             "exposed_by_lane": self._exposed_by_lane,
             "host_bytes": host,
             "host_bytes_per_param": host / params,

@@ -35,7 +35,7 @@ def _measure(spec: Spec, trace: Path | None) -> dict[str, Any]:
     cap(spec.gpu_memory, device)
     running = Running(spec, device)
     running.steps(spec.warm)
-    samples = running.steps(spec.steps)
+    samples = running.measured(spec.steps)
     on_gpu = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     running.sample(trace)

@@ -60,6 +60,18 @@ def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["measurements"] == found["measurements"]
 
 
+def test_only_usual_steps_tell_what_compute_waits() -> None:
+    """Not the first, nor one after a rest, nor one whose sampling waits for the lanes at its end."""
+    running = Running(TINY, torch.device("cpu"))
+    running.steps(2)
+    running.measured(3)
+    running.sample()
+    found = running.found([1.0], None)
+    running.system.close()
+    waits = [report["exposed_ms"] for report in found["reports"]]
+    assert len(waits) == 6 and found["figures"]["exposed_ms"] == sorted(waits[2:5])[1]
+
+
 @pytest.mark.parametrize("options", [{}, {"state_on": "device"}])
 def test_ours_and_the_resident_one_in_turn(options: dict[str, str]) -> None:
     found = compare(replace(TINY, options=options), replace(TINY, system="resident"))
@@ -240,7 +252,10 @@ def test_the_precision_of_a_card(
 
 def test_the_grid_is_whole() -> None:
     """Every size, mode, format, accumulation and length, under 32 GB; near the usual first."""
-    found = [i.specs[0] for i in items(Here(card=139 * GIB), toy=False) if i.group == "grid"]
+    here = Here(card=139 * GIB, flops=989e12)
+    grid = [item for item in items(here, toy=False) if item.group == "grid"]
+    assert sum(item.seconds for item in grid) < 14 * 3600
+    found = [item.specs[0] for item in grid]
     cells = {
         (s.size, s.options["update"], s.options["state"], s.grad_accum_steps, s.seq_len)
         for s in found

@@ -61,7 +61,7 @@ def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_only_usual_steps_tell_what_compute_waits() -> None:
-    """Not the first, nor one after a rest, nor one whose sampling waits for the lanes at its end."""
+    """Not the first, none after a rest, none whose sampling waits for the lanes at its end."""
     running = Running(TINY, torch.device("cpu"))
     running.steps(2)
     running.measured(3)

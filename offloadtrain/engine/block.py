@@ -41,7 +41,7 @@ class Source(Protocol):
     """What gives a streamed block its place on the device."""
 
     def use(self, block: Block) -> None: ...
-    def unpacked(self, block: Block) -> None: ...
+    def unpacked(self, block: Block, clock: int) -> None: ...
     def evict(self, block: Block) -> None: ...
 
 
@@ -56,6 +56,7 @@ class Block:
         forwards: forwards of it that are running.
         generation: how many times the weights were replaced. A saved handle with another generation
             belongs to an older graph.
+        clock: when its last forward that was not a part of a backward began, in forwards of modules.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
@@ -78,6 +79,7 @@ class Block:
         self.forwards = 0
         self.expected = sum(len(bucket.slots) for bucket in buckets)
         self.generation = 0
+        self.clock = 0
         self.residence = Residence.DEVICE
         self._lanes = lanes
         self._uploaded: Event | None = None
@@ -168,8 +170,12 @@ class Block:
     def packed(self) -> None:
         self._live_handles += 1
 
-    def unpacked(self, generation: int) -> None:
+    def unpacked(self, generation: int, clock: int) -> None:
         """A node of the graph is about to read the weights.
+
+        Args:
+            generation: of the weights when the graph was built.
+            clock: when that was, in forwards of modules.
 
         Raises:
             StaleGraphError: if they were replaced since the graph was built.
@@ -181,9 +187,13 @@ class Block:
                 "are gone. Run forward again after step()."
             )
         if self.streamer is not None:
-            self.streamer.unpacked(self)
+            self.streamer.unpacked(self, clock)
         if self._backward is None:
             self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
+
+    def runs_again(self) -> None:
+        """A forward of it runs as a part of a backward, and nothing was unpacked that told so."""
+        self.unpacked(self.generation, self.clock)
 
     def released(self) -> None:
         self._live_handles -= 1

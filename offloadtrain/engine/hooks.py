@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,10 +25,15 @@ class Inert:
 
 
 class _Hook:
-    __slots__ = ("_watcher",)
+    __slots__ = ("_traced", "_watcher")
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, traced: bool) -> None:
         self._watcher = weakref.ref(watcher)
+        self._traced = traced
+
+    def _alive(self) -> Watcher | None:
+        """Who is to be told; nobody while the compiler traces the module, if it is not to see."""
+        return self._watcher() if self._traced or not torch.compiler.is_compiling() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -40,7 +46,7 @@ class _Enter(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        watcher = self._watcher()
+        watcher = self._alive()
         if watcher is not None:
             watcher.enter(module)
 
@@ -49,14 +55,17 @@ class _Leave(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        watcher = self._watcher()
+        watcher = self._alive()
         if watcher is not None:
             watcher.leave(module)
 
 
-def watch(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
-    """Call the watcher around each forward of the module, also when forward raises."""
+def watch(module: nn.Module, watcher: Watcher, *, traced: bool = True) -> list[RemovableHandle]:
+    """Call the watcher around each forward of the module, also when forward raises.
+
+    `traced`: also where the compiler traces that forward as a part of a larger one.
+    """
     return [
-        module.register_forward_pre_hook(_Enter(watcher), prepend=True),
-        module.register_forward_hook(_Leave(watcher), always_call=True),
+        module.register_forward_pre_hook(_Enter(watcher, traced), prepend=True),
+        module.register_forward_hook(_Leave(watcher, traced), always_call=True),
     ]

@@ -16,7 +16,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.recompute import Recomputed
-from offloadtrain.engine.saved import SavedWeights
+from offloadtrain.engine.saved import SavedTensors
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.transfer import Lanes, Span
 
@@ -27,6 +27,8 @@ class _Running(NamedTuple):
     span: Span
     pushed: bool
     blocks: tuple[Block, ...]
+    outside: tuple[Block, ...]
+    """Streamed blocks whose forward it is inside of."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,14 @@ class _Passage:
 
     name: str
     waits: list[Block]
-    running: list[_Running] = field(default_factory=list)
+    inner: bool = False
+    """A module inside of a streamed block: its own hooks matter where the block's have not fired,
+    in a forward that somebody calls past them, or runs again ([Note: Recompute without hooks])."""
+    handles: bool = True
+    """Its saved weights become handles; not where it runs again and the block's hooks, which fired
+    the first time, made them."""
+    running: list[_Running | None] = field(default_factory=list)
+    """None: nothing was to be done for this one."""
     held: list[_Running] = field(default_factory=list)
     """Forwards inside of it that are over, whose blocks it reads afterwards."""
 
@@ -69,7 +78,7 @@ class Passages:
         self._handles: list[RemovableHandle] = []
         self._audit: Audit | None = None
         self._audited = _has_compiled(model)
-        self._saved = _saved_weights(blocks, streamer)
+        self._saved = _saved_tensors(blocks, streamer)
         self._recomputed = {m: Recomputed(m, weakref.ref(self)) for m in recomputed}
         self._attach(entries)
 
@@ -87,11 +96,19 @@ class Passages:
             self._enter_root()
         passage = self._passages[module]
         blocks = tuple(passage.waits)
+        if passage.inner and self._inside(passage, blocks):
+            passage.running.append(None)
+            return
         self._use(blocks)
+        if not passage.handles:
+            for block in blocks:
+                block.runs_again()
         reads = [weights for block in blocks for weights in block.weights]
         span = self._lanes.open_span(f"forward {passage.name}", reads)
         parking = self._parking if not again and module in self._recomputed else None
-        passage.running.append(_Running(span, self._saved.push(parking), blocks))
+        outside = self._saved.enter(blocks, again=again or _in_backward())
+        pushed = passage.handles and self._saved.push(parking)
+        passage.running.append(_Running(span, pushed, blocks, outside))
 
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
@@ -99,6 +116,9 @@ class Passages:
         if not passage.running:
             return
         running = passage.running.pop()
+        if running is None:
+            return
+        self._saved.within = running.outside
         if running.pushed:
             self._saved.pop()
         while passage.held and not passage.running:
@@ -123,8 +143,19 @@ class Passages:
         without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}
         for module, waits in {**without, **entries}.items():
             self._passage_of(module).waits += waits
+        for module, waits in _inside_streamed(self._blocks).items():
+            if module not in self._passages:
+                self._passage_of(module, inner=True).waits += waits
         for recomputed in self._recomputed.values():
             recomputed.put()
+
+    @staticmethod
+    def _inside(passage: _Passage, blocks: Sequence[Block]) -> bool:
+        """Whether the hooks of the blocks have fired for this forward."""
+        inside = all(block.forwards for block in blocks)
+        if not _in_backward():
+            passage.handles = not inside
+        return inside
 
     def _enter_root(self) -> None:
         self.on_root()
@@ -179,16 +210,25 @@ class Passages:
         self._passage_of(module)
         self._late_readers.setdefault(block, set()).add(module)
 
-    def _passage_of(self, module: nn.Module) -> _Passage:
+    def _passage_of(self, module: nn.Module, *, inner: bool = False) -> _Passage:
         if module not in self._passages:
             name = next(name for name, m in self._model.named_modules() if m is module)
-            self._passages[module] = _Passage(name or "root", [])
-            self._handles += watch(module, self)
+            self._passages[module] = _Passage(name or "root", [], inner)
+            self._handles += watch(module, self, traced=not inner)
         return self._passages[module]
 
 
-def _saved_weights(blocks: Sequence[Block], streamer: Streamer | None) -> SavedWeights:
-    saved = SavedWeights()
+def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
+    """Modules with parameters of their own in streamed blocks, and whose these are."""
+    streamed = [block for block in blocks if block.streamer is not None]
+    owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
+    inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
+    found = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
+    return {module: list(dict.fromkeys(owners)) for module, owners in found.items() if owners}
+
+
+def _saved_tensors(blocks: Sequence[Block], streamer: Streamer | None) -> SavedTensors:
+    saved = SavedTensors()
     for block in blocks:
         if block.streamer is None:
             saved.register(block)

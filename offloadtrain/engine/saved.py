@@ -1,18 +1,27 @@
-"""Saved weights become handles.
+"""What autograd saves for backward: weights become handles, the rest remembers where it was saved.
 
 [Note: Handles]
 Autograd saves weights for backward and never notices that an upload replaced them: the version
 counter of a parameter that views a flat buffer does not move. So every saved tensor that lies in a
 block's flat buffer is replaced by a handle that knows the block's generation; unpacking with an
 old one raises. The hooks that do this are pushed by each block's own pre-forward hook, innermost,
-and
-chained to whatever hooks are active (recompute pushes its own): pushed once around the whole
+and chained to whatever hooks are active (recompute pushes its own): pushed once around the whole
 forward they would miss everything that runs again in backward.
+
+[Note: Recompute without hooks]
+A user's recompute may start inside a module's forward, behind its hooks (`checkpoint` around
+`forward`, as transformers does it): no hook fires when it runs again. But it starts from saved
+inputs. So whatever is saved inside the forward of a streamed block stands for that block as well as
+for a value: unpacking it loads the block, and until it dies the graph counts as reading the block's
+weights, which such a recompute leaves in the graph as plain views of the slot.
+
+Saved tensors that pass through hooks lose autograd's check that nobody changed them in place since;
+it is made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +31,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.parking import Parked, Parking
 from offloadtrain.engine.streamer import Streamer, StreamError
+from offloadtrain.errors import OffloadTrainError
 
 _autograd = (
     torch._C._autograd
@@ -30,23 +40,28 @@ _autograd = (
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
+class ChangedInPlaceError(OffloadTrainError):
+    """A tensor that backward needs is not any more what forward saved."""
+
+
 class Handle:
     """Stands for a saved view of a block's weights in a graph."""
 
-    __slots__ = ("_bucket", "_offset", "_stride", "block", "generation", "shape")
+    __slots__ = ("_bucket", "_offset", "_stride", "block", "clock", "generation", "shape")
 
-    def __init__(self, block: Block, bucket: Bucket, tensor: Tensor) -> None:
+    def __init__(self, block: Block, bucket: Bucket, tensor: Tensor, clock: int) -> None:
         self.block = block
         self.generation = block.generation
+        self.clock = clock
         self.shape = tensor.shape
         self._bucket = bucket
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
         block.packed()
 
-    def view(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """The weights, if they are still those of the graph; raises StaleGraphError otherwise."""
-        self.block.unpacked(self.generation)
+        self.block.unpacked(self.generation, self.clock)
         flat = self._bucket.working.flat
         offset = flat.storage_offset() + self._offset
         return torch.as_strided(flat, self.shape, self._stride, offset)
@@ -55,10 +70,76 @@ class Handle:
         self.block.released()
 
 
-class SavedWeights:
-    """Finds the block that a tensor's bytes belong to, and packs such tensors as handles."""
+class Kept:
+    """Stands for a saved tensor that is no weight."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached: an operation that saves its own result would keep itself alive.
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """Raises ChangedInPlaceError if it is not any more what was saved."""
+        if self._tensor._version != self._version:
+            raise ChangedInPlaceError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in "
+                f"place after it was saved: it is at version {self._tensor._version}, and was at "
+                f"{self._version}. Write x = x + y in place of x += y; "
+                "torch.autograd.set_detect_anomaly(True) tells where it was saved"
+            )
+        return self._tensor
+
+
+class PassedOn:
+    """Stands for what outer hooks have packed, a user's recompute for instance."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, outer: _Hooks, tensor: Tensor) -> None:
+        self._packed = outer[0](tensor)
+        self._unpack = outer[1]
+
+    def unpack(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class InBlocks:
+    """Stands for a tensor saved in the forward of streamed blocks: [Note: Recompute without
+    hooks]."""
+
+    __slots__ = ("_blocks", "_clock", "_generations", "_packed")
+
+    def __init__(self, packed: Kept | PassedOn, blocks: tuple[Block, ...], clock: int) -> None:
+        self._packed = packed
+        self._blocks = blocks
+        self._clock = clock
+        self._generations = [block.generation for block in blocks]
+        for block in blocks:
+            block.packed()
+
+    def unpack(self) -> Tensor:
+        for block, generation in zip(self._blocks, self._generations, strict=True):
+            block.unpacked(generation, self._clock)
+        return self._packed.unpack()
+
+    def __del__(self) -> None:
+        for block in self._blocks:
+            block.released()
+
+
+class SavedTensors:
+    """Finds the block that a tensor's bytes belong to, and packs what autograd saves.
+
+    Attributes:
+        within: streamed blocks whose forward is running.
+    """
 
     def __init__(self) -> None:
+        self.within: tuple[Block, ...] = ()
+        self._clock = 0
+        """Counts forwards of modules: what is saved later has a higher number."""
         self._owners: dict[int, tuple[Block, Bucket]] = {}
         self._absent: dict[int, Block] = {}
         self._streamer: Streamer | None = None
@@ -103,11 +184,24 @@ class SavedWeights:
     def pop() -> None:
         _autograd._pop_saved_tensors_default_hooks()
 
-    def handle(self, tensor: Tensor) -> Handle | None:
+    def enter(self, blocks: Sequence[Block], *, again: bool) -> tuple[Block, ...]:
+        """A forward that reads these blocks begins; returns what `within` was before."""
+        outside = self.within
+        self._clock += 1
+        for block in blocks:
+            block.clock = block.clock if again else self._clock
+        self.within = tuple(block for block in blocks if block.streamer is not None) or outside
+        return outside
+
+    def pack(self, tensor: Tensor, outer: _Hooks | None, parking: Parking | None) -> Any:
+        """What stands for a tensor in the graph; `outer`: the hooks that were active before."""
         found = self._find(tensor)
-        if found is None or tensor.dtype != found[1].dtype:
-            return None
-        return Handle(*found, tensor)
+        if found is not None and tensor.dtype == found[1].dtype:
+            return Handle(*found, tensor, self._clock)
+        if parking is not None and parking.wants(tensor):
+            return parking.park(tensor)
+        packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
+        return InBlocks(packed, self.within, self._clock) if self.within else packed
 
     def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -137,25 +231,14 @@ class _Chain:
 
     __slots__ = ("_saved", "outer", "parking")
 
-    def __init__(self, saved: SavedWeights, outer: _Hooks | None, parking: Parking | None) -> None:
+    def __init__(self, saved: SavedTensors, outer: _Hooks | None, parking: Parking | None) -> None:
         self._saved = saved
         self.outer = outer
         self.parking = parking
 
     def pack(self, tensor: Tensor) -> Any:
-        handle = self._saved.handle(tensor)
-        if handle is not None:
-            return handle
-        if self.parking is not None and self.parking.wants(tensor):
-            return self.parking.park(tensor)
-        return tensor if self.outer is None else (self.outer[1], self.outer[0](tensor))
+        return self._saved.pack(tensor, self.outer, self.parking)
 
-    def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Handle):
-            return packed.view()
-        if isinstance(packed, Parked):
-            return packed.unpack()
-        if isinstance(packed, tuple):
-            unpack_outer, inner = packed
-            return unpack_outer(inner)  # type: ignore[no-any-return]
-        return packed  # type: ignore[no-any-return]
+    @staticmethod
+    def unpack(packed: Handle | Parked | Kept | PassedOn | InBlocks) -> Tensor:
+        return packed.unpack()

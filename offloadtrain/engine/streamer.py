@@ -7,8 +7,9 @@ that the block has a slot and makes compute wait for its upload. The blocks that
 are loaded ahead, in the order that the step before has shown; another order is served as it comes,
 right and slower. Weights on the device are clean, so eviction moves nothing: the slot is free when
 compute has done what it was given before. Two things pin a block: a forward of it that is running,
-and a node of the graph that has unpacked one of its weights and is still running. While a block has
-no slot its parameters are NaN: whoever reads them past the engine sees it.
+and its backward, from the first unpacking of something saved in its forward until something is
+unpacked that was saved before: autograd runs nodes in the reverse of the order in which they were
+made. While a block has no slot its parameters are NaN: whoever reads them past the engine sees it.
 
 Among ranks each holds a shard of the weights, on its host or on its device. A load puts the shard
 into its place in the slot and gathers the others around it; so every rank must use blocks in the
@@ -20,8 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -68,8 +67,11 @@ class Streamer:
         self._told = False
         self._open = False
         """Parameters show the host's copy."""
-        self._running: dict[int, tuple[Any, set[Block]]] = {}
-        """Graph task → the node of it that is running, and whose weights that has unpacked."""
+        self._running: dict[int, dict[Block, int]] = {}
+        """Graph task → blocks whose backward it is in, and when the oldest of what it has unpacked
+        of them was saved."""
+        self._latest: Block | None = None
+        """Used last: in its slot, waited for, and what follows it is on its way."""
         for block in blocks:
             block.streamer = self
             self._lay_out(block, self._slots[0])
@@ -95,17 +97,22 @@ class Streamer:
         block.wait_uploaded(Lane.COMPUTE)
         self._cursor.used(self._number[block])
         self._load_ahead(block)
+        self._latest = block
 
-    def unpacked(self, block: Block) -> None:
-        """A node of the graph is about to read the block's saved weights."""
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        self._forget_ended()
-        self._running.setdefault(task, (node, set()))[1].add(block)
-        self.use(block)
+    def unpacked(self, block: Block, clock: int) -> None:
+        """A node of the graph is about to read something saved in a forward of the block, and may
+        be about to run that forward again."""
+        pinned = self._running.setdefault(torch._C._current_graph_task_id(), {})
+        for other in [other for other, saved in pinned.items() if saved > clock]:
+            del pinned[other]
+        pinned.setdefault(block, clock)
+        if block is not self._latest:
+            self.use(block)
 
     def restart(self) -> None:
         """A micro-step is over, its weights may have changed: begin to load for the next one."""
         self._running.clear()
+        self._latest = None
         if self._open:
             self._open = False
             for block in self.blocks:
@@ -117,6 +124,8 @@ class Streamer:
 
     def evict(self, block: Block) -> None:
         """Take the block's slot away, if it has one."""
+        if block is self._latest:
+            self._latest = None
         for slot in self._slots:
             if slot.block is block:
                 block.left_device()
@@ -182,15 +191,13 @@ class Streamer:
         return next(slot for slot in self._slots if slot.block is None)
 
     def _pinned(self, block: Block) -> bool:
-        return block.forwards > 0 or any(block in held for _, held in self._running.values())
+        return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
     def _forget_ended(self) -> None:
-        """The node before in this backward is over, and so are backwards inside of this one (they
-        have larger numbers)."""
-        now, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        for task, (running, _) in list(self._running.items()):
-            if task > now or (task == now and running is not node):
-                del self._running[task]
+        """Backwards inside of this one are over: they have larger numbers."""
+        now = torch._C._current_graph_task_id()
+        for task in [task for task in self._running if task > now]:
+            del self._running[task]
 
     def _load(self, block: Block, slot: Slot) -> None:
         if slot.free_after is not None:

@@ -152,9 +152,9 @@ def test_a_users_recompute_over_several_blocks(reentrant: bool) -> None:
 
 
 def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpacked(self: Block, generation: int) -> None:
+    def unpacked(self: Block, generation: int, clock: int) -> None:
         if self.streamer is not None:
-            self.streamer.unpacked(self)
+            self.streamer.unpacked(self, clock)
 
     torch.manual_seed(0)
     model = MODELS["chain"]()

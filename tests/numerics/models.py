@@ -188,8 +188,8 @@ MODELS = {
     "two heads": TwoHeads,
     "detached": Detached,
 }
-STREAMED = sorted(set(MODELS) - {"partly used", "detached"})
-"""Those that read no weights of a block before they call it."""
+STREAMED = sorted(set(MODELS) - {"detached"})
+"""Those that read no weight before they call a module that owns it, or one around that."""
 
 
 def batches(count: int, seed: int = 0) -> list[Tensor]:

@@ -291,7 +291,7 @@ def test_blocks_used_inside_of_each_other_need_a_slot_each() -> None:
 
 
 def test_weights_read_without_calling_their_block_are_told() -> None:
-    _, optimizer, model = pair(make("partly used"), working="host")
+    _, optimizer, model = pair(make("detached"), working="host")
     with pytest.raises(StreamError, match=r"'layers\.0' are read outside its forward"):
         train(optimizer, model, batches(1))
 

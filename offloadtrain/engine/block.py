@@ -43,6 +43,7 @@ class Source(Protocol):
     def use(self, block: Block) -> None: ...
     def unpacked(self, block: Block, clock: int) -> None: ...
     def evict(self, block: Block) -> None: ...
+    def pinned(self, block: Block) -> bool: ...
 
 
 class Block:
@@ -56,7 +57,7 @@ class Block:
         forwards: forwards of it that are running.
         generation: how many times the weights were replaced. A saved handle with another generation
             belongs to an older graph.
-        clock: when its last forward that was not a part of a backward began, in forwards of modules.
+        clock: when its last forward outside of a backward began, in forwards of modules.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
@@ -84,13 +85,18 @@ class Block:
         self._lanes = lanes
         self._uploaded: Event | None = None
         self._live_handles = 0
+        self._runs_again = False
         self._backward: Span | None = None
         self._placeholders: dict[Bucket, Tensor] = {}
 
     @property
     def quiet(self) -> bool:
         """No graph holds a saved view of the weights."""
-        return self._live_handles == 0
+        if self._live_handles:
+            return False
+        # A recompute that nothing has told of: its graph holds them until autograd has gone on.
+        streamer = self.streamer if self._runs_again else None
+        return streamer is None or not streamer.pinned(self)
 
     @property
     def held(self) -> tuple[Bucket, ...]:
@@ -193,6 +199,7 @@ class Block:
 
     def runs_again(self) -> None:
         """A forward of it runs as a part of a backward, and nothing was unpacked that told so."""
+        self._runs_again = True
         self.unpacked(self.generation, self.clock)
 
     def released(self) -> None:

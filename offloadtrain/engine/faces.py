@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.hooks import Inert
+from offloadtrain.engine.hooks import OfOneModel
 
 
 class Face(Protocol):
@@ -23,19 +23,13 @@ class Face(Protocol):
     def require_whole_weights(self) -> None: ...
 
 
-class _FaceHook:
-    """Holds the optimizer weakly; inert in copies of the model."""
+class _FaceHook(OfOneModel):
+    """Holds the optimizer weakly."""
 
     __slots__ = ("_face", "_from_public_api")
 
     def __init__(self, face: Face) -> None:
         self._face = weakref.ref(face)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return (Inert, ())
 
 
 class _CastInputs(_FaceHook):

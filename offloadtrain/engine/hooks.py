@@ -24,7 +24,19 @@ class Inert:
         return None
 
 
-class _Hook:
+class OfOneModel:
+    """A hook that a copy of its model does not have."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return (Inert, ())
+
+
+class _Hook(OfOneModel):
     __slots__ = ("_traced", "_watcher")
 
     def __init__(self, watcher: Watcher, traced: bool) -> None:
@@ -34,12 +46,6 @@ class _Hook:
     def _alive(self) -> Watcher | None:
         """Who is to be told; nobody while the compiler traces the module, if it is not to see."""
         return self._watcher() if self._traced or not torch.compiler.is_compiling() else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return (Inert, ())
 
 
 class _Enter(_Hook):

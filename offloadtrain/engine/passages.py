@@ -15,7 +15,7 @@ from offloadtrain.engine.audit import Audit
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.parking import Parking
-from offloadtrain.engine.recompute import Recomputed
+from offloadtrain.engine.recompute import Recomputed, make_no_caches
 from offloadtrain.engine.saved import SavedTensors
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.transfer import Lanes, Span
@@ -40,9 +40,9 @@ class _Passage:
     inner: bool = False
     """A module inside of a streamed block: its own hooks matter where the block's have not fired,
     in a forward that somebody calls past them, or runs again ([Note: Recompute without hooks])."""
-    handles: bool = True
-    """Its saved weights become handles; not where it runs again and the block's hooks, which fired
-    the first time, made them."""
+    handles: bool = False
+    """Its own hooks made handles of the weights that its last forward outside of a backward saved:
+    when that forward runs again they must do the same."""
     running: list[_Running | None] = field(default_factory=list)
     """None: nothing was to be done for this one."""
     held: list[_Running] = field(default_factory=list)
@@ -96,11 +96,14 @@ class Passages:
             self._enter_root()
         passage = self._passages[module]
         blocks = tuple(passage.waits)
-        if passage.inner and self._inside(passage, blocks):
+        inside = passage.inner and all(block.forwards for block in blocks)
+        if not _in_backward():
+            passage.handles = not inside
+        if inside:  # the hooks of its blocks have fired
             passage.running.append(None)
             return
         self._use(blocks)
-        if not passage.handles:
+        if not passage.handles and not again:
             for block in blocks:
                 block.runs_again()
         reads = [weights for block in blocks for weights in block.weights]
@@ -148,14 +151,7 @@ class Passages:
                 self._passage_of(module, inner=True).waits += waits
         for recomputed in self._recomputed.values():
             recomputed.put()
-
-    @staticmethod
-    def _inside(passage: _Passage, blocks: Sequence[Block]) -> bool:
-        """Whether the hooks of the blocks have fired for this forward."""
-        inside = all(block.forwards for block in blocks)
-        if not _in_backward():
-            passage.handles = not inside
-        return inside
+        self._handles += make_no_caches(self._model, self._recomputed)
 
     def _enter_root(self) -> None:
         self.on_root()

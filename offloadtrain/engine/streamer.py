@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -131,6 +132,10 @@ class Streamer:
                 block.left_device()
                 slot.block, slot.free_after = None, self._lanes.record(Lane.COMPUTE)
 
+    def pinned(self, block: Block) -> bool:
+        """Whether its slot must not be taken away."""
+        return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
+
     def lay_open(self) -> None:
         """The lanes are idle: parameters show the host's copy, until their next use. Where that is
         a shard, they stay as they are."""
@@ -163,7 +168,7 @@ class Streamer:
             )
 
     def _load_ahead(self, using: Block | None) -> None:
-        pinned = [self._number[b] for b in self.resident if b is using or self._pinned(b)]
+        pinned = [self._number[b] for b in self.resident if b is using or self.pinned(b)]
         resident = [self._number[block] for block in self.resident]
         moves = prefetches(resident, pinned, self._cursor.future, len(self._slots))
         for number, leaving in moves:
@@ -175,7 +180,7 @@ class Streamer:
         free = [slot for slot in self._slots if slot.block is None]
         if free:
             return free[0]
-        evictable = [self._number[b] for b in self.resident if not self._pinned(b)]
+        evictable = [self._number[b] for b in self.resident if not self.pinned(b)]
         leaving = victim(evictable, self._cursor.future)
         if leaving is None:
             names = ", ".join(f"'{b.name}'" for b in self.resident)
@@ -189,9 +194,6 @@ class Streamer:
 
     def _free_slot(self) -> Slot:
         return next(slot for slot in self._slots if slot.block is None)
-
-    def _pinned(self, block: Block) -> bool:
-        return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
     def _forget_ended(self) -> None:
         """Backwards inside of this one are over: they have larger numbers."""

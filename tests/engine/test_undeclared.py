@@ -19,6 +19,7 @@ from offloadtrain.engine.streamer import Streamer
 from offloadtrain.transfer import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.transfer.base import Operation, Span
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
+from tests.numerics.test_rerun import RECOMPUTES
 from tests.numerics.test_streaming import Several
 
 
@@ -151,6 +152,16 @@ def test_a_users_recompute_over_several_blocks(reentrant: bool) -> None:
         assert watch.undeclared == [] and watch.seen > 20
 
 
+@pytest.mark.parametrize("name", RECOMPUTES)
+def test_a_recompute_behind_the_hooks(name: str) -> None:
+    torch.manual_seed(0)
+    model = RECOMPUTES[name]()
+    with watched(model, working="host") as (optimizer, watch):
+        with watch:
+            steps(optimizer, model)
+        assert watch.undeclared == [] and watch.seen > 20
+
+
 def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpacked(self: Block, generation: int, clock: int) -> None:
         if self.streamer is not None:
@@ -166,7 +177,7 @@ def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_block_evicted_in_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Streamer, "_pinned", lambda self, block: False)
+    monkeypatch.setattr(Streamer, "pinned", lambda self, block: False)
     torch.manual_seed(0)
     model = Several(False)
     with watched(model, working="host", device_slots=1) as (optimizer, watch):

@@ -1,0 +1,161 @@
+"""Inputs that a forward changes, and a forward that runs twice.
+
+[Note: Rewound inputs]
+A forward may write into what it is given: a key-value cache grows, a dict collects results. Run
+again in backward, it would meet what its first run has left there. So before the first run the
+state of every object that its arguments reach is noted, and the second run finds it as it was;
+afterwards the objects are as they were before that, so that nobody else sees the second run. Only
+references are noted, no values are copied; a tensor that was changed in place cannot be brought
+back, and is told.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.errors import OffloadTrainError
+
+_LEAVES = (
+    *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.Generator),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
+"""What is not looked into: constants, code, and modules, whose state is not an input's."""
+
+
+class RewindError(OffloadTrainError):
+    """A forward changed a tensor among its inputs in place and cannot run again."""
+
+
+class _Kind(NamedTuple):
+    """How the references in one kind of mutable object are read, and set."""
+
+    read: Callable[[Any], list[Any]]
+    write: Callable[[Any, list[Any]], None]
+
+
+class Rewind:
+    """The state of all mutable objects that the arguments of a forward reach."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._noted: list[tuple[Any, _Kind, list[Any]]] = []
+        self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
+        """And their versions. Weak: the inputs themselves may be let go of until backward."""
+        seen: dict[int, Any] = {}  # also keeps them alive, so that no id is given out again
+        todo = [*args, *kwargs.values()]
+        while todo:
+            one = todo.pop()
+            if isinstance(one, _LEAVES) or id(one) in seen:
+                continue
+            seen[id(one)] = one
+            if isinstance(one, Tensor):
+                if not one.is_inference():
+                    self._tensors.append((weakref.ref(one), one._version))
+            else:
+                todo += self._note(one)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the second run.
+
+        Raises:
+            RewindError: the first run, or what came after it, changed a tensor in place.
+        """
+        for held, version in self._tensors:
+            tensor = held()
+            if tensor is not None and tensor._version != version:
+                raise RewindError(
+                    f"a forward that is to run again in backward has got a tensor of shape "
+                    f"{tuple(tensor.shape)} that was changed in place since its first run. Make a "
+                    "new tensor (x = x + y in place of x += y), or set activation = 'keep'"
+                )
+        changed = [(one, kind, kind.read(one), then) for one, kind, then in self._noted]
+        changed = [entry for entry in changed if not _same(entry[2], entry[3])]
+        for one, kind, _, then in changed:
+            kind.write(one, then)
+        try:
+            yield
+        finally:
+            for one, kind, now, _ in changed:
+                kind.write(one, now)
+
+    def _note(self, one: Any) -> list[Any]:
+        """Note the state of one object; returns what it refers to."""
+        if isinstance(one, tuple | frozenset):
+            return list(one)
+        found: list[Any] = [vars(one)] if hasattr(one, "__dict__") else []
+        kind = _kind(one)
+        if kind is not None:
+            references = kind.read(one)
+            self._noted.append((one, kind, references))
+            found += references
+        return found
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _kind(one: Any) -> _Kind | None:
+    if isinstance(one, list | deque):
+        return _SEQUENCE
+    if isinstance(one, set):
+        return _SET
+    if isinstance(one, OrderedDict):
+        return _ORDERED
+    if isinstance(one, dict):
+        return _MAPPING
+    return _SLOTS if _slots(one) else None
+
+
+def _mapping(base: Any) -> _Kind:
+    """Past what a subclass does on writing: the outputs of a model may refuse it."""
+
+    def write(one: Any, references: list[Any]) -> None:
+        base.clear(one)
+        base.update(one, zip(references[::2], references[1::2], strict=True))
+
+    return _Kind(lambda one: list(chain.from_iterable(base.items(one))), write)
+
+
+def _write_sequence(one: Any, references: list[Any]) -> None:
+    one.clear()
+    one.extend(references)
+
+
+def _write_set(one: set[Any], references: list[Any]) -> None:
+    one.clear()
+    one.update(references)
+
+
+def _slots(one: Any) -> list[str]:
+    declared = (cls.__dict__.get("__slots__", ()) for cls in type(one).__mro__)
+    names = chain.from_iterable((x,) if isinstance(x, str) else x for x in declared)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _read_slots(one: Any) -> list[Any]:
+    return [getattr(one, name, _UNSET) for name in _slots(one)]
+
+
+def _write_slots(one: Any, references: list[Any]) -> None:
+    for name, value in zip(_slots(one), references, strict=True):
+        if value is not _UNSET:
+            object.__setattr__(one, name, value)
+        elif hasattr(one, name):
+            object.__delattr__(one, name)
+
+
+_UNSET = object()
+_MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
+_SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _write_set)
+_SLOTS = _Kind(_read_slots, _write_slots)

@@ -1,0 +1,347 @@
+"""Forwards that run again in backward: behind the hooks, or over inputs that they change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+import offloadtrain as ot
+from offloadtrain.engine.block import StaleGraphError
+from offloadtrain.engine.rewind import Rewind, RewindError
+from offloadtrain.engine.saved import ChangedInPlaceError
+from offloadtrain.transfer import on_lanes
+from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.test_offload import assert_same, pair, poisoned, train
+from tests.numerics.test_streaming import MODES
+
+DEPTH = 5
+
+
+class Scaled(Layer):
+    """Reads a parameter of its own before it calls any module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class Behind(Scaled):
+    """Its forward recomputes itself, as the layers of transformers do."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(partial(Scaled.forward, self), x, use_reentrant=self.reentrant)
+
+
+class BehindWithoutInputs(Layer):
+    """Its recompute starts from no saved input: the hidden state is in the closure."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda: super(BehindWithoutInputs, self).forward(x), use_reentrant=False)
+
+
+class CalledPast(Chain):
+    """The model recomputes `layer.forward`, which it never calls as a module."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer.forward, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def of_layers(make: Callable[[], nn.Module]) -> Chain:
+    chain = Chain(0)
+    chain.layers = nn.ModuleList(make() for _ in range(DEPTH))
+    return chain
+
+
+RECOMPUTES: dict[str, Callable[[], Chain]] = {
+    "behind, reentrant": lambda: of_layers(lambda: Behind(True)),
+    "behind": lambda: of_layers(lambda: Behind(False)),
+    "behind, without inputs": lambda: of_layers(BehindWithoutInputs),
+    "wrapped": lambda: of_layers(lambda: checkpoint_wrapper(Scaled(), CheckpointImpl.NO_REENTRANT)),
+    "called past": lambda: CalledPast(DEPTH),
+}
+each_recompute = pytest.mark.parametrize("name", RECOMPUTES)
+
+
+@each_recompute
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_recompute_behind_the_hooks_streams_with_the_same_bits(
+    name: str, slots: int, mode: str
+) -> None:
+    torch.manual_seed(0)
+    options = {"clip": 0.5} | MODES[mode]
+    with on_lanes(poisoned()):
+        resident, optimizer, model = pair(
+            RECOMPUTES[name](), accum=2, working="host", device_slots=slots, **options
+        )
+        stream = batches(8)
+        for step in range(4):
+            micro = stream[2 * step : 2 * step + 2]
+            assert train(optimizer, model, micro) == resident.step(micro, loss_of)
+            assert optimizer.grad_norm == resident.norms[-1]
+        if name != "wrapped":  # which has other names for its parameters than its model
+            assert_same(resident, optimizer, model)
+
+
+@each_recompute
+@pytest.mark.parametrize("activation", ["keep", "recompute"])
+def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: str) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(RECOMPUTES[name](), activation=activation, clip=0.5)
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        assert optimizer.grad_norm == resident.norms[-1]
+
+
+@each_recompute
+@pytest.mark.parametrize("slots", [2, 3])
+def test_adapters_behind_the_hooks_do_not_lose_the_frozen_weights_under_them(
+    name: str, slots: int
+) -> None:
+    """Updates inside backward want the slot of a block whose trained parameters are all done, while
+    nodes of it still read frozen ones."""
+    torch.manual_seed(0)
+    model = RECOMPUTES[name]()
+    for key, param in model.named_parameters():
+        param.requires_grad_("layers" not in key or "down" in key)
+    found = []
+    for working in ("device", "host"):
+        twin = copy.deepcopy(model)
+        with on_lanes(poisoned()):
+            optimizer = ot.offload(
+                twin,
+                ot.AdamW(lr=1e-2),
+                device="cpu",
+                update="delayed",
+                working=working,
+                device_slots=slots,
+            )
+            losses = [train(optimizer, twin, [tokens]) for tokens in batches(6)]
+        found.append((losses, optimizer.grad_norm))
+        optimizer.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["behind", "behind, reentrant"])
+def test_a_recompute_in_a_graph_older_than_its_weights_raises(name: str) -> None:
+    torch.manual_seed(0)
+    _, optimizer, model = pair(RECOMPUTES[name](), working="host")
+    first, second = batches(2)
+    train(optimizer, model, [first])
+    old = loss_of(model, second)
+    optimizer.backward(loss_of(model, second))
+    optimizer.step()
+    model.head.weight.grad = None
+    with pytest.raises(StaleGraphError, match="through a graph that was built before"):
+        old.backward()
+
+
+def test_a_saved_tensor_changed_in_place_raises_as_without_offload() -> None:
+    class Changing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x).exp()  # saves its result
+            z = y * 2
+            y += 1
+            return x + self.down(self.up(z)) + y
+
+    model = nn.Sequential(Changing(), Changing())
+    x = torch.randn(3, WIDTH)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        copy.deepcopy(model)(x).sum().backward()
+    for working in ("device", "host"):
+        optimizer = ot.offload(copy.deepcopy(model), device="cpu", working=working)
+        with pytest.raises(ChangedInPlaceError, match="changed in place after it was saved"):
+            optimizer._model(x).sum().backward()
+
+
+def test_a_forward_without_backward_keeps_nothing_alive() -> None:
+    """An operation that saves its own result must not be kept by what is kept for it."""
+    optimizer = ot.offload(model := nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), device="cpu")
+    alive: list[Any] = []
+
+    def saw(_: nn.Module, __: Any, output: Tensor) -> None:
+        alive.append(weakref.ref(output))
+
+    model[1].register_forward_hook(saw)
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.randn(2, 4))
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+    optimizer.close()
+
+
+# Inputs that a forward changes
+
+
+@dataclass
+class Cache:
+    """Keys of every layer, as a key-value cache: grows with each forward."""
+
+    keys: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in range(DEPTH)])
+    calls: int = 0
+
+
+class Remembering(Layer):
+    """Attends over what the cache holds and its own, and writes into the cache."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor, *, cache: Cache, seen: dict[str, Any]) -> Tensor:
+        cache.calls += 1
+        seen[f"layer {self.index}"] = seen.get(f"layer {self.index}", 0) + 1
+        cache.keys[self.index].append(self.norm(x))
+        keys = torch.cat(cache.keys[self.index], dim=1)
+        return super().forward(x + (x @ keys.mT).softmax(-1) @ keys)
+
+
+class Caching(Chain):
+    """Makes a cache in every forward, unless it is given one."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Remembering(index) for index in range(DEPTH))
+        self.cache = Cache()
+        self.seen: dict[str, Any] = {}
+        self.asked: list[bool | None] = []
+
+    def forward(self, tokens: Tensor, use_cache: bool | None = None) -> Tensor:
+        self.asked.append(use_cache)
+        self.cache, self.seen = Cache(), {}
+        x = self.embed(tokens)
+        self.cache.keys[2].append(x.detach())  # a prefix
+        for layer in self.layers:
+            x = layer(x, cache=self.cache, seen=self.seen)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("activation", ["recompute", "offload"])
+def test_a_forward_that_changes_its_inputs_runs_again_over_what_it_got(
+    activation: str, working: str
+) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(Caching(), activation=activation, working=working, clip=0.5)
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        assert model.cache.calls == DEPTH and model.seen == resident.model.seen
+        assert [len(keys) for keys in model.cache.keys] == [1, 1, 2, 1, 1]
+    assert_same(resident, optimizer, model)
+
+
+def test_recompute_asks_for_no_cache_where_nobody_asks_for_one() -> None:
+    model = Caching()
+    optimizer = ot.offload(model, device="cpu", activation="recompute")
+    tokens = batches(1)[0]
+    model(tokens)
+    model(tokens, use_cache=True)
+    model(tokens, True)
+    with torch.no_grad():
+        model(tokens)
+    assert model.asked == [False, True, True, None]
+    copied = copy.deepcopy(model)
+    copied(tokens)
+    assert copied.asked[-1] is None
+    optimizer.close()
+    model(tokens)
+    assert model.asked[-1] is None
+
+
+def test_an_input_tensor_changed_in_place_is_told() -> None:
+    class Counting(Layer):
+        def forward(self, x: Tensor, counts: dict[str, Tensor]) -> Tensor:
+            counts["tokens"] += x.shape[0]
+            return super().forward(x)
+
+    class Counted(Chain):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.layers = nn.ModuleList(Counting() for _ in range(2))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x, counts = self.embed(tokens), {"tokens": torch.zeros(())}
+            for layer in self.layers:
+                x = layer(x, counts)
+            return self.head(self.norm(x))
+
+    model = Counted()
+    optimizer = ot.offload(model, device="cpu", activation="recompute")
+    with pytest.raises(RewindError, match="changed in place since its first run"):
+        optimizer.backward(loss_of(model, batches(1)[0]))
+
+
+class Slotted:
+    __slots__ = ("late", "value")
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def test_every_kind_of_object_is_rewound_and_put_back() -> None:
+    slotted, plain = Slotted(), Cache()
+    held: dict[str, Any] = {
+        "list": [1, [2]],
+        "deque": deque([1], maxlen=3),
+        "set": {1},
+        "ordered": OrderedDict(a=1, b=2),
+        "slotted": slotted,
+        "inside a tuple": (plain,),
+    }
+
+    def change(to: int) -> None:
+        held["list"][1].append(to)
+        held["deque"].append(to)
+        held["set"].add(to)
+        held["ordered"].move_to_end("a")
+        held["ordered"][f"new {to}"] = to
+        slotted.value, slotted.late = to, to
+        plain.calls = to
+        held["added"] = to
+
+    def state() -> str:
+        late = getattr(slotted, "late", None)
+        return f"{held['list']} {held['deque']} {held['set']} {list(held['ordered'].items())}" + (
+            f"{slotted.value} {late} {plain.calls} {sorted(held)}"
+        )
+
+    before, rewind = state(), Rewind((held,), {})
+    change(7)
+    after = state()
+    for _ in range(2):
+        with rewind.again():
+            assert state() == before
+            change(8)
+        assert state() == after
+    with pytest.raises(KeyError), rewind.again():
+        change(9)
+        raise KeyError
+    assert state() == after

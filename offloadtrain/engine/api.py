@@ -54,14 +54,17 @@ def offload(
     zero_stage: int = 0,
     reduction: str = "working",
     param_init_fn: ParamInit | None = None,
+    cast_inputs: bool | None = None,
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
 
     The model's parameters become views of flat buffers of the working dtype on the device; their
     values as given become the fp32 master weights. Tied parameters stay tied. Frozen parameters are
-    moved and cast with the rest and have no state. Floating-point inputs of the model are cast to
-    the working dtype. Norms with running statistics keep fp32 parameters; buffers keep their dtype.
+    moved and cast with the rest and have no state. Norms with running statistics keep fp32
+    parameters; buffers keep their dtype. fp32 inputs are cast where they meet 16-bit weights (see
+    `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`; of
+    16-bit logits that it returns take the loss of `logits.float()`.
 
     Gradients are taken from `.grad` during backward, so that `clip_grad_norm_` and other code that
     reads `.grad` after backward finds nothing: use `clip_norm`.
@@ -113,6 +116,9 @@ def offload(
             or "fp32", at twice the traffic.
         param_init_fn: gets each module that owns meta parameters or buffers, in the order of
             `model.modules()`, with memory and without values, and fills what it owns.
+        cast_inputs: None: an fp32 input is cast where it meets a matrix of 16 bits and torch would
+            refuse the product: timesteps, labels and masks reach the model as they are. True: every
+            floating-point input of the model is cast at its entrance. False: none is.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -149,6 +155,7 @@ def offload(
         zero_stage=_check_stage(zero_stage, working, ranks),
         reduction=torch.float32 if reduction == "fp32" else None,
         ranks=ranks,
+        cast_inputs=cast_inputs,
     )
     _check_support(settings)
     return _offloaded(model, rule, params, settings, param_init_fn)

@@ -1,4 +1,4 @@
-"""What the offloaded model itself does: casts its inputs, saves and loads whole state dicts."""
+"""What the offloaded model itself does: saves and loads whole state dicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.hooks import OfOneModel
@@ -15,8 +14,6 @@ from offloadtrain.engine.hooks import OfOneModel
 
 class Face(Protocol):
     """What the hooks need of the optimizer."""
-
-    working_dtype: torch.dtype
 
     def synchronize(self) -> None: ...
     def adopt_written_weights(self) -> None: ...
@@ -30,24 +27,6 @@ class _FaceHook(OfOneModel):
 
     def __init__(self, face: Face) -> None:
         self._face = weakref.ref(face)
-
-
-class _CastInputs(_FaceHook):
-    """fp32 inputs meet 16-bit weights: cast them as a resident 16-bit model's user would."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        face = self._face()
-        if face is None:
-            return None
-        dtype = face.working_dtype
-
-        def cast(leaf: Any) -> Any:
-            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            return leaf.to(dtype) if floating else leaf
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 class _WaitBeforeSaving(_FaceHook):
@@ -101,7 +80,6 @@ class _WaitBeforeLoading(_FaceHook):
 def attach_faces(model: nn.Module, face: Face) -> list[RemovableHandle]:
     """Hooks of the root module; see the classes."""
     return [
-        model.register_forward_pre_hook(_CastInputs(face), with_kwargs=True),
         model.register_state_dict_pre_hook(_WaitBeforeSaving(face)),
         model.register_state_dict_post_hook(_CopyToHost(face)),
         model.register_load_state_dict_pre_hook(_WaitBeforeLoading(face)),

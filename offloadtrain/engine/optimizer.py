@@ -15,7 +15,9 @@ from offloadtrain.engine.adopt import ParamInit, set_master
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build
+from offloadtrain.engine.casting import attach_casts
 from offloadtrain.engine.checks import ModelError, ModelSeal
+from offloadtrain.engine.cut import cut
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
@@ -86,7 +88,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._flips = settings.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
+        layers = [part.module for part in cut(model) if part.repeated]
         self._handles = self._hook_parameters() + attach_faces(model, self)
+        self._handles += attach_casts(
+            model, layers, settings.dtype, cast_inputs=settings.cast_inputs
+        )
 
     @property
     def pinned(self) -> bool:

@@ -27,6 +27,8 @@ class Settings:
             and gradients; 3: and the weights of repeated blocks.
         reduction: dtype in which gradients are summed over ranks; None: that of the weights.
         ranks: who shares the state.
+        cast_inputs: True: every floating-point input of the model becomes `dtype`; False: none;
+            None: those that meet a matrix.
     """
 
     device: torch.device
@@ -49,6 +51,7 @@ class Settings:
     zero_stage: int
     reduction: torch.dtype | None
     ranks: Ranks
+    cast_inputs: bool | None = None
 
     @property
     def accumulates(self) -> bool:

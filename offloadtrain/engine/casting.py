@@ -1,0 +1,246 @@
+"""Where fp32 meets 16-bit weights: the inputs of a model, and its losses.
+
+[Note: Casts]
+A model with 16-bit weights is given fp32 numbers: pixels, audio, but also timesteps, labels and
+masks, of which 16 bits keep 999 as 1000. torch refuses a product of fp32 with 16-bit weights, so a
+cast is needed there and nowhere else. It is made at the modules of torch whose forward refuses:
+what a resident 16-bit model runs without is not touched, so that its bits are the same. Modules
+with matrices of their own, and the layers of a list, get their first input cast if it is an input
+of the model as it was given: what is computed in fp32 on purpose stays so.
+Loss functions inside the model compute in fp32, as under `torch.autocast`: three digits of a 16-bit
+loss are too few to see it fall. Layers of a list hold no losses; they run past the mode that finds
+them, which costs a microsecond for every operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+)
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from offloadtrain.engine.hooks import OfOneModel
+
+_REFUSE = (
+    *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell),
+    *(nn.GRUCell, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""Modules whose forward raises where input and weights differ in dtype."""
+
+_LOSSES = {
+    *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss),
+    *(F.gaussian_nll_loss, F.poisson_nll_loss, F.cosine_embedding_loss, F.soft_margin_loss),
+    *(F.hinge_embedding_loss, F.margin_ranking_loss, F.multi_margin_loss, F.triplet_margin_loss),
+    *(F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.cosine_similarity),
+}
+
+
+def attach_casts(
+    model: nn.Module,
+    repeated: Collection[nn.Module],
+    dtype: torch.dtype,
+    *,
+    cast_inputs: bool | None,
+) -> list[RemovableHandle]:
+    """Hooks that let a model with weights of `dtype` take fp32 inputs, and its losses be fp32.
+
+    Args:
+        repeated: the layers of lists.
+        cast_inputs: True: every floating-point input of the model is cast; False: none; None: those
+            that meet a matrix, where they do.
+    """
+    if dtype is torch.float32:
+        return []
+    handles = _attach_losses(model, repeated)
+    if cast_inputs:
+        hook = _CastAll(dtype)
+        return [*handles, model.register_forward_pre_hook(hook, with_kwargs=True)]
+    return handles if cast_inputs is False else handles + _attach_matrices(model, repeated, dtype)
+
+
+def _attach_matrices(
+    model: nn.Module, repeated: Collection[nn.Module], dtype: torch.dtype
+) -> list[RemovableHandle]:
+    given, refusing = _Given(dtype), {kind.forward for kind in _REFUSE}
+    handles = [model.register_forward_pre_hook(given, with_kwargs=True)]
+    for module in model.modules():
+        hook: Any = None
+        if type(module).forward in refusing:
+            if any(param.dtype is dtype for param in module.parameters(recurse=False)):
+                hook = _CastRefused(dtype)
+        elif module in repeated:
+            hook = _CastGiven(given, None)
+        elif sizes := _matrix_sizes(module, dtype):
+            hook = _CastGiven(given, sizes)
+        if hook is not None:
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    return handles
+
+
+def _matrix_sizes(module: nn.Module, dtype: torch.dtype) -> set[int]:
+    """Of the matrices that a module owns itself."""
+    owned = [p for p in module.parameters(recurse=False) if p.dtype is dtype and p.dim() > 1]
+    return {size for param in owned for size in param.shape} - {1}
+
+
+class _CastAll(OfOneModel):
+    """Of the model: every floating-point input becomes `dtype`."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(self._cast, args), tree_map(self._cast, kwargs)
+
+    def _cast(self, leaf: Any) -> Any:
+        return leaf.to(self._dtype) if _is_floating(leaf) else leaf
+
+
+class _CastRefused(OfOneModel):
+    """Of a module that refuses: if its first input has another dtype than its weights, all of them
+    become as these."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
+            return None  # nearly always
+        first = next(_floating(args, kwargs), None)
+        if first is None or first.dtype is self._dtype:
+            return None
+        return tree_map(self._cast, args), tree_map(self._cast, kwargs)
+
+    def _cast(self, leaf: Any) -> Any:
+        """The lowest number of fp32, which masks are made of, stays a number."""
+        if not _is_floating(leaf) or leaf.dtype is self._dtype:
+            return leaf
+        finite = leaf.clamp(torch.finfo(self._dtype).min, torch.finfo(self._dtype).max)
+        return torch.where(leaf.isinf(), leaf, finite).to(self._dtype)
+
+
+class _Given(OfOneModel):
+    """Of the model: notes which memory its fp32 inputs are in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._memory: set[int] = set()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf))
+        self._memory = {_memory(leaf) for leaf in leaves if leaf.dtype is not self.dtype}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.dtype is not self.dtype and _memory(tensor) in self._memory
+
+
+class _CastGiven(OfOneModel):
+    """Of a layer, or a module with matrices: its first input becomes `dtype` if it is one of the
+    model's and, where `sizes` are told, has one of them."""
+
+    __slots__ = ("_given", "_sizes")
+
+    def __init__(self, given: _Given, sizes: set[int] | None) -> None:
+        self._given = given
+        self._sizes = sizes
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        first = next(_floating(args, kwargs), None)
+        if first is None or first.dim() < 2 or first not in self._given:
+            return None
+        if self._sizes is not None and self._sizes.isdisjoint((first.shape[1], first.shape[-1])):
+            return None
+        cast = first.to(self._given.dtype)
+        args = tuple(cast if value is first else value for value in args)
+        return args, {key: cast if value is first else value for key, value in kwargs.items()}
+
+
+def _floating(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return (value for value in chain(args, kwargs.values()) if _is_floating(value))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _FullLosses(TorchFunctionMode):
+    """Loss functions get 16-bit numbers as fp32. On while the model's forward runs, but not inside
+    its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[bool] = []
+        """Of each layer that is running: whether it was on before."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOSSES:
+            args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def enter_model(self, *_: Any) -> None:
+        self._left.clear()
+        if self not in _get_current_function_mode_stack():  # an interrupt can leave it on
+            self.__enter__()
+
+    def leave_model(self, *_: Any) -> None:
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+
+    def enter_layer(self, *_: Any) -> None:
+        self._left.append(_get_current_function_mode() is self)
+        if self._left[-1]:
+            self.__exit__(None, None, None)
+
+    def leave_layer(self, *_: Any) -> None:
+        if self._left and self._left.pop():
+            self.__enter__()
+
+
+class _Call(OfOneModel):
+    """A hook that calls a method of the mode."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, *_: Any) -> None:
+        self._method()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 2 else tensor
+
+
+def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[RemovableHandle]:
+    mode = _FullLosses()
+    around = [(model, mode.enter_model, mode.leave_model)]
+    around += [(module, mode.enter_layer, mode.leave_layer) for module in repeated]
+    handles = []
+    for module, enter, leave in around:
+        handles.append(module.register_forward_pre_hook(_Call(enter)))
+        handles.append(module.register_forward_hook(_Call(leave), always_call=True))
+    return handles

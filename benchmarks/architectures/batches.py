@@ -7,7 +7,7 @@ from torch import Generator, Tensor
 
 Batch = dict[str, Tensor]
 VOCAB, WIDTH, BATCH, SEQUENCE = 128, 32, 2, 16
-CLASSES, IMAGE, PATCH, IMAGES = 10, 16, 8, 8
+CLASSES, IMAGE, PATCH, IMAGES = 10, 32, 16, 8
 PAD, START, END = 1, 2, 3  # tokens of data begin at 4
 
 

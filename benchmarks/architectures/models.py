@@ -40,6 +40,8 @@ from benchmarks.architectures.batches import (
     draw_text,
 )
 
+LAYERS = 3  # one more than a streamed run has slots for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -89,15 +91,18 @@ def next_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Recurrent(nn.Module):
-    """Two LSTM layers, called with the packed weights that torch gives them."""
+    """LSTMs one above the other, each of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        lstms = (nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True) for _ in range(LAYERS))
+        self.lstms = nn.ModuleList(lstms)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, series: Tensor) -> Tensor:
-        found: Tensor = self.head(self.lstm(series)[0])
+        for lstm in self.lstms:
+            series, _ = lstm(series)
+        found: Tensor = self.head(series)
         return found
 
 
@@ -107,7 +112,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, series: Tensor) -> Tensor:
@@ -136,7 +141,7 @@ def of_transformers(
 
 
 def decoder(model: str, *, config: str = "", **options: Any) -> Architecture:
-    """Two layers in the words that most decoders' configurations share."""
+    """A causal language model in the words that most decoders' configurations share."""
     return of_transformers(model, config=config, **{**TEXT, **options})
 
 
@@ -144,7 +149,7 @@ ENDS: dict[str, Any] = dict(pad_token_id=PAD, bos_token_id=START, eos_token_id=E
 TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=WIDTH,
-    num_hidden_layers=2,
+    num_hidden_layers=LAYERS,
     num_attention_heads=4,
     max_position_embeddings=64,
     **ENDS,
@@ -153,8 +158,8 @@ GROUPED: dict[str, Any] = dict(num_key_value_heads=2, intermediate_size=64)
 PAIR: dict[str, Any] = dict(
     vocab_size=VOCAB,
     d_model=WIDTH,
-    encoder_layers=2,
-    decoder_layers=2,
+    encoder_layers=LAYERS,
+    decoder_layers=LAYERS,
     encoder_ffn_dim=64,
     decoder_ffn_dim=64,
     encoder_attention_heads=4,
@@ -165,7 +170,7 @@ PAIR: dict[str, Any] = dict(
 VISION: dict[str, Any] = dict(
     hidden_size=WIDTH,
     intermediate_size=64,
-    num_hidden_layers=2,
+    num_hidden_layers=LAYERS,
     num_attention_heads=4,
     image_size=IMAGE,
     patch_size=PATCH,
@@ -200,7 +205,7 @@ def diffusion_transformer() -> nn.Module:
         sample_size=8,
         in_channels=4,
         out_channels=4,
-        num_layers=2,
+        num_layers=LAYERS,
         attention_head_dim=8,
         num_attention_heads=4,
         joint_attention_dim=WIDTH,
@@ -262,7 +267,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "BloomForCausalLM",
         vocab_size=VOCAB,
         hidden_size=WIDTH,
-        n_layer=2,
+        n_layer=LAYERS,
         n_head=4,
         **ENDS,
     ),
@@ -272,7 +277,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         state_size=8,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         **ENDS,
     ),
     "t5": of_transformers(
@@ -282,7 +287,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         d_model=WIDTH,
         d_kv=8,
         d_ff=64,
-        num_layers=2,
+        num_layers=LAYERS,
         num_heads=4,
         pad_token_id=PAD,
         eos_token_id=END,
@@ -333,7 +338,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         conv_dim=(WIDTH,) * 7,
         num_conv_pos_embeddings=16,
@@ -343,17 +348,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "convnext": of_transformers(
         "ConvNextForImageClassification",
         draw_labelled_image,
-        hidden_sizes=[16, 32],
-        depths=[2, 2],
-        num_stages=2,
+        hidden_sizes=[16, 32, 32],
+        depths=[1, 1, 1],
+        num_stages=LAYERS,
         num_labels=CLASSES,
     ),
     "resnet": of_transformers(
         "ResNetForImageClassification",
         draw_labelled_image,
         embedding_size=16,
-        hidden_sizes=[16, 32],
-        depths=[2, 2],
+        hidden_sizes=[16, 32, 32],
+        depths=[1, 1, 1],
         num_labels=CLASSES,
         impossible={"recompute": RUNNING_STATISTICS, "offload": RUNNING_STATISTICS},
     ),

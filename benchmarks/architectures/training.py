@@ -55,7 +55,11 @@ def train_plain(
     steps: int,
     around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[float]:
-    """Losses of fp32 weights under torch.optim.AdamW, as everybody writes it."""
+    """Losses of fp32 weights under torch.optim.AdamW, as everybody writes it.
+
+    But for a weight that no microbatch of a step has used: torch's optimizers pass over what has no
+    gradient, ours takes it for zero, and so does this loop.
+    """
     model = build(architecture)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses: list[float] = []
@@ -66,6 +70,9 @@ def train_plain(
                 loss = loss_of(architecture, model, batch, len(losses))
             losses.append(loss.item())
             (loss / len(batches)).backward()
+        for param in model.parameters():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import offloadtrain as ot
 from benchmarks.architectures import __main__ as command
 from benchmarks.architectures import training
 from benchmarks.architectures.cells import CELLS, SAME, Case
@@ -32,6 +33,14 @@ def test_at_most_three_are_refused_anywhere() -> None:
 def test_the_page_names_every_architecture_and_every_cell() -> None:
     page = (ROOT / "docs/architectures.md").read_text()
     assert {name for name in (*ARCHITECTURES, *CELLS) if f"`{name}`" not in page} == set()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_streaming_has_more_blocks_than_slots(name: str) -> None:
+    offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
+    streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.held)]
+    offloaded.close()
+    assert len(streamed) > 2
 
 
 def test_a_run_with_another_learning_rate_fails_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ STEPS, LONGEST_REASON = 12, 400
 def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all is built here; nothing is to be fetched
     try:
+        import diffusers  # noqa: F401  # missing is said before anything is trained
         import transformers
 
         from benchmarks.architectures.cells import CELLS, Case

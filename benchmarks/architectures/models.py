@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import diffusers
 import torch.nn.functional as F
 import transformers
 from torch import Generator, Tensor, nn
@@ -189,6 +188,8 @@ def text_and_vision() -> dict[str, Any]:
 
 
 def diffusion_unet() -> nn.Module:
+    import diffusers  # takes seconds
+
     net: nn.Module = diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(WIDTH, 2 * WIDTH),
@@ -201,6 +202,8 @@ def diffusion_unet() -> nn.Module:
 
 
 def diffusion_transformer() -> nn.Module:
+    import diffusers
+
     net: nn.Module = diffusers.SD3Transformer2DModel(
         sample_size=8,
         in_channels=4,

@@ -6,6 +6,7 @@ import os
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what tests train is built, never fetched
 
 import pytest
 import torch

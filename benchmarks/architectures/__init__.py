@@ -1,0 +1,1 @@
+"""What people train, in every placement: `python -m benchmarks.architectures`."""

@@ -1,0 +1,125 @@
+"""The table of architectures: what its cells see, and what the command prints and returns."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offloadtrain as ot
+from benchmarks.architectures import __main__ as command
+from benchmarks.architectures import training
+from benchmarks.architectures.cells import CELLS, SAME, Case
+from benchmarks.architectures.models import ARCHITECTURES
+from offloadtrain.engine import optimizer
+from offloadtrain.engine.checks import ModelError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_31_architectures_and_one_with_padding() -> None:
+    assert len(ARCHITECTURES) == 32
+    assert {name for name in ARCHITECTURES if name.endswith("_padded")} == {"llama_padded"}
+
+
+def test_at_most_three_are_refused_anywhere() -> None:
+    assert sum(bool(one.impossible) for one in ARCHITECTURES.values()) <= 3
+    assert all(set(one.impossible) <= set(CELLS) for one in ARCHITECTURES.values())
+
+
+def test_the_page_names_every_architecture_and_every_cell() -> None:
+    page = (ROOT / "docs/architectures.md").read_text()
+    assert {name for name in (*ARCHITECTURES, *CELLS) if f"`{name}`" not in page} == set()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_streaming_has_more_blocks_than_slots(name: str) -> None:
+    offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
+    streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.held)]
+    offloaded.close()
+    assert len(streamed) > 2
+
+
+def test_a_run_with_another_learning_rate_fails_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("lstm", steps=2)
+    assert case.plain
+    monkeypatch.setitem(training.ADAMW, "lr", 3.1e-4)
+    found = case.fill("fp32")
+    assert not found.passed
+    assert found.deviation is not None and 1e-6 < found.deviation < 1e-3
+
+
+def test_a_run_without_training_fails_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("llama", steps=3)
+    assert case.plain and case.autocast
+    monkeypatch.setitem(training.ADAMW, "lr", 0.0)
+    found = case.fill("bf16")
+    assert not found.passed
+    assert found.deviation is not None and found.deviation > 5e-3
+
+
+def test_another_update_is_not_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("lstm", steps=2)
+    assert case.base
+    assert case.fill("host").shown == SAME
+    monkeypatch.setitem(training.ADAMW, "lr", 3.1e-4)
+    found = case.fill("host")
+    assert (found.passed, found.shown) == (False, "differs")
+    assert re.match(r"a loss of step 2 is \S+ and without it", found.why)
+
+
+def test_a_skipped_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = training.loss_of
+
+    def infinite(*args: Any) -> Any:
+        return honest(*args) * float("inf")
+
+    case = Case("lstm", steps=1)
+    monkeypatch.setattr(training, "loss_of", infinite)
+    found = case.fill("host")
+    assert (found.passed, found.shown) == (False, "SkippedError")
+    assert "gradient norm" in found.why
+
+
+def test_a_refusal_passes_only_where_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Case("resnet", steps=1).fill("recompute").passed
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ModelError("not this one")
+
+    monkeypatch.setattr(optimizer.OffloadOptimizer, "__init__", refuse)
+    found = Case("lstm", steps=1).fill("fp32")
+    assert (found.passed, found.shown, found.why) == (False, "refused", "not this one")
+
+
+def test_the_command_prints_a_table_and_writes_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "found.json"
+    asked = ["--only", "lstm", "encoder", "--cells", "fp32", "host", "--steps", "1"]
+    assert command.main([*asked, "--json", str(record)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["| architecture | fp32 | host |", "|---|---|---|"]
+    assert [line.split(" | ")[0] for line in printed[2:4]] == ["| lstm", "| encoder"]
+    assert printed[-1] == "4 of 4 cells pass, 0 as refused."
+    told = json.loads(record.read_text())
+    assert told["steps"] == 1 and set(told["versions"]) >= {"torch", "transformers", "diffusers"}
+    assert [(cell["architecture"], cell["cell"], cell["passed"]) for cell in told["cells"]] == [
+        (name, cell, True) for name in ("lstm", "encoder") for cell in ("fp32", "host")
+    ]
+
+
+def test_the_command_fails_with_a_cell_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down(*args: Any, **options: Any) -> None:
+        raise RuntimeError("something\nbroke")
+
+    monkeypatch.setattr(optimizer.OffloadOptimizer, "__init__", break_down)
+    assert command.main(["--only", "lstm", "--cells", "host", "--steps", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "| lstm | **RuntimeError** |" in printed
+    assert printed.endswith("lstm host: RuntimeError: something broke\n")

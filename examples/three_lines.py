@@ -52,7 +52,9 @@ def main() -> float:
         starts = torch.randint(len(text) - CONTEXT, (BATCH,))
         windows = text[starts[:, None] + torch.arange(CONTEXT + 1)].to(optimizer.device)  # ← 2
         loss = F.cross_entropy(model(windows[:, :-1]).float(), windows[:, -1])
-        optimizer.backward(loss)  # ← 3: in place of loss.backward(); it also scales fp16 losses
+        # ← 3: in place of loss.backward(). It also scales fp16 losses and divides by
+        # grad_accum_steps: a loss that is divided already wants divide=False.
+        optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -112,6 +112,12 @@ class Ranks:
     def alone(self) -> bool:
         return self.size == 1
 
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are with those that have no share in this."""
+        known = dist.is_available() and dist.is_initialized()
+        return max(self.size, dist.get_world_size()) if known else self.size
+
     def shard(self, numel: int) -> tuple[int, int]:
         """[lo, hi) of this rank among `numel` elements, which `size` divides."""
         count = numel // self.size

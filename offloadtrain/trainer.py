@@ -72,6 +72,7 @@ class Trainer:
         self.config = config
         self._local, self._ranks = parts.local, parts.ranks
         self.model, self.optimizer = parts.model, parts.optimizer
+        self.optimizer.warns_of_skips = False  # the run log tells of each
         self.batches, self.val_tokens = parts.batches, parts.val_tokens
         self.progress = Progress()
         self._precision = parts.precision

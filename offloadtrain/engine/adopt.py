@@ -9,7 +9,8 @@ fp32. A parameter stays the same object, so that ties and parameter groups hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from zlib import crc32
 
 import torch
@@ -23,6 +24,8 @@ from offloadtrain.engine.cut import Part
 from offloadtrain.engine.settings import Settings
 from offloadtrain.kernels import BLOCK
 from offloadtrain.optim import UpdateRule
+
+_log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18
 """Elements; a multiple of the kernels' block."""
@@ -69,6 +72,72 @@ def adopt_weights(
             if buffer is not None:
                 _agree_on([buffer], settings.ranks)
                 module._buffers[name] = buffer.to(settings.device)
+
+
+class Given:
+    """A state dict on its way into the model, whose values may be wider than the parameters.
+
+    torch rounds them into the parameters; the masters take them as they are. 16-bit values that the
+    parameters hold already say nothing new, so that a checkpoint's model may be loaded after its
+    optimizer: then all masters stay.
+    """
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+        """`values`: by the model's own names. Compares them with the parameters as they are."""
+        self._values: dict[nn.Parameter, list[Tensor]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            value = values.get(name)
+            if value is not None and value.numel() == param.numel():
+                self._values.setdefault(param, []).insert(0, value)  # the last name counts
+        self.new = any(
+            value.dtype != param.dtype or not _equal(value, param)
+            for param, found in self._values.items()
+            for value in found
+        )
+
+    def of(self, name: str, param: nn.Parameter) -> Tensor:
+        """What the parameter was given: its own values, where none of these is what it holds."""
+        for value in self._values.get(param, ()):
+            if _equal(value, param):
+                return value.reshape(param.shape)
+        _log.warning(
+            "'%s' was loaded from a tensor of another name or shape, as some module has changed: "
+            "its master weight is what the parameter holds, rounded to %s",
+            name,
+            str(param.dtype).removeprefix("torch."),
+        )
+        return param.data
+
+
+def _equal(value: Tensor, param: nn.Parameter) -> bool:
+    """Whether the value, as torch rounds it, is what the parameter holds."""
+    return torch.equal(value.reshape(param.shape).to(param), param.data)
+
+
+@torch.no_grad()
+def adopt_loaded(
+    slots: Iterable[tuple[Bucket, Slot]],
+    written: set[nn.Parameter],
+    given: Given | None,
+    rule: UpdateRule,
+) -> bool:
+    """Masters of the parameters that were written; from their own values where nothing was given.
+
+    Returns:
+        Whether the state has rounded some of them in a way of its own, so that the parameters have
+        to follow.
+
+    Raises:
+        ModelError: for values beyond the range of the working weights.
+    """
+    rounded = False
+    for bucket, slot in slots:
+        if slot.param in written:
+            values = slot.param.data if given is None else given.of(slot.name, slot.param)
+            _check_range(slot.name, values, bucket.dtype)
+            set_master(bucket, slot, rule, values)
+            rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
+    return rounded
 
 
 def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:

@@ -16,7 +16,7 @@ from offloadtrain.cpus import local_plan
 from offloadtrain.cuda_driver import pci_address
 from offloadtrain.distributed import Group, RankError, Ranks
 from offloadtrain.engine.adopt import ParamInit
-from offloadtrain.engine.checks import ModelError, check_model
+from offloadtrain.engine.checks import ModelError, check_arguments, check_model
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
 from offloadtrain.engine.settings import Settings
@@ -66,13 +66,23 @@ def offload(
     `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`; of
     16-bit logits that it returns take the loss of `logits.float()`.
 
-    Gradients are taken from `.grad` during backward, so that `clip_grad_norm_` and other code that
-    reads `.grad` after backward finds nothing: use `clip_norm`.
+    Gradients are taken from `.grad` during backward: what reads `.grad` afterwards finds None. So
+    torch's `clip_grad_norm_`, and with it Accelerate's, the Trainer's `max_grad_norm` and
+    Lightning's `gradient_clip_val`, **clip nothing and return 0.0** (a warning says so once): use
+    `clip_norm`, or `optimizer.clip_grad_norm_(max_norm)` between the last backward and `step()`.
+
+    `optimizer.backward(loss)` divides by `grad_accum_steps` and scales fp16 losses. A plain
+    `loss.backward()` does neither, as in every torch loop: divide the loss before it. Where others
+    have divided already (Accelerate, the Trainer): `optimizer.backward(loss, divide=False)`. Loops
+    whose backwards follow each other without a forward in between (pipelines) call
+    `optimizer.end_micro_step()` behind each plain `loss.backward()`.
+
+    `model.load_state_dict` keeps working: fp32 values become the master weights as they are.
 
     Args:
         model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
             with `param_init_fn`: then a full copy of the model never exists.
-        rule: `AdamW(...)` or `Adam(...)`; default AdamW().
+        rule: `AdamW(...)` or `Adam(...)`, which are all rules there are; default AdamW().
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
@@ -88,10 +98,12 @@ def offload(
             Adam runs inside backward on the guess that nothing is clipped or skipped, into a second
             copy of the state. "delayed": one step of staleness, Adam beside the whole next step.
         warmup_steps: of "delayed": exact steps before the first delayed one.
-        clip_norm: largest global gradient norm; None: no clipping.
-        skip_nonfinite: skip a step whose gradient norm is not finite. Where this is off and nothing
-            is clipped, Adam of mode "exact" runs inside backward.
-        grad_accum_steps: microbatches per step, summed in fp32 on the host.
+        clip_norm: largest global gradient norm; None: no clipping but by `clip_grad_norm_` of the
+            optimizer.
+        skip_nonfinite: skip a step whose gradient norm is not finite; three in a row are warned
+            of. Where this is off and nothing is clipped, Adam of mode "exact" runs inside backward.
+        grad_accum_steps: microbatches per step, summed in fp32 on the host; see above for who
+            divides by it.
         host_memory_limit: bytes that the engine may hold on the host; decides how many blocks
             "speculative" can speculate on. None: nine tenths of what is available.
         working: where the working weights live: "device", or "host": repeated blocks (the layers of
@@ -125,9 +137,10 @@ def offload(
         ModelError: a model that cannot be trained rightly, naming the parameter.
         HostMemoryError, DeviceMemoryError: before anything is allocated, if a limit, or what the
             host has, is too small.
-        ValueError: an argument out of range.
+        ValueError, TypeError: an argument out of range, or not what it should be.
     """
     rule = AdamW() if rule is None else rule
+    check_arguments(model, rule)
     _check_choice("state", state, tuple(FORMATS))
     _check_choice("update", update, UPDATES)
     _check_choice("reduction", reduction, ("working", "fp32"))

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
 
+from offloadtrain.distributed import Ranks
 from offloadtrain.errors import OffloadTrainError
+
+_log = logging.getLogger(__name__)
 
 
 class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
+
+
+_RULES = "The rules are ot.Adam(lr=…) and ot.AdamW(lr=…)"
+
+
+def check_arguments(model: object, rule: object) -> None:
+    """Refuse what the first two arguments of other libraries' functions would be.
+
+    Raises:
+        TypeError: saying what to write in its place.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}: pass the model itself, ot.offload(model, "
+            "ot.AdamW(lr=…)); groups of its parameters go into params=…"
+        )
+    if isinstance(rule, torch.optim.Optimizer):
+        raise TypeError(
+            f"rule is a torch.optim.{type(rule).__name__}, and offload makes the optimizer itself: "
+            f"ot.offload(model, {_as_rule(rule)}). {_RULES}"
+        )
+    if isinstance(rule, type):
+        torchs = issubclass(rule, torch.optim.Optimizer)
+        found = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
+        raise TypeError(f"rule is {found}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
+    if not callable(getattr(rule, "update", None)):
+        raise TypeError(f"rule is {rule!r:.80}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
+
+
+def _as_rule(optimizer: torch.optim.Optimizer) -> str:
+    """The rule that does what torch's optimizer would have done."""
+    name = type(optimizer).__name__
+    if name not in ("Adam", "AdamW"):
+        return "ot.AdamW(lr=…)"
+    keys = ("lr", "betas", "eps", "weight_decay")
+    return f"ot.{name}({', '.join(f'{key}={optimizer.defaults[key]}' for key in keys)})"
 
 
 def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
@@ -120,6 +160,20 @@ def check_runs_twice(name: str, module: nn.Module) -> None:
                 f"'{full}' keeps running statistics, which a forward that runs again in backward "
                 "would update twice: set activation = 'keep'"
             )
+
+
+def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
+    """Where clipping is by the norm of a part of the world."""
+    if ranks.size < ranks.world_size:
+        _log.warning(
+            "%s in a process group of %d of %d ranks: the norm, and with it clipping and skipping, "
+            "is that of this group's gradients. That is right where each group trains a model of "
+            "its own; where the others hold other parts of the same model (pipeline or tensor "
+            "parallel), parts clip differently and what they share drifts apart: do not clip there",
+            asker,
+            ranks.size,
+            ranks.world_size,
+        )
 
 
 _Seal = tuple[int, int, bool]

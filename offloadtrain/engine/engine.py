@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
@@ -28,6 +29,7 @@ from offloadtrain.engine.gradients import Arrival, Gradients
 from offloadtrain.engine.modes import Decision, Exact, Guess
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.report import Phase, StepReport
+from offloadtrain.engine.skips import tell_of_skips
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
@@ -37,6 +39,29 @@ from offloadtrain.transfer import Interval, Lane, Lanes
 
 class EngineError(OffloadTrainError):
     """A call that makes no sense in the phase the step is in."""
+
+
+@dataclass(slots=True)
+class _Norm:
+    """Of the step's gradient, unscaled. It is measured once; clipping multiplies coefficients.
+
+    [Note: Clipping]
+    `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
+    `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last. All of it
+    is fp64; the product is rounded once, where Adam multiplies the gradient by it.
+    """
+
+    value: float
+    nonfinite: tuple[str, ...]
+    coef: float = 1.0
+
+    @property
+    def clipped(self) -> float:
+        return self.value * self.coef
+
+    def clip(self, max_norm: float) -> None:
+        coef = max_norm / (self.clipped + 1e-6)
+        self.coef *= 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
 
 
 class Engine:
@@ -79,6 +104,10 @@ class Engine:
         self._closed = False
         self._totals = lanes.read_totals()
         self._sampling = False
+        self._norm: _Norm | None = None
+        """Of the step in progress, where it was asked for before step()."""
+        self._skipped_in_a_row = 0
+        self.warns_of_skips = True
 
     @property
     def phase(self) -> Phase:
@@ -121,6 +150,11 @@ class Engine:
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones"
             )
+        if self._norm is not None:
+            raise EngineError(
+                "a backward between clip_grad_norm_() and step(): what it adds would not be "
+                "clipped. Clip after the last backward of a step"
+            )
         arrival, complete = self._gradients.deliver(block, slot)
         if arrival is Arrival.AGAIN:
             self._mode.spoiled(block)
@@ -131,11 +165,11 @@ class Engine:
         else:
             self._mode.settle()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """One micro-step: mean over microbatches, loss scale, backward."""
         self._require_open("backward")
         self._gradients.end_micro_step()
-        if self._grad_accum_steps > 1:
+        if divide and self._grad_accum_steps > 1:
             loss = loss / self._grad_accum_steps
         if self.scaler is not None:
             loss = loss * self.scaler.scale
@@ -149,30 +183,47 @@ class Engine:
             self._in_explicit_backward = False
         self._gradients.end_micro_step()
 
+    def end_micro_step(self) -> None:
+        """The backward of one microbatch is over."""
+        self._require_open("end_micro_step")
+        self._gradients.end_micro_step()
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the step in progress; returns the norm before it. See [Note: Clipping]."""
+        self._require_open("clip_grad_norm_")
+        if not self._mode.waits_for_norm:
+            raise EngineError(
+                "clip_grad_norm_() after Adam: with skip_nonfinite = False and no clip_norm, Adam "
+                "runs inside backward. Offload with clip_norm, or with skip_nonfinite = True"
+            )
+        norm = self._norm = self._norm or self._measure("clip_grad_norm_", max_norm)
+        before = norm.clipped
+        norm.clip(max_norm)
+        return before
+
     def step(self) -> StepReport:
         """Norm, skip or clip, then launch Adam and uploads; returns before these are done."""
         self._require_open("step")
-        self._gradients.end_micro_step()
-        micro_steps = self._gradients.micro_steps
-        if micro_steps == 0:
-            raise EngineError(
-                "step() without a backward: no parameter of the model has received a gradient "
-                "since the last step"
-            )
-        scale = self.loss_scale
-        squares, of_ranks = self._gradients.sum_of_squares(self._intent())
-        self._check_agreement(of_ranks)
-        norm = math.sqrt(squares) / (scale * self._ranks.size)
-        skipped = self._skip_nonfinite and not math.isfinite(norm)
-        coef = 1.0 if skipped else self._clip_coef(norm)
+        if self._norm is not None and not self._ranks.alone:
+            self._check_agreement(self._ranks.exchange(self._intent(self._norm.coef)))
+        norm = self._norm or self._measure("step")
+        if self._clip_norm is not None:
+            norm.clip(self._clip_norm)
+        scale, micro_steps = self.loss_scale, self._gradients.micro_steps
+        skipped = self._skip_nonfinite and not math.isfinite(norm.value)
+        coef = 1.0 if skipped else norm.coef
         decision = Decision(self.step_count + 1, skipped, coef, scale, self._ranks.size)
         guess = self._mode.apply(self.forward_order, decision)
         self.step_count += not skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._norm = None
         self._gradients.drop()
         if self._streamer is not None:
             self._streamer.restart()
         self.last_step = self._report(norm, decision, guess, micro_steps)
         self._mode.verify()
+        if self.warns_of_skips and self._ranks.rank == 0:
+            tell_of_skips(self.last_step)
         if self.scaler is not None:
             self.scaler.update(overflow=skipped)
         return self.last_step
@@ -191,6 +242,7 @@ class Engine:
 
     def drop_gradients(self) -> None:
         """Forget what backward has delivered since the last step."""
+        self._norm = None
         self._gradients.drop()
         self._mode.drop()
 
@@ -222,13 +274,26 @@ class Engine:
             self._streamer.leave()
         self._ranks.close()
 
-    def _intent(self) -> list[float]:
+    def _measure(self, asker: str, max_norm: float | None = None) -> _Norm:
+        """Waits for the norm of the step, here and on every rank."""
+        self._gradients.end_micro_step()
+        if self._gradients.micro_steps == 0:
+            raise EngineError(
+                f"{asker}() without a backward: no parameter of the model has received a gradient "
+                "since the last step"
+            )
+        measured = self._gradients.measure(self._intent(max_norm))
+        self._check_agreement(measured.told)
+        value = math.sqrt(measured.squares) / (self.loss_scale * self._ranks.size)
+        return _Norm(value, measured.nonfinite)
+
+    def _intent(self, clipping: float | None) -> list[float]:
         """What every rank must be about to do alike; see `_check_agreement`."""
         if self._ranks.alone:
             return []
-        groups = repr(self._updates.hyperparameters()).encode()
+        digests = [crc32(repr(x).encode()) for x in (self._updates.hyperparameters(), clipping)]
         counts = [self.step_count, self._gradients.micro_steps]
-        return [*counts, self._collectives.take_digest(), crc32(groups)]
+        return [*counts, self._collectives.take_digest(), *digests]
 
     def _check_agreement(self, of_ranks: torch.Tensor) -> None:
         """Every rank must have launched the same collectives and be about to do the same update.
@@ -239,7 +304,13 @@ class Engine:
         Raises:
             RankError: naming the first rank that differs from rank 0.
         """
-        what = ("the step count", "the number of backwards", "the collectives", "hyperparameters")
+        what = (
+            "the step count",
+            "the number of backwards",
+            "the collectives",
+            "hyperparameters",
+            "clip_grad_norm_",
+        )
         for rank, row in enumerate(of_ranks):
             if not torch.equal(row, of_ranks[0]):
                 differs = what[int((row != of_ranks[0]).nonzero()[0, 0])]
@@ -249,14 +320,8 @@ class Engine:
                     "its batches differ"
                 )
 
-    def _clip_coef(self, norm: float) -> float:
-        if self._clip_norm is None:
-            return 1.0
-        coef = self._clip_norm / (norm + 1e-6)
-        return 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
-
     def _report(
-        self, norm: float, decision: Decision, guess: Guess, micro_steps: int
+        self, norm: _Norm, decision: Decision, guess: Guess, micro_steps: int
     ) -> StepReport:
         timeline: tuple[Interval, ...] = ()
         if self._sampling:
@@ -267,7 +332,9 @@ class Engine:
         return StepReport(
             step=self.step_count,
             skipped=decision.skipped,
-            grad_norm=norm,
+            grad_norm=norm.value,
+            skipped_in_a_row=self._skipped_in_a_row,
+            nonfinite=norm.nonfinite,
             clip_coef=decision.coef,
             loss_scale=decision.scale,
             micro_steps=micro_steps,

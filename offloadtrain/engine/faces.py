@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ class Face(Protocol):
     """What the hooks need of the optimizer."""
 
     def synchronize(self) -> None: ...
+    def expect_weights(self, values: Mapping[str, Tensor]) -> None: ...
     def adopt_written_weights(self) -> None: ...
     def require_whole_weights(self) -> None: ...
 
@@ -66,15 +68,20 @@ class _AdoptAfterLoading(_FaceHook):
 
 
 class _WaitBeforeLoading(_FaceHook):
-    """A late upload would overwrite what is loaded."""
+    """A late upload would overwrite what is loaded; masters take the values as they are given."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
         face = self._face()
-        if face is not None:
-            face.require_whole_weights()
-            face.synchronize()
+        if face is None:
+            return
+        face.require_whole_weights()
+        face.synchronize()
+        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        face.expect_weights({k: v for k, v in own.items() if isinstance(v, Tensor)})
 
 
 def attach_faces(model: nn.Module, face: Face) -> list[RemovableHandle]:

@@ -3,7 +3,8 @@
 [Note: Micro-steps]
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
 when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()`
-the first delivery opens the micro-step and the next forward of the model, or `step()`, ends it.
+the first delivery opens the micro-step and the next forward of the model, or `step()`, ends it;
+where backwards follow each other without a forward in between, `optimizer.end_micro_step()` has to.
 What a block has not delivered by then is zero. A block whose parameters have all delivered leaves
 at once; if one of them delivers again in the same micro-step (reentrant recompute), the block's
 later gradient is added to the earlier one, and from then on the block leaves only at the end of
@@ -19,6 +20,7 @@ too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -51,6 +53,21 @@ class Arrival(Enum):
     """It is whole, launched to the host, and measured there."""
     AGAIN = auto()
     """It was taken for complete in this backward, and was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The gradient of a step, as every rank knows it.
+
+    Attributes:
+        squares: the sum of all squares, fp64; of the sum over ranks, with the loss scale.
+        nonfinite: names of the parameters whose own sums are not finite.
+        told: (ranks, n) fp64, what each said beside it.
+    """
+
+    squares: float
+    nonfinite: tuple[str, ...]
+    told: Tensor
 
 
 @dataclass(slots=True)
@@ -87,6 +104,8 @@ class Gradients:
         self._grad_accum_steps = grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
         self._trained = [block for block in blocks if block.buckets]
+        slots = [slot for block in blocks for bucket in block.buckets for slot in bucket.slots]
+        self._names = {slot.index: slot.name for slot in slots}
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = Turns(last_first, free=ranks.alone)
@@ -155,8 +174,8 @@ class Gradients:
         self.open = False
         self.micro_steps = 0
 
-    def sum_of_squares(self, beside: Sequence[float] = ()) -> tuple[float, Tensor]:
-        """Of all gradients of the step, fp64; waits for the host lane, and for every rank's.
+    def measure(self, beside: Sequence[float] = ()) -> Measured:
+        """All gradients of the step; waits for the host lane, and for every rank's.
 
         Each parameter's sum runs over fixed segments (see `kernels`); ranks are added in order,
         then parameters in the order of `model.named_parameters()`, so that blocks, buckets and
@@ -164,9 +183,6 @@ class Gradients:
 
         Args:
             beside: what every rank tells the others in the same exchange.
-
-        Returns:
-            The sum, and (ranks, n) fp64: what they told.
         """
         for block in self._blocks:
             for bucket in block.buckets:
@@ -175,13 +191,15 @@ class Gradients:
         squares = self._squares.flat.cpu()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.exchange(torch.cat([squares, told_beside]))
-        total = 0.0
-        for values in told[:, : squares.numel()].T.tolist():
+        total, nonfinite = 0.0, []
+        for index, values in enumerate(told[:, : squares.numel()].T.tolist()):
             of_parameter = 0.0
             for value in values:
                 of_parameter += value
+            if not math.isfinite(of_parameter):
+                nonfinite.append(self._names[index])
             total += of_parameter
-        return total, told[:, squares.numel() :]
+        return Measured(total, tuple(nonfinite), told[:, squares.numel() :])
 
     def _begin(self) -> None:
         if self.micro_steps >= self._grad_accum_steps:
@@ -350,4 +368,10 @@ def _check_gradient(slot: Slot) -> None:
         raise GradientError(
             f"parameter '{slot.name}' delivered {found} instead of a dense gradient. Use "
             "sparse=False in embeddings, and hooks that leave .grad in place."
+        )
+    if grad.shape != slot.shape:
+        raise GradientError(
+            f"parameter '{slot.name}' has the shape {tuple(grad.shape)} now and had {slot.shape} "
+            "at offload(), which fixes the layout of host memory: close() the optimizer, resize "
+            "the model (resize_token_embeddings, …), and offload it again"
         )

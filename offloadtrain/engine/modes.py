@@ -73,6 +73,9 @@ class Guess:
 class Exact:
     """Adam when the norm is known."""
 
+    waits_for_norm = True
+    """Whether the gradient can still be clipped after backward."""
+
     def __init__(self, lanes: Lanes, updates: Updates) -> None:
         self._lanes = lanes
         self._updates = updates
@@ -122,6 +125,8 @@ class Exact:
 
 class Early(Exact):
     """Adam inside backward, in place: for steps that nothing can stop."""
+
+    waits_for_norm = False
 
     def __init__(self, lanes: Lanes, updates: Updates) -> None:
         super().__init__(lanes, updates)

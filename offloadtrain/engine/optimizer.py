@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,28 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.distributed import UNTRAINED, Extent
-from offloadtrain.engine.adopt import ParamInit, set_master
+from offloadtrain.engine import state
+from offloadtrain.engine.accelerate import Prepared
+from offloadtrain.engine.adopt import Given, ParamInit, adopt_loaded
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.casting import attach_casts
-from offloadtrain.engine.checks import ModelError, ModelSeal
+from offloadtrain.engine.checks import ModelError, ModelSeal, warn_of_local_norm
 from offloadtrain.engine.cut import cut
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.settings import Settings
-from offloadtrain.kernels import BLOCK
+from offloadtrain.engine.watched import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.memory import Arena, DeviceArena, Ledger
-from offloadtrain.optim import UpdateRule, recognise
-from offloadtrain.optim.formats import Field
+from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Lanes
 
 offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose parameters an optimizer holds."""
 
 
-class OffloadOptimizer(torch.optim.Optimizer):
+class OffloadOptimizer(Prepared, torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state lives in pinned host memory.
 
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
@@ -85,6 +86,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         streamed = [bucket for block in self._blocks for bucket in block.held if bucket.streamed]
         moving = [slot.param for bucket in streamed for slot in bucket.slots]
         self._seal = ModelSeal(model, moving)
+        self._given: Given | None = None
+        self._clip_norm = settings.clip_norm
+        self._told_of_clipping = self._told_of_local_norm = False
+        if settings.clip_norm is not None:
+            self._tell_of_local_norm(f"clip_norm = {settings.clip_norm:g}")
         self._flips = settings.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
@@ -93,6 +99,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._handles += attach_casts(
             model, layers, settings.dtype, cast_inputs=settings.cast_inputs
         )
+        self._watched = next(self._slots())[1].param
+        watch_clipping(self._watched, weakref.WeakMethod(self._clipping_noticed))
 
     @property
     def pinned(self) -> bool:
@@ -119,17 +127,67 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """What the step is doing now."""
         return self._engine.phase
 
-    def backward(self, loss: Tensor) -> None:
+    @property
+    def warns_of_skips(self) -> bool:
+        """Whether a warning is logged when three steps in a row were skipped; for who tells of it
+        himself."""
+        return self._engine.warns_of_skips
+
+    @warns_of_skips.setter
+    def warns_of_skips(self, value: bool) -> None:
+        self._engine.warns_of_skips = value
+
+    def backward(self, loss: Tensor, *, divide: bool = True) -> None:
         """Backward of one microbatch: divides by `grad_accum_steps`, applies the loss scale.
+
+        A plain `loss.backward()` does neither, as in every torch loop: there the loss has to be
+        divided before, and precision "fp16" is refused.
 
         Args:
             loss: scalar, the mean over the microbatch.
+            divide: False where the caller has divided by the number of microbatches already, as
+                Accelerate and the Trainer of transformers do.
 
         Raises:
             EngineError, GradientError: out of turn, or a gradient that cannot be used. After any
                 exception the gradients of the step are dropped.
         """
-        self._engine.backward(loss)
+        self._engine.backward(loss, divide=divide)
+
+    def end_micro_step(self) -> None:
+        """The backward of one microbatch is over.
+
+        For loops that call `loss.backward()` several times without a forward of the model in
+        between (pipelines): otherwise gradients of two microbatches are added in the working dtype,
+        and count as one. `backward(loss)`, a forward and `step()` do it by themselves; nothing
+        happens where no backward has begun.
+        """
+        self._engine.end_micro_step()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip this step's gradient, after its last backward and before `step()`.
+
+        Called again, it sees the norm that the clipping before has left, and coefficients multiply;
+        `clip_norm` comes last, in `step()`. The norm is measured once and no gradient is touched:
+        Adam multiplies by the coefficient. Among ranks each of them calls it.
+
+        Args:
+            max_norm: `inf` measures and clips nothing.
+
+        Returns:
+            fp64, on the CPU, 0-dim: the global norm before this clipping, unscaled; not finite
+            where the step will be skipped. Waits for it, as `step()` would.
+
+        Raises:
+            EngineError: without a backward since the last step, or where Adam runs inside backward
+                (no `clip_norm`, `skip_nonfinite` off).
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm = {max_norm} is not a number of at least 0")
+        self._tell_of_local_norm("clip_grad_norm_")
+        norm = self._engine.clip(float(max_norm))
+        return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,6 +203,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             EngineError: without a backward since the last step.
             ModelError: if a parameter was changed by others since `offload()`.
         """
+        if self._accumulating:
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -162,7 +222,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
         zero gradient, so that its decay and moments go on.
         """
-        if self.phase is not Phase.CLOSED:
+        if self.phase is not Phase.CLOSED and not self._accumulating:
             self._engine.drop_gradients()
 
     def synchronize(self) -> None:
@@ -183,6 +243,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """As torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.
         Values are views, not copies."""
         self.synchronize()
+        self._fill_state()  # some wrappers replace what `state` holds by copies on a device
         scaler = self._engine.scaler
         kept = {"scaler": scaler.state_dict() if scaler else None, "seed": self._engine.seed}
         return super().state_dict() | kept
@@ -191,39 +252,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Take over state and hyperparameters; the working weights follow the loaded masters.
 
         Among ranks each takes its own `state_dict` back, of the same number of ranks; whole
-        tensors fit any.
+        tensors fit any. That of torch's own Adam or AdamW, which holds moments and no weights, is
+        taken too: the masters stay, so load the model's weights as well, in any order.
 
         Raises:
             EngineError: if groups, shapes or step counts do not fit this optimizer.
         """
-        saved, state = state_dict["param_groups"], state_dict["state"]
-        sizes, own = (
-            [len(g["params"]) for g in saved],
-            [len(g["params"]) for g in self.param_groups],
-        )
-        if sizes != own:
-            raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {own}")
-        held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
-        keys = [key for group in saved for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        steps = {float(state[key]["step"]) for key in keys}
-        if len(steps) != 1:
-            raise EngineError(
-                f"all parameters step together, but the state has steps {sorted(steps)}"
-            )
         self.synchronize()
-        for key, param in zip(keys, params, strict=True):
-            bucket, slot = held[param]
-            whole = any(tuple(x.shape) == slot.shape for x in _tensors(state[key]).values())
-            first, last = bucket.piece(slot)
-            if whole or last - first == slot.numel:
-                self._load_slot(bucket, slot, state[key], None)
-            elif first < last:
-                self._load_slot(bucket, slot, state[key], first)
-        for group, other in zip(self.param_groups, saved, strict=True):
-            group.update({k: v for k, v in other.items() if k != "params"})
+        held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
+        step = state.load_dict(state_dict, self.param_groups, held, self._rule)
         self._engine.seed = state_dict.get("seed", self._engine.seed)
-        self.finish_load(step=int(steps.pop()), scaler=state_dict.get("scaler"))
+        scaler = self._engine.scaler
+        self.finish_load(
+            step=step, scaler=state_dict.get("scaler", scaler.state_dict() if scaler else None)
+        )
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """(parameter name, the tensors of its state): views of host memory, at rest. Of frozen
@@ -258,38 +300,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.synchronize()
         frozen = next(((b, s) for b, s in self._frozen_shards() if s.name == name), None)
         if frozen is not None:
-            _load_weights(*frozen, tensors[UNTRAINED], lo)
+            state.load_frozen(*frozen, tensors[UNTRAINED], lo)
             return
         found = next(((b, s) for b, s in self._slots() if s.name == name), None)
         if found is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
-        self._load_slot(*found, tensors, lo)
-
-    def _load_slot(
-        self, bucket: Bucket, slot: Slot, tensors: Mapping[str, Tensor], lo: int | None
-    ) -> None:
-        given = _tensors(tensors)
-        moments = self._rule.moments
-        source = recognise(given, moments)
-        if source is None:
-            wanted = ", ".join(field.name for field in bucket.format.fields(moments))
-            raise EngineError(
-                f"'{slot.name}' needs {wanted}, the state has {', '.join(given) or 'nothing'}"
-            )
-        fields = source.fields(moments)
-        count = slot.numel if lo is None else given[fields[0].name].numel()
-        taken = tuple(_taken(slot, field, given[field.name], lo, count) for field in fields)
-        (first, last), lo = bucket.piece(slot), lo or 0
-        begin, end = max(first, lo), min(last, lo + count)
-        if begin >= end:
-            return
-        flat = _cut(fields, taken, begin - lo, end - lo)
-        own = _cut(bucket.format.fields(moments), bucket.state_of(slot), begin - first, end - first)
-        if [x.dtype for x in own] == [x.dtype for x in flat]:
-            for mine, value in zip(own, flat, strict=True):
-                mine.copy_(value)
-        else:
-            self._rule.convert(source, flat, bucket.format, own)
+        state.load(*found, self._rule, tensors, lo)
 
     def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
         """After `load_named_state` of every parameter: set the step count, upload the weights."""
@@ -329,17 +345,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 yield name, param.detach().to("cpu", copy=True)
 
     def adopt_written_weights(self) -> None:
-        """Masters from the working weights that others wrote (`model.load_state_dict`).
+        """Masters of the parameters that others wrote; moments stay.
 
-        The masters of these parameters hold 16-bit precision from here on; moments stay.
+        After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
+        16-bit ones that the model had already change nothing. Otherwise they are what the
+        parameters hold.
         """
         self.synchronize()
-        written = set(self._seal.written())
-        with torch.no_grad():
-            for bucket, slot in self._slots():
-                if slot.param in written:
-                    set_master(bucket, slot, self._rule, slot.param.data)
+        given, self._given = self._given, None
+        if given is None or given.new:
+            written = set(self._seal.written())
+            if adopt_loaded(self._slots(), written, given, self._rule):
+                self._engine.emit()
         self._seal.renew()
+
+    @torch.no_grad()
+    def expect_weights(self, values: Mapping[str, Tensor]) -> None:
+        """These are about to be written into the model, by its own names."""
+        self._given = Given(self._model, values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after `offload()`, which fixes the layout of host memory."""
@@ -358,9 +381,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            unwatch(self._watched)
             self.state.clear()
             self._finalizer()
             offloaded.discard(self._model)
+
+    def _tell_of_local_norm(self, asker: str) -> None:
+        if not self._told_of_local_norm:
+            self._told_of_local_norm = True
+            warn_of_local_norm(asker, self.ranks)
+
+    def _clipping_noticed(self) -> None:
+        """torch's clipping has looked for gradients: said once, where some have left."""
+        left = self.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
+        if left and not self._told_of_clipping:
+            self._told_of_clipping = True
+            warn_of_clipping(self._clip_norm)
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]
@@ -374,10 +410,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            fields = bucket.format.fields(self._rule.moments)
-            pieces = zip(fields, bucket.state_of(slot), strict=True)
-            views = {field.name: slot.shaped(piece) for field, piece in pieces}
-            self.state[slot.param] = {"step": self._step_tensor, **views}
+            kept = state.views(bucket, slot, self._rule.moments)
+            self.state[slot.param] = {"step": self._step_tensor, **kept}
 
     def _hook_parameters(self) -> list[Any]:
         engine = weakref.ref(self._engine)
@@ -387,48 +421,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for bucket in block.buckets
             for slot in bucket.slots
         ]
-
-
-def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the state of a parameter holds beside its step."""
-    return {key: value for key, value in entry.items() if key != "step"}
-
-
-def _load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
-    """What this rank holds of frozen weights, from all of them or a piece of them."""
-    flat = slot.flattened(tensor) if lo is None else tensor
-    (first, last), lo = bucket.piece(slot), lo or 0
-    begin, end = max(first, lo), min(last, lo + flat.numel())
-    if begin < end:
-        bucket.weights_of(slot)[begin - first : end - first].copy_(flat[begin - lo : end - lo])
-
-
-def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
-    """A tensor of saved state as (n,), in the order of the parameter's memory."""
-    wanted: tuple[int, ...]
-    if field.per_block:
-        fits, wanted = tensor.numel() == field.numel(count), (field.numel(count),)
-    elif lo is None:
-        fits, wanted = tuple(tensor.shape) == slot.shape, slot.shape
-    else:
-        fits, wanted = tuple(tensor.shape) == (count,) and lo + count <= slot.numel, (count,)
-    if not fits:
-        raise EngineError(
-            f"'{slot.name}' needs {field.name} of shape {wanted}, the state has "
-            f"{tuple(tensor.shape)}"
-        )
-    whole = lo is None and not field.per_block
-    return slot.flattened(tensor) if whole else tensor.reshape(-1)
-
-
-def _cut(
-    fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int
-) -> tuple[Tensor, ...]:
-    """Elements [lo, hi) of each, or the scales of the blocks that they are in."""
-    return tuple(
-        tensor[lo // BLOCK : -(-hi // BLOCK)] if field.per_block else tensor[lo:hi]
-        for field, tensor in zip(fields, tensors, strict=True)
-    )
 
 
 def _release(lanes: Lanes, *arenas: Arena) -> None:

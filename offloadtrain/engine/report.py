@@ -29,8 +29,10 @@ class StepReport:
     Attributes:
         step: optimizer steps done so far, this one included if it was not skipped.
         skipped: the gradient norm was not finite: no state changed.
+        skipped_in_a_row: steps up to this one; 0 where it was not skipped.
+        nonfinite: names of the parameters whose gradients made the norm so, in the model's order.
         grad_norm: of the unscaled mean gradient, before clipping.
-        clip_coef: what the gradient was multiplied by.
+        clip_coef: what the gradient was multiplied by: `clip_grad_norm_` and `clip_norm` together.
         loss_scale: in force during the step; 1.0 where there is none.
         micro_steps: backward passes that it used.
         early_buckets: buckets that were updated inside backward.
@@ -59,6 +61,8 @@ class StepReport:
     d2h_bytes: int
     h2d_bytes: int
     comm_bytes: int
+    skipped_in_a_row: int = 0
+    nonfinite: tuple[str, ...] = ()
     timeline: tuple[Interval, ...] = field(default=(), repr=False)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
 
@@ -34,6 +34,23 @@ class Adam:
     decoupled: ClassVar[bool] = False
     calls_only_kernels: ClassVar[bool] = True
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Refuse what torch's optimizers are made with: parameters, which `offload` takes."""
+        if args:
+            raise TypeError(
+                f"{cls.__name__} takes hyperparameters by name and no parameters: it is a rule, "
+                f"and optimizer = {_usage(cls)} makes the optimizer of a model"
+            )
+        return object.__new__(cls)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refused: some trainers (optimizer_cls_and_kwargs) call what makes their optimizer."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} is a rule and makes no optimizer by itself: give the trainer "
+            f"{_usage(type(self))} as its optimizer (optimizers = (optimizer, None))"
+        )
 
     def __post_init__(self) -> None:
         self.check(asdict(self))
@@ -96,6 +113,10 @@ class Adam:
     ) -> None:
         """See `UpdateRule.convert`."""
         kernels.from_fp32(_packed(format, state), kernels.to_fp32(_packed(source, given)))
+
+
+def _usage(rule: type[Adam]) -> str:
+    return f"ot.offload(model, ot.{rule.__name__}(lr=…))"
 
 
 _STATES: dict[str, type[kernels.State]] = {

@@ -73,8 +73,7 @@ class DataParallelRun(ResidentRun):
             self.skipped += 1
             self.scale /= 2
             return
-        coef = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
-        factor = torch.tensor(coef / (self.scale * ranks), dtype=torch.float32).item()
+        factor = torch.tensor(self.coef(norm) / (self.scale * ranks), dtype=torch.float32).item()
         self.update(sums, factor)
 
     def squares(self, name: str, grad: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -191,6 +192,42 @@ def alone_in_a_world() -> tuple[int, set[str]]:
 
 def test_no_collective_alone(ranks: Run) -> None:
     assert ranks(2, alone_in_a_world) == [(0, set())] * 2
+
+
+class Heard(logging.Handler):
+    """Messages of the package in this process, which pytest's caplog does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def told_of_a_local_norm(*, alone: bool, clip_norm: float | None, calls: int = 0) -> list[str]:
+    """What is said where the norm is that of a part of the world."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else None
+    heard, logger = Heard(), logging.getLogger("offloadtrain.engine")
+    logger.addHandler(heard)
+    model = Chain()
+    optimizer = offloaded(model, process_group=group, clip_norm=clip_norm)
+    for _ in range(calls):
+        optimizer.backward(loss_of(model, own_batches(1)[0]))
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    optimizer.close()
+    logger.removeHandler(heard)
+    return heard.messages
+
+
+def test_a_norm_of_a_part_of_the_world_is_told(ranks: Run) -> None:
+    for (message,) in ranks(2, told_of_a_local_norm, alone=True, clip_norm=0.5):
+        assert "clip_norm = 0.5" in message and "1 of 2 ranks" in message
+    for (message,) in ranks(2, told_of_a_local_norm, alone=True, clip_norm=None, calls=2):
+        assert "1 of 2 ranks" in message
+    assert ranks(2, told_of_a_local_norm, alone=True, clip_norm=None) == [[], []]
+    assert ranks(2, told_of_a_local_norm, alone=False, clip_norm=0.5, calls=1) == [[], []]
 
 
 def halves() -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offloadtrain as ot
+from offloadtrain.distributed import RankError
 from offloadtrain.engine import device_memory
 from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.seeded import SeededLanes
@@ -76,6 +78,7 @@ def compare(
     steps: int = 4,
     explicit: bool = True,
     reduction: str = "working",
+    clips: Sequence[float] = (),
     **options: Any,
 ) -> None:
     """On one rank: losses, norms, weights, masters and moments."""
@@ -95,13 +98,15 @@ def compare(
             **options,
         )
     run = DataParallelRun(twin, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale)
+    run.clips = clips
     run.follow(optimizer, torch.float32 if reduction == "fp32" else None)
     stream = own_batches(steps * accum)
     micros = [stream[step * accum : (step + 1) * accum] for step in range(steps)]
     # All of the reference first: its collectives must not meet those that a lane puts off.
     expected = [run.step(micro, loss_of) for micro in micros]
     for step, micro in enumerate(micros):
-        assert train(optimizer, model, micro, explicit=explicit) == expected[step], step
+        losses = train(optimizer, model, micro, explicit=explicit, clips=clips)
+        assert losses == expected[step], step
         assert optimizer.grad_norm == run.norms[step], step
     assert run.skipped < steps
     optimizer.synchronize()
@@ -182,6 +187,63 @@ def test_wrong_guesses(ranks: Run) -> None:
 def test_plain_backward(ranks: Run) -> None:
     ranks(2, compare, "chain", accum=2, explicit=False)
     ranks(2, compare, "unusual", explicit=False)
+
+
+@pytest.mark.parametrize("clips", [(0.3,), (0.3, 0.2)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_before_the_step(ranks: Run, stage: int, clips: tuple[float, ...]) -> None:
+    chosen: dict[str, Any] = {"zero_stage": stage, "clips": clips}
+    ranks(2, compare, "chain", clip=None, accum=2, **chosen)
+    ranks(2, compare, "tied", clip=0.25, update="speculative", lanes="threads", **chosen)
+    ranks(2, compare, "chain", "fp16", clip=None, steps=10, explicit=True, **chosen)
+
+
+def clips_apart(calls: int) -> str:
+    """Rank 1 clips otherwise than rank 0, in the first call or in a later one."""
+    model = Chain()
+    optimizer = ot.offload(model, device="cpu")
+    optimizer.backward(loss_of(model, own_batches(1)[0]))
+    try:
+        for number in range(calls):
+            different = dist.get_rank() == 1 and number == calls - 1
+            if not (different and calls == 1):
+                optimizer.clip_grad_norm_(0.1 if different else 0.5)
+        optimizer.step()
+    except RankError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_ranks_that_clip_differently_are_told(ranks: Run, calls: int) -> None:
+    for told in ranks(2, clips_apart, calls):
+        assert "clip_grad_norm_ of rank 1" in told
+
+
+def loaded(**options: Any) -> None:
+    """Weights loaded on every rank: what one has that was offloaded with them."""
+    torch.manual_seed(1)
+    before = Chain()
+    weights, after = copy.deepcopy(before.state_dict()), Chain()
+    chosen = {"device": "cpu", **options}
+    expected, optimizer = ot.offload(before, **chosen), ot.offload(after, **chosen)
+    after.load_state_dict(weights)
+    pairs = zip(optimizer.named_state(), expected.named_state(), strict=True)
+    for (name, found), (_, wanted) in pairs:
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+    micro = own_batches(2)
+    assert train(optimizer, after, micro[:1]) == train(expected, before, micro[:1])
+    assert train(optimizer, after, micro[1:]) == train(expected, before, micro[1:])
+    for one in (optimizer, expected):
+        one.close()
+
+
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+def test_loaded_weights_are_masters_as_given(ranks: Run, state: str) -> None:
+    for stage in (1, 2):
+        ranks(2, loaded, state=state, zero_stage=stage)
 
 
 def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:

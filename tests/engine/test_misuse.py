@@ -103,6 +103,58 @@ def test_hyperparameters_out_of_range(wrong: dict[str, Any]) -> None:
         ot.AdamW(**wrong)
 
 
+WRONG_FIRST: dict[str, tuple[Callable[[Chain], object], str]] = {
+    "a torch optimizer": (
+        lambda net: ot.offload(net, torch.optim.AdamW(net.parameters(), lr=3e-4), device="cpu"),
+        r"rule is a torch\.optim\.AdamW.*ot\.AdamW\(lr=0\.0003, betas=\(0\.9, 0\.999\), eps=1e-08, "
+        r"weight_decay=0\.01\)",
+    ),
+    "another torch optimizer": (
+        lambda net: ot.offload(net, torch.optim.SGD(net.parameters()), device="cpu"),
+        r"rule is a torch\.optim\.SGD.*ot\.Adam\(.*ot\.AdamW\(",
+    ),
+    "a torch class": (
+        lambda net: ot.offload(net, torch.optim.AdamW, device="cpu"),  # type: ignore[arg-type]
+        r"rule is the class AdamW of torch\.optim.*ot\.AdamW\(",
+    ),
+    "a class": (
+        lambda net: ot.offload(net, ot.AdamW, device="cpu"),  # type: ignore[arg-type]
+        r"rule is the class AdamW, not one of it.*ot\.AdamW\(",
+    ),
+    "a name": (
+        lambda net: ot.offload(net, "adamw", device="cpu"),  # type: ignore[arg-type]
+        r"rule is 'adamw'.*ot\.Adam\(.*ot\.AdamW\(",
+    ),
+    "parameters first": (
+        lambda net: ot.offload(net.parameters(), ot.AdamW(), device="cpu"),  # type: ignore[arg-type]
+        r"model is a generator.*ot\.offload\(model, .*params=",
+    ),
+    "a rule as torch's optimizers are made": (
+        lambda net: ot.AdamW(net.parameters(), lr=1e-3),  # type: ignore[misc]
+        r"AdamW takes hyperparameters by name.*ot\.offload\(model, ot\.AdamW\(lr=",
+    ),
+    "a rule as Trainers call optimizers": (
+        lambda net: ot.AdamW()(net, lr=1e-3),  # type: ignore[operator]
+        r"AdamW is a rule.*ot\.offload\(model, ot\.AdamW\(lr=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FIRST)
+def test_first_mistakes_are_answered_with_what_to_write(case: str) -> None:
+    call, message = WRONG_FIRST[case]
+    with pytest.raises(TypeError, match=message) as raised:
+        call(model())
+    assert "\n" not in str(raised.value)
+
+
+def test_a_resized_parameter_is_named() -> None:
+    optimizer, net = offloaded()
+    net.embed.weight.data = torch.zeros(40, 24, dtype=torch.bfloat16)  # as resize_token_embeddings
+    with pytest.raises(GradientError, match=r"'embed.weight' has the shape \(40, 24\) now and had"):
+        optimizer.backward(loss_of(net, batches(1)[0]))
+
+
 def test_groups_must_hold_each_trainable_parameter_once() -> None:
     net = model()
     params = list(net.parameters())

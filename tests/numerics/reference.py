@@ -42,10 +42,12 @@ class ResidentRun:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float | None = None
+    clips: Sequence[float] = ()
     scale: float = 1.0
     groups: Callable[[str], dict[str, float]] = lambda name: {}
     skipped: int = 0
     norms: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.params = dict(self.model.named_parameters())
@@ -93,10 +95,15 @@ class ResidentRun:
             self.skipped += 1
             self.scale /= 2
             return
+        self.update(sums, float(np.float32(self.coef(norm) / self.scale)))
+
+    def coef(self, norm: float) -> float:
+        """Of `clips`, one after the other, then of `clip_norm`; each sees what was left before."""
         coef = 1.0
-        if self.clip_norm is not None:
-            coef = min(1.0, self.clip_norm / (norm + 1e-6))
-        self.update(sums, float(np.float32(coef / self.scale)))
+        for max_norm in (*self.clips, *([] if self.clip_norm is None else [self.clip_norm])):
+            self.seen.append(norm * coef)
+            coef *= min(1.0, max_norm / (norm * coef + 1e-6))
+        return coef
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         for name, master in self.masters.items():

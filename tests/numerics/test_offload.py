@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ def train(
     micro: list[torch.Tensor],
     *,
     explicit: bool = True,
+    clips: Sequence[float] = (),
 ) -> list[float]:
     losses = []
     for tokens in micro:
@@ -62,6 +64,8 @@ def train(
             optimizer.backward(loss)
         else:
             (loss / len(micro) if len(micro) > 1 else loss).backward()
+    for max_norm in clips:
+        optimizer.clip_grad_norm_(max_norm)
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -86,14 +90,16 @@ def compare(
     clip: float | None = None,
     steps: int = 4,
     explicit: bool = True,
+    clips: Sequence[float] = (),
     **options: Any,
 ) -> None:
     resident, optimizer, model = pair(make(name), precision, accum=accum, clip=clip, **options)
+    resident.clips = clips
     stream = batches(steps * accum)
     for step in range(steps):
         micro = stream[step * accum : (step + 1) * accum]
         expected = resident.step(micro, loss_of)
-        assert train(optimizer, model, micro, explicit=explicit) == expected
+        assert train(optimizer, model, micro, explicit=explicit, clips=clips) == expected
         assert optimizer.grad_norm == resident.norms[-1]
     assert resident.skipped < steps
     assert_same(resident, optimizer, model)
@@ -116,6 +122,39 @@ def test_same_bits_with_accumulation(precision: str, accum: int, clip: float | N
 def test_plain_backward_is_the_same() -> None:
     compare("chain", "bf16", accum=2, clip=0.5, explicit=False)
     compare("unusual", "bf16", accum=1, clip=0.5, explicit=False)
+
+
+@pytest.mark.parametrize("name", ["chain", "tied"])
+def test_backwards_without_a_forward_in_between(name: str) -> None:
+    """As the stages of a pipeline run them: each is a micro-step, summed in fp32."""
+    resident, optimizer, model = pair(make(name), "bf16", accum=2, clip=0.5)
+    for step in range(3):
+        micro = batches(2, seed=step)
+        expected = resident.step(micro, loss_of)
+        losses = [loss_of(model, tokens) for tokens in micro]
+        assert [loss.item() for loss in losses] == expected
+        for loss in losses:
+            (loss / 2).backward()
+            optimizer.end_micro_step()
+        optimizer.end_micro_step()  # nothing has begun
+        optimizer.step()
+        assert optimizer.last_step is not None and optimizer.last_step.micro_steps == 2
+    assert_same(resident, optimizer, model)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_loss_that_is_divided_already(precision: str) -> None:
+    resident, optimizer, model = pair(make("chain"), precision, accum=2)
+    for step in range(10 if precision == "fp16" else 3):
+        micro = batches(2, seed=step)
+        expected = resident.step(micro, loss_of)
+        for tokens, value in zip(micro, expected, strict=True):
+            loss = loss_of(model, tokens)
+            assert loss.item() == value
+            optimizer.backward(loss / 2, divide=False)
+        optimizer.step()
+    assert resident.skipped < len(resident.norms)
+    assert_same(resident, optimizer, model)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,0 +1,184 @@
+"""What the host keeps of one parameter, as tensors: shown, and loaded from saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.engine import EngineError
+from offloadtrain.kernels import BLOCK
+from offloadtrain.optim import UpdateRule, recognise
+from offloadtrain.optim.formats import FP32, Field
+
+
+def views(bucket: Bucket, slot: Slot, moments: Sequence[str]) -> dict[str, Tensor]:
+    """Name of the field → the memory that holds it, shaped as the parameter where it is whole."""
+    pieces = zip(bucket.format.fields(moments), bucket.state_of(slot), strict=True)
+    return {field.name: slot.shaped(_own_storage(piece)) for field, piece in pieces}
+
+
+def _own_storage(piece: Tensor) -> Tensor:
+    """The same memory under a storage of just its extent. `torch.save` writes whole storages, and
+    the arena's holds gradients as well."""
+    if piece.device.type != "cpu" or not piece.numel():
+        return piece
+    return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
+
+
+def load_dict(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
+    rule: UpdateRule,
+) -> int:
+    """State and hyperparameters out of an optimizer's state dict; returns its step.
+
+    Raises:
+        EngineError: if groups, shapes or step counts do not fit.
+    """
+    saved, entries = state_dict["param_groups"], state_dict["state"]
+    sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
+    if sizes != own:
+        raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {own}")
+    params = [param for group in groups for param in group["params"]]
+    keys = [key for group in saved for key in group["params"]]
+    without = [held[p][1].name for k, p in zip(keys, params, strict=True) if k not in entries]
+    if without:
+        raise EngineError(f"the state has nothing for '{without[0]}' ({len(without)} in all)")
+    for key, param in zip(keys, params, strict=True):
+        if "step" not in entries[key]:
+            name, has = held[param][1].name, ", ".join(entries[key]) or "nothing"
+            raise EngineError(f"'{name}' needs a step and the moments of Adam, the state has {has}")
+    steps = {float(entries[key]["step"]) for key in keys}
+    if len(steps) != 1:
+        raise EngineError(f"all parameters step together, but the state has steps {sorted(steps)}")
+    for group, other in zip(groups, saved, strict=True):
+        _load_group(group, other, rule)
+    for key, param in zip(keys, params, strict=True):
+        bucket, slot = held[param]
+        tensors = _tensors(entries[key])
+        first, last = bucket.piece(slot)
+        whole = any(tuple(tensor.shape) == slot.shape for tensor in tensors.values())
+        if whole or last - first == slot.numel:
+            load(bucket, slot, rule, tensors, None)
+        elif first < last:
+            load(bucket, slot, rule, tensors, first)
+    return int(steps.pop())
+
+
+def load(
+    bucket: Bucket, slot: Slot, rule: UpdateRule, tensors: Mapping[str, Tensor], lo: int | None
+) -> None:
+    """Copy what this rank holds of a parameter's state out of `tensors`, of any format.
+
+    Moments alone, as torch's own optimizers keep them: the master weights stay as they are.
+
+    Args:
+        tensors: of the parameter's shape; or, where `lo` is given, 1-D, from element `lo` on.
+
+    Raises:
+        EngineError: for a missing tensor or another shape.
+    """
+    given = _tensors(tensors)
+    without_master = set(given) == set(rule.moments)
+    source = FP32 if without_master else recognise(given, rule.moments)
+    if source is None:
+        wanted = ", ".join(field.name for field in bucket.format.fields(rule.moments))
+        raise EngineError(
+            f"'{slot.name}' needs {wanted}, the state has {', '.join(given) or 'nothing'}"
+        )
+    fields = [field for field in source.fields(rule.moments) if field.name in given]
+    count = slot.numel if lo is None else given[fields[0].name].numel()
+    taken = tuple(_taken(slot, field, given[field.name], lo, count) for field in fields)
+    (first, last), lo = bucket.piece(slot), lo or 0
+    begin, end = max(first, lo), min(last, lo + count)
+    if begin >= end:
+        return
+    flat = _cut(fields, taken, begin - lo, end - lo)
+    own_fields = bucket.format.fields(rule.moments)
+    own = _cut(own_fields, bucket.state_of(slot), begin - first, end - first)
+    if without_master:
+        flat = (_master(bucket, rule, own, end - begin), *flat)
+    if [x.dtype for x in own] == [x.dtype for x in flat]:
+        for mine, value in zip(own, flat, strict=True):
+            mine.copy_(value)
+    else:
+        rule.convert(source, flat, bucket.format, own)
+
+
+def load_frozen(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
+    """What this rank holds of frozen weights, from all of them or a piece of them."""
+    flat = slot.flattened(tensor) if lo is None else tensor
+    (first, last), lo = bucket.piece(slot), lo or 0
+    begin, end = max(first, lo), min(last, lo + flat.numel())
+    if begin < end:
+        bucket.weights_of(slot)[begin - first : end - first].copy_(flat[begin - lo : end - lo])
+
+
+def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: UpdateRule) -> None:
+    """Hyperparameters of a saved group, without the switches of torch's own optimizers.
+
+    Raises:
+        EngineError: where one of them asks for another update.
+    """
+    decoupled = getattr(rule, "decoupled", None)
+    another = saved.get("decoupled_weight_decay", decoupled) is not decoupled
+    asked = [key for key in ("amsgrad", "maximize") if saved.get(key)]
+    if asked or (another and saved.get("weight_decay")):
+        wrong = ", ".join(asked) or "another kind of weight decay (Adam's, or AdamW's)"
+        raise EngineError(f"the state was made with {wrong}, which {type(rule).__name__} is not")
+    kept = {key: value for key, value in saved.items() if key not in _SWITCHES}
+    group.update({k: v.item() if isinstance(v, Tensor) else v for k, v in kept.items()})
+
+
+_SWITCHES = {"params", "amsgrad", "maximize", "decoupled_weight_decay"} | {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+}
+"""Keys of torch's groups that are no hyperparameters here."""
+
+
+def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the state of a parameter holds beside its step."""
+    return {key: value for key, value in entry.items() if key != "step"}
+
+
+def _master(bucket: Bucket, rule: UpdateRule, own: tuple[Tensor, ...], count: int) -> Tensor:
+    """fp32 master weights of a piece of state, decoded."""
+    wide = [torch.empty(count, device=own[0].device) for _ in FP32.fields(rule.moments)]
+    rule.convert(bucket.format, own, FP32, tuple(wide))
+    return wide[0]
+
+
+def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
+    """A tensor of saved state as (n,), in the order of the parameter's memory."""
+    wanted: tuple[int, ...]
+    if field.per_block:
+        fits, wanted = tensor.numel() == field.numel(count), (field.numel(count),)
+    elif lo is None:
+        fits, wanted = tuple(tensor.shape) == slot.shape, slot.shape
+    else:
+        fits, wanted = tuple(tensor.shape) == (count,) and lo + count <= slot.numel, (count,)
+    if not fits:
+        raise EngineError(
+            f"'{slot.name}' needs {field.name} of shape {wanted}, the state has "
+            f"{tuple(tensor.shape)}"
+        )
+    whole = lo is None and not field.per_block
+    return slot.flattened(tensor) if whole else tensor.reshape(-1)
+
+
+def _cut(
+    fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int
+) -> tuple[Tensor, ...]:
+    """Elements [lo, hi) of each, or the scales of the blocks that they are in."""
+    return tuple(
+        tensor[lo // BLOCK : -(-hi // BLOCK)] if field.per_block else tensor[lo:hi]
+        for field, tensor in zip(fields, tensors, strict=True)
+    )

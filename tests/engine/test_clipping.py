@@ -1,0 +1,144 @@
+"""`clip_grad_norm_` beside and without `clip_norm`, and clipping by others, which finds nothing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadtrain as ot
+from offloadtrain.engine import EngineError
+from tests.numerics.models import Chain, batches, loss_of
+
+LOGGER = "offloadtrain.engine.watched"
+
+
+def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:
+    torch.manual_seed(0)
+    net = Chain()
+    return ot.offload(net, ot.AdamW(lr=1e-2), device="cpu", **options), net
+
+
+def backward(optimizer: ot.OffloadOptimizer, net: nn.Module) -> None:
+    optimizer.backward(loss_of(net, batches(1)[0]))
+
+
+def test_it_returns_what_a_torch_loop_expects() -> None:
+    optimizer, net = offloaded()
+    backward(optimizer, net)
+    norm = optimizer.clip_grad_norm_(0.25)
+    assert norm.shape == () and norm.dtype is torch.float64 and norm.device.type == "cpu"
+    assert norm.item() > 0.25
+    assert optimizer.clip_grad_norm_(float("inf")).item() == pytest.approx(0.25, rel=1e-5)
+    optimizer.step()
+    assert optimizer.last_step is not None
+    assert optimizer.last_step.grad_norm == norm.item()
+    assert optimizer.last_step.clip_coef == 0.25 / (norm.item() + 1e-6)
+
+
+def test_the_norm_is_measured_once() -> None:
+    optimizer, net = offloaded(clip_norm=0.5)
+    optimizer.sample_timeline()
+    backward(optimizer, net)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.clip_grad_norm_(0.7)
+    optimizer.step()
+    assert optimizer.last_step is not None
+    names = [i.name for i in optimizer.last_step.timeline if i.name.startswith("norm ")]
+    assert names and len(names) == len(set(names))
+
+
+def test_misuse_is_told() -> None:
+    optimizer, net = offloaded()
+    with pytest.raises(EngineError, match=r"clip_grad_norm_\(\) without a backward"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="max_norm = nan"):
+        optimizer.clip_grad_norm_(float("nan"))
+    backward(optimizer, net)
+    with pytest.raises(ValueError, match="max_norm = -1"):
+        optimizer.clip_grad_norm_(-1)
+    optimizer.close()
+    with pytest.raises(EngineError, match="after close"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+def test_where_adam_runs_inside_backward_it_raises_from_the_first_step_on() -> None:
+    optimizer, net = offloaded(skip_nonfinite=False)
+    backward(optimizer, net)
+    with pytest.raises(EngineError, match="Adam runs inside backward"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+def test_no_backward_between_clipping_and_the_step() -> None:
+    optimizer, net = offloaded(grad_accum_steps=2)
+    backward(optimizer, net)
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(EngineError, match="Clip after the last backward"):
+        backward(optimizer, net)
+    backward(optimizer, net)  # the failed one has dropped the step, and its clipping
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.clip_coef == 1.0
+
+
+def test_clipping_is_dropped_with_its_gradients() -> None:
+    optimizer, net = offloaded()
+    backward(optimizer, net)
+    first = optimizer.clip_grad_norm_(0.1)
+    optimizer.zero_grad()
+    backward(optimizer, net)
+    assert optimizer.clip_grad_norm_(float("inf")).item() == first.item()
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.clip_coef == 1.0
+
+
+# ---- others ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("options", [{}, {"working": "host"}])
+def test_clipping_that_finds_nothing_is_told_once(
+    options: dict[str, Any],
+    explicit: bool,
+    clip_norm: float | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizer, net = offloaded(clip_norm=clip_norm, **options)
+    for tokens in batches(3):
+        loss = loss_of(net, tokens)
+        optimizer.backward(loss) if explicit else loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item() == 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        net.zero_grad()
+    (record,) = [one for one in caplog.records if one.name == LOGGER]
+    assert record.levelno == logging.WARNING and "clips nothing" in record.message
+    told = "optimizer.clip_grad_norm_(max_norm)" if clip_norm is None else "clip_norm = 0.5"
+    assert told in record.message
+
+
+def test_who_reads_gradients_otherwise_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, net = offloaded()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # before a backward: nothing has left
+    backward(optimizer, net)
+    assert all(param.grad is None for param in net.parameters())
+    net.zero_grad()
+    optimizer.step()
+    assert not caplog.records
+
+
+def test_copies_and_closed_models_are_ordinary() -> None:
+    optimizer, net = offloaded()
+    twin = copy.deepcopy(net)
+    again = pickle.loads(pickle.dumps(net))
+    optimizer.close()
+    for model in (twin, again, net):
+        assert all(type(param) is nn.Parameter for param in model.parameters())
+    for param in twin.parameters():
+        param.grad = torch.ones_like(param)
+    assert torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0).item() > 1

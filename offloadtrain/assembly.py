@@ -20,6 +20,7 @@ from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
+from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.changes import settled
 from offloadtrain.plan.machine import Machine, find
@@ -61,11 +62,13 @@ def assemble(
     on_prepare: PrepareProgress | None = None,
     ranks: Ranks = ALONE,
     place: Place | None = None,
+    kept: Kept | None = None,
 ) -> Parts:
     """Build everything at the state before the first step. Every rank calls this.
 
     Args:
         place: of this process among those of its host; default: alone.
+        kept: of the checkpoint that the run goes on from; None: a new run.
 
     Raises:
         ConfigError: the job asks for what this machine or the data does not have.
@@ -75,7 +78,7 @@ def assemble(
     device = resolve_device(job.device.kind)
     _set_up_torch(job, device, place)
     _bound_process(job.device.process_memory_limit, device)
-    precision, why = resolve_precision(job.device.precision, device)
+    precision, why = _precision(job.device.precision, device, ranks, kept)
     _check_state(job.optim.state, precision, why)
     _check_skips(job.optim.skip_nonfinite, precision, why)
     chosen = replace(job, device=replace(job.device, precision=precision, kind="auto"))
@@ -104,6 +107,22 @@ def assemble(
         why=why,
         plan=plan,
     )
+
+
+def _precision(
+    asked: Precision, device: torch.device, ranks: Ranks, kept: Kept | None
+) -> tuple[Precision, str]:
+    """One for all ranks and for the whole run: "auto" is measured once, and then kept.
+
+    Raises:
+        ConfigError: this rank's GPU does not compute in it.
+    """
+    if asked == "auto" and kept is not None:
+        chosen, why = kept.precision, "as before"
+    else:
+        chosen, why = ranks.tell(resolve_precision(asked, device))
+    resolve_precision(chosen, device)
+    return chosen, why
 
 
 def offload_job(

@@ -140,6 +140,7 @@ def run_job(
     from offloadtrain.console import Console
     from offloadtrain.control import Requests
     from offloadtrain.distributed import ALONE
+    from offloadtrain.kept import kept_from
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
     from offloadtrain.share import explain
@@ -158,7 +159,8 @@ def run_job(
         log = stack.enter_context(RunLog(run, config, console, ranks.rank))
         if team is not None:
             stack.enter_context(team.telling(log))
-        parts = assemble(config, bar.show, ranks, None if team is None else team.place)
+        kept = ranks.tell(kept_from(run.checkpoints) if resumes else None)
+        parts = assemble(config, bar.show, ranks, None if team is None else team.place, kept)
         bar.end()
         if not ranks.alone:
             console.say(explain(config, parts.local, ranks.size))

@@ -140,6 +140,26 @@ def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
     assert changed == ["changed since the checkpoint: optim.lr: 0.01 -> 0.005"]
 
 
+@pytest.mark.parametrize(("before", "now"), [(4.0, 0.2), (0.2, 4.0)])
+def test_a_precision_that_was_measured_is_kept(
+    tmp_path: Path,
+    stop_after: StopAfter,
+    monkeypatch: pytest.MonkeyPatch,
+    before: float,
+    now: float,
+) -> None:
+    """ "auto" on a machine that would choose otherwise: the run goes on as it began."""
+    job, path = small_job(tmp_path, "device.precision=auto", "train.steps=4"), tmp_path / "run"
+    for speedup, limit in ((before, 2), (now, None)):
+        monkeypatch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda x=speedup: x)
+        stop_after(limit)
+        assert run(job, path, resume="auto") == (75 if limit else 0)
+    told = [start.plan for start in events_of(path, events.RunStarted)]
+    precision = "bf16" if before > 1 else "fp32"
+    assert [plan["precision"] for plan in told] == [precision] * 2
+    assert told[1]["why"] == "as before"
+
+
 def test_training_on_after_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path), path) == 0

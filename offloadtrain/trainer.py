@@ -119,6 +119,13 @@ class Trainer:
                 f"{found.path} was trained with device.precision = {found.state['precision']!r}, "
                 f"and here it is {self._precision!r}"
             )
+        before, threads = found.state.get("threads"), torch.get_num_threads()
+        if before not in (None, threads):
+            self._log.warn(
+                "threads-changed",
+                f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
+                "from here on losses may differ in their last digits",
+            )
         changed = _differences(found.state["config"], asdict(self.config))
         if structural := [line for line in changed if line.startswith("model.")]:
             raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
@@ -347,6 +354,7 @@ class Trainer:
             "rng": self._ranks.gather(rng.capture()),
             "param_groups": hyperparameters,
             "precision": self._precision,
+            "threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
 

@@ -72,9 +72,12 @@ def train(
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
     place = Place.of(os.environ)
+    waiting = _choose_waiting(config, place)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
 
+        if waiting:
+            print(f"torch's threads: {waiting}", file=sys.stderr)
         arguments = ["train", str(path), "--resume", resume]
         arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
         arguments += ["--set", *overrides] if overrides else []
@@ -83,8 +86,16 @@ def train(
         raise ConfigError("--max-restarts starts ranks again: it needs --nproc")
     text = path.read_text(encoding="utf-8")
     if place.size == 1:
-        return run_job(config, text, run_dir=run_dir, resume=resume)
-    return _run_in_team(config, text, place, run_dir=run_dir, resume=resume)
+        return run_job(config, text, run_dir=run_dir, resume=resume, waiting=waiting)
+    return _run_in_team(config, text, place, run_dir=run_dir, resume=resume, waiting=waiting)
+
+
+def _choose_waiting(config: Config, place: Place) -> str:
+    """Before torch is loaded. Ranks would see each other: they do as their launcher has chosen."""
+    from offloadtrain import waiting
+
+    alone = place.size == 1 and "torch" not in sys.modules
+    return waiting.choose(config.device.threads, os.environ, waiting.look if alone else None)
 
 
 def _preview(config: Config, ranks: int) -> int:
@@ -118,12 +129,12 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
 
 
 def _run_in_team(
-    config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str
+    config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str, waiting: str
 ) -> int:
     from offloadtrain.commands.team import Team
 
     with Team(place, config) as team:
-        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team)
+        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
 
 
 def run_job(
@@ -133,6 +144,7 @@ def run_job(
     run_dir: Path | None,
     resume: str,
     team: Team | None = None,
+    waiting: str = "",
 ) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
     from offloadtrain import closing
@@ -168,7 +180,7 @@ def run_job(
         trainer = Trainer(config, parts, run.checkpoints, log, requests)
         if resumes:
             trainer.resume()
-        log.started(parts, trainer.progress)
+        log.started(parts, trainer.progress, waiting)
         outcome = trainer.train()
         log.ended(outcome.status)
         parts.optimizer.close()

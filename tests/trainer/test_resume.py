@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -158,6 +158,42 @@ def test_a_precision_that_was_measured_is_kept(
     precision = "bf16" if before > 1 else "fp32"
     assert [plan["precision"] for plan in told] == [precision] * 2
     assert told[1]["why"] == "as before"
+
+
+@pytest.fixture
+def torch_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function that makes torch begin with so many threads, as on another machine."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads", "codes"), [([], 1, []), (["device.threads=2"], 2, ["threads-changed"])]
+)
+def test_torch_s_threads_are_kept(
+    tmp_path: Path,
+    stop_after: StopAfter,
+    torch_threads: Callable[[int], None],
+    overrides: list[str],
+    threads: int,
+    codes: list[str],
+) -> None:
+    """Bits depend on their number: a run goes on with those it began with, or says so."""
+    path = tmp_path / "run"
+    torch_threads(1)
+    stop_after(2)
+    assert run(small_job(tmp_path, "train.steps=4"), path) == 75
+    torch_threads(3)
+    stop_after(None)
+    assert run(small_job(tmp_path, "train.steps=4", *overrides), path, resume="auto") == 0
+    told = [start.plan["threads"] for start in events_of(path, events.RunStarted)]
+    assert told == [1, threads] and torch.get_num_threads() == threads
+    warnings = [e for e in events_of(path, events.Warning_) if e.code != "job-changed"]
+    assert [warning.code for warning in warnings] == codes
+    assert all("1 threads" in w.message and "2 now" in w.message for w in warnings)
 
 
 def test_training_on_after_the_end(tmp_path: Path) -> None:

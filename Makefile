@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # More arguments for pip. Without a GPU: PIP_ARGS="--extra-index-url
-# https://download.pytorch.org/whl/cpu" takes torch's CPU build, which is 3.5 GB smaller on the disk.
+# https://download.pytorch.org/whl/cpu" takes torch's CPU build, which makes .venv 3.5 GB smaller.
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -62,7 +62,7 @@ sanitize:
 # torch comes first and alone: it is by far the largest, and a failure to get it should say so.
 .venv/.torch: .venv/.created constraints.txt
 	@echo "2. torch. Its CPU build is a download of 192 MB. The default for Linux brings CUDA's libraries:"
-	@echo "   4.8 GB on the disk in place of 1.3; see PIP_ARGS in the Makefile."
+	@echo "   4.8 GB in .venv in place of 1.2; see PIP_ARGS in the Makefile."
 	@$(WATCH) "torch" $(PIP) install $(PIP_ARGS) -c constraints.txt torch
 	@touch $@
 

@@ -194,8 +194,15 @@ class RunLog:
 
     # ---- steps
 
+    def doing(self, what: str) -> None:
+        """What is under way from now on: told where it takes long."""
+        self._console.doing(what)
+
     def before_step(self, optimizer: OffloadOptimizer) -> None:
         """Ask for the lanes' timeline of this step, now and then."""
+        compiles = not self._recent_ms and kernels.backend().name == "numba"
+        why = " (Numba compiles the CPU kernels)" if compiles else ""
+        self.doing(f"step {self._progress.step + 1}{why}")
         not_before_s, not_before_step = self._next_timeline
         if time.monotonic() >= not_before_s and self._progress.step >= not_before_step:
             later_step = self._progress.step + _TIMELINE_EVERY_STEPS

@@ -290,6 +290,7 @@ class Trainer:
         """Mean loss over the first `eval_batches` of the held-out tokens: always the same ones."""
         if self.val_tokens is None or not self.config.train.eval_every:
             return
+        self._log.doing("validation")
         clock = StepClock()
         batch, seq_len, ranks = self._local.train.micro_batch, self.config.data.seq_len, self._ranks
         batches = Batches(
@@ -322,6 +323,7 @@ class Trainer:
         """Save the state after this step, unless it was saved already, and prune."""
         if self._saved_step == self.progress.step:
             return
+        self._log.doing("saving a checkpoint")
         saved = checkpoint.save(
             self._folder,
             self.progress.step,
@@ -368,6 +370,7 @@ class Trainer:
 
     def _sample(self) -> None:
         """Let the model write on from the prompt."""
+        self._log.doing("writing a sample")
         words = tokenizer(self._tokenizer)
         prompt = self.config.train.sample_prompt
         tokens = words.encode(prompt) or [words.end_of_document]

@@ -77,7 +77,7 @@ NOT_RUN = {
     "torchrun --nnodes 2 … -m offloadtrain train my.toml": "needs two hosts; tests/distributed "
     "starts ranks of one host with torchrun",
     "python -m venv .venv && . .venv/bin/activate": "installs; the packages that are here were",
-    "pip install -c constraints.txt torch && pip install -c constraints.txt -e '.[dev]'": "loads "
+    "pip install -c constraints.txt torch && pip install -c constraints.txt -e .": "loads "
     "from the network; test_packaging holds constraints.txt to pyproject.toml",
 }
 
@@ -214,7 +214,11 @@ RUN = {
 }
 
 
-@pytest.mark.parametrize(("first", "how"), HOW, ids=[how.__name__ for _, how in HOW])
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] is run_ranks else []) for case in HOW],
+    ids=[how.__name__ for _, how in HOW],
+)
 def test_the_commands_of_a_block(
     first: str, how: Callable[[list[str], Captured], None], texts: Path, capfd: Captured
 ) -> None:

@@ -18,6 +18,7 @@ from offloadtrain.world import Place
 if TYPE_CHECKING:
     from offloadtrain.commands.team import Team
     from offloadtrain.config import Config
+    from offloadtrain.console import Console
 
 DOES_NOT_FIT = 4
 STOPPED = 75
@@ -147,9 +148,26 @@ def run_job(
     waiting: str = "",
 ) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
+    from offloadtrain.console import Console
+
+    console = Console(
+        every_s=config.train.log_every_s, quiet=team is not None and team.place.rank > 0
+    )
+    with console.never_silent("loading torch"):
+        return _run(config, job_text, run_dir, resume, team, waiting, console)
+
+
+def _run(
+    config: Config,
+    job_text: str,
+    run_dir: Path | None,
+    resume: str,
+    team: Team | None,
+    waiting: str,
+    console: Console,
+) -> int:
     from offloadtrain import closing
     from offloadtrain.assembly import assemble
-    from offloadtrain.console import Console
     from offloadtrain.control import Requests
     from offloadtrain.distributed import ALONE
     from offloadtrain.kept import kept_from
@@ -159,18 +177,18 @@ def run_job(
     from offloadtrain.trainer import Trainer
 
     first = team is None or team.place.rank == 0
-    console = Console(every_s=config.train.log_every_s, quiet=not first)
     if team is None:
         run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
     else:
         run, resumes = team.open_run(config, job_text, run_dir, resume, console.say)
-    bar = ProgressBar("preparing the data")
+    bar = ProgressBar("preparing the data", on_shown=console.spoken)
     ranks = ALONE if team is None else team.ranks
     with ExitStack() as stack:
         stack.enter_context(run)
         log = stack.enter_context(RunLog(run, config, console, ranks.rank))
         if team is not None:
             stack.enter_context(team.telling(log))
+        console.doing("preparing data and model")
         kept = ranks.tell(kept_from(run.checkpoints) if resumes else None)
         parts = assemble(config, bar.show, ranks, None if team is None else team.place, kept)
         bar.end()

@@ -55,22 +55,36 @@ def look(
     return Busy(len(cores), sum(share for share in of_cores if share >= _NOISE))
 
 
-def choose(threads: int, environ: MutableMapping[str, str], look: Callable[[], Busy] | None) -> str:
+def choose(
+    threads: int,
+    environ: MutableMapping[str, str],
+    look: Callable[[], Busy] | None,
+    quota: float | None = None,
+) -> str:
     """Set how to wait in `environ`, and return words for it; "" where it is as OpenMP does.
 
     Args:
-        threads: of torch; 0: as many as it takes by itself.
+        threads: of torch, as the job says; 0: it does not.
         look: None: choose nothing.
+        quota: CPUs' worth of time that bounds them; None: no limit.
     """
     if said := next((name for name in VARIABLES if name in environ), ""):
         return f"waiting as {said}={environ[said]} says"
     if look is None:
         return ""
     found = look()
-    if (threads or found.cores) <= found.cores - found.busy + _SPARE:
+    most = found.cores if quota is None else max(1, min(found.cores, int(quota)))
+    wanted = threads or _first_number(environ.get("OMP_NUM_THREADS", "")) or most
+    if wanted <= max(1.0, found.cores - found.busy + _SPARE):
         return ""
     environ["OMP_WAIT_POLICY"] = "passive"
     return f"waiting asleep: {found.busy:.1f} of {found.cores} cores were busy"
+
+
+def _first_number(text: str) -> int:
+    """Of "4,2", threads by depth of nesting; 0 where there is none."""
+    first = text.split(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def _ticks(stat: Path) -> dict[int, tuple[int, int]]:

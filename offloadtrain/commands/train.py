@@ -93,10 +93,11 @@ def train(
 
 def _choose_waiting(config: Config, place: Place) -> str:
     """Before torch is loaded. Ranks would see each other: they do as their launcher has chosen."""
-    from offloadtrain import waiting
+    from offloadtrain import cgroup, waiting
 
     alone = place.size == 1 and "torch" not in sys.modules
-    return waiting.choose(config.device.threads, os.environ, waiting.look if alone else None)
+    look = waiting.look if alone else None
+    return waiting.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
 
 
 def _preview(config: Config, ranks: int) -> int:

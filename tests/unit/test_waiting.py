@@ -73,6 +73,29 @@ def test_threads_wait_asleep_where_fewer_cores_are_idle(
     assert told == (f"waiting asleep: {found.busy} of {found.cores} cores were busy" * asleep)
 
 
+@pytest.mark.parametrize(
+    ("environ", "quota", "asleep"),
+    [
+        ({}, None, True),
+        ({"OMP_NUM_THREADS": "4"}, None, False),
+        ({"OMP_NUM_THREADS": "16,2"}, None, True),
+        ({"OMP_NUM_THREADS": "many"}, None, True),
+        ({}, 2.5, False),
+        ({}, 14.0, True),
+        ({}, 0.5, False),
+    ],
+)
+def test_threads_are_those_that_torch_will_have(
+    environ: dict[str, str], quota: float | None, asleep: bool
+) -> None:
+    """By what the environment says, or the container allows, on 16 cores of which 4 are busy."""
+    assert bool(choose(0, environ, lambda: Busy(16, 4.0), quota)) is asleep
+
+
+def test_one_thread_waits_for_nobody() -> None:
+    assert choose(1, {}, lambda: Busy(2, 2.0)) == ""
+
+
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_what_a_user_says_wins(name: str) -> None:
     environ = {name: "7"}

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-from offloadtrain import kernels, optim, rng
+from offloadtrain import cgroup, kernels, optim, rng
 from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
+from offloadtrain.data.documents import PYTHON_STDLIB
 from offloadtrain.data.prepare import prepare
-from offloadtrain.data.tokens import TokenFile
+from offloadtrain.data.tokens import DataError, TokenFile
 from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
+from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.changes import settled
 from offloadtrain.plan.machine import Machine, find
@@ -61,11 +63,13 @@ def assemble(
     on_prepare: PrepareProgress | None = None,
     ranks: Ranks = ALONE,
     place: Place | None = None,
+    kept: Kept | None = None,
 ) -> Parts:
     """Build everything at the state before the first step. Every rank calls this.
 
     Args:
         place: of this process among those of its host; default: alone.
+        kept: of the checkpoint that the run goes on from; None: a new run.
 
     Raises:
         ConfigError: the job asks for what this machine or the data does not have.
@@ -73,9 +77,9 @@ def assemble(
     """
     place = place or Place()
     device = resolve_device(job.device.kind)
-    _set_up_torch(job, device, place)
+    _set_up_torch(job, device, place, kept)
     _bound_process(job.device.process_memory_limit, device)
-    precision, why = resolve_precision(job.device.precision, device)
+    precision, why = _precision(job.device.precision, device, ranks, kept)
     _check_state(job.optim.state, precision, why)
     _check_skips(job.optim.skip_nonfinite, precision, why)
     chosen = replace(job, device=replace(job.device, precision=precision, kind="auto"))
@@ -104,6 +108,22 @@ def assemble(
         why=why,
         plan=plan,
     )
+
+
+def _precision(
+    asked: Precision, device: torch.device, ranks: Ranks, kept: Kept | None
+) -> tuple[Precision, str]:
+    """One for all ranks and for the whole run: "auto" is measured once, and then kept.
+
+    Raises:
+        ConfigError: this rank's GPU does not compute in it.
+    """
+    if asked == "auto" and kept is not None:
+        chosen, why = kept.precision, "as before"
+    else:
+        chosen, why = ranks.tell(resolve_precision(asked, device))
+    resolve_precision(chosen, device)
+    return chosen, why
 
 
 def offload_job(
@@ -191,6 +211,13 @@ def open_tokens(
     data = config.data
     if not data.source:
         return TokenFile(data.train), TokenFile(data.val) if data.val else None
+    if data.source != PYTHON_STDLIB and not Path(data.source).exists():
+        raise DataError(
+            f"data.source = {data.source} is not there. Set it to a text or JSONL file or a folder "
+            "of them (--set data.source=my_texts), or name token files made by `offloadtrain "
+            "prepare my_texts data` (--set data.source= data.train=data/train.bin "
+            "data.val=data/val.bin)"
+        )
     folder = Path(data.cache) / (Path(data.source).stem or "source")
     made = prepare(data.source, folder, val_fraction=data.val_fraction, progress=on_prepare)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
@@ -222,17 +249,38 @@ def _check_skips(skips: bool, precision: str, why: str) -> None:
         )
 
 
-def _set_up_torch(config: Config, device: torch.device, place: Place) -> None:
+def _set_up_torch(config: Config, device: torch.device, place: Place, kept: Kept | None) -> None:
     rng.seed_all(config.train.seed + place.rank)  # each rank draws its own dropout
-    threads = config.device.threads
-    if not threads and place.local_size > 1 and device.type == "cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) // place.local_size)
-    if threads:
-        torch.set_num_threads(threads)
-        kernels.set_threads(threads)
+    torch.set_num_threads(_threads(config, device, place, kept))
+    if config.device.threads:
+        kernels.set_threads(config.device.threads)
+    elif place.local_size > 1 and device.type == "cpu":
+        kernels.set_threads(_share(place))
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
+
+
+def _threads(config: Config, device: torch.device, place: Place, kept: Kept | None) -> int:
+    """Of torch: as asked for, or as before since bits depend on it, or what there is room for."""
+    if config.device.threads:
+        return config.device.threads
+    alone = place.local_size == 1
+    if alone and "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    if kept is not None and kept.threads and kept.ranks == place.size:
+        return min(kept.threads, len(os.sched_getaffinity(0)))
+    if not alone and device.type == "cuda":
+        return torch.get_num_threads()
+    return _share(place) if not alone else min(torch.get_num_threads(), _share(place))
+
+
+def _share(place: Place) -> int:
+    """CPUs of each rank of this host, by affinity and quota; at least 1."""
+    usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
+    if quota is not None:
+        usable = min(usable, int(quota))
+    return max(1, usable // place.local_size)
 
 
 def _planned(config: Config, device: torch.device, place: Place, ranks: Ranks) -> Plan:

@@ -9,9 +9,10 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -23,6 +24,10 @@ _BIDI: dict[int, str | None] = dict.fromkeys(
     (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)
 )
 _RAMP = "▁▂▃▄▅▆▇█"
+
+SILENCE_S = 8.0
+"""After so long without a word there is one on what is under way."""
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,41 @@ class Console:
         self._clock = clock
         self._shown_s = -math.inf
         self._open = False
+        self._silence_s = max(SILENCE_S, every_s)
+        self._spoke_s = clock()
+        self._doing, self._doing_since_s = "", clock()
+
+    @contextmanager
+    def never_silent(self, what: str) -> Iterator[None]:
+        """Tell from a thread what is under way, at first `what`, wherever nothing else is told."""
+        self.doing(what)
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_EVERY_S):
+                self.fill_silence()
+
+        thread = threading.Thread(target=look, name="silence", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def doing(self, what: str) -> None:
+        """From now on this is under way."""
+        self._doing, self._doing_since_s = what, self._clock()
+
+    def spoken(self) -> None:
+        """Somebody else has said something."""
+        self._spoke_s = self._clock()
+
+    def fill_silence(self) -> None:
+        """Say what is under way if nothing was said for a while."""
+        now = self._clock()
+        if now - self._spoke_s >= self._silence_s:
+            self.say(f"... {self._doing}: {format_duration(now - self._doing_since_s)} so far")
 
     def step(self, line: StepLine, *, force: bool = False) -> None:
         """Show a step if it is time to, or if forced (the first and the last)."""
@@ -115,6 +155,7 @@ class Console:
             self._open = False
 
     def _write(self, text: str) -> None:
+        self.spoken()
         if self._quiet:
             return
         with suppress(OSError, ValueError):  # the pipe's reader has left, or the stream is closed

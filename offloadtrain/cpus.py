@@ -59,7 +59,7 @@ def plan(
     nodes = [_node(gpu, mine, sysfs) for gpu in rank_gpus]
     node = nodes[local_rank]
     near = mine if node is None else mine & _node_cpus(node, sysfs)
-    cores = _cores(near, sysfs)
+    cores = physical_cores(near, sysfs)
     sharers = [rank for rank, other in enumerate(nodes) if other == node]
     share = _share(cores, sharers.index(local_rank), len(sharers))
     threads, limits = _count(len(share), quota, len(rank_gpus))
@@ -94,7 +94,7 @@ def _share(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[
     return cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks]
 
 
-def _cores(cpus: Iterable[int], sysfs: Path) -> list[tuple[int, ...]]:
+def physical_cores(cpus: Iterable[int], sysfs: Path) -> list[tuple[int, ...]]:
     """Logical CPUs by physical core, in the order of their first CPU."""
     found: dict[object, list[int]] = {}
     for cpu in sorted(cpus):

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from offloadtrain.device import cpu_has_bf16
+from offloadtrain.device import cpu_bf16_speedup, cpu_has_bf16
 from offloadtrain.plan.machine import Machine, find, shipped
 from offloadtrain.telemetry import own_bytes, probe
 
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
 
 EMULATED = 10.0
-"""How many times slower bf16 is than fp32 on a CPU that has no instructions for it."""
+"""How many times slower fp16 is than fp32 on a CPU, which has no instructions for it."""
 
 
 def here(*, on_gpu: bool) -> tuple[str, Machine]:
@@ -32,7 +32,7 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
         scaled = {rate: round(getattr(base, rate) * faster, 3) for rate in rates}
         scaled["fp16_tflops"] = scaled["fp32_tflops"] / EMULATED
         if not cpu_has_bf16():
-            scaled["bf16_tflops"] = scaled["fp32_tflops"] / EMULATED
+            scaled["bf16_tflops"] = scaled["fp32_tflops"] * min(cpu_bf16_speedup(), 1.0)
         machine = replace(base, host_memory=host, cores=told.cores_usable, **scaled)
         return f"this machine (rates of {_CPU} per core)", machine
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -82,8 +82,12 @@ class RunLog:
 
     # ---- start and end
 
-    def started(self, parts: Parts, progress: Progress) -> None:
-        """The run is about to train, from `progress.step` on."""
+    def started(self, parts: Parts, progress: Progress, waiting: str = "") -> None:
+        """The run is about to train, from `progress.step` on.
+
+        Args:
+            waiting: how torch's threads wait for each other, if not as OpenMP does by itself.
+        """
         self._progress, self._optimizer = progress, parts.optimizer
         config, device = self._config, parts.optimizer.device
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -98,7 +102,8 @@ class RunLog:
                 run_id=self._run.run_id,
                 pid=os.getpid(),
                 config=asdict(config),
-                plan=self._plan(parts),
+                plan=self._plan(parts)
+                | {"threads": torch.get_num_threads(), "waiting": waiting or "as OpenMP does"},
                 backend=asdict(kernels.backend()),
                 machine=asdict(machine),
                 start_step=progress.step,
@@ -106,7 +111,7 @@ class RunLog:
                 **facts,
             )
         )
-        self._introduce(parts, machine, device_name)
+        self._introduce(parts, machine, device_name, waiting)
         self._hindsight = Hindsight(
             parts.plan, measured_rates=config.device.machine.endswith(".toml")
         )
@@ -147,14 +152,15 @@ class RunLog:
             "adam_bytes_per_step": round(traffic * num_params(self._config.model) / ranks),
         }
 
-    def _introduce(self, parts: Parts, machine: Machine, device_name: str) -> None:
+    def _introduce(self, parts: Parts, machine: Machine, device_name: str, waiting: str) -> None:
         config, backend = self._config, kernels.backend()
+        threads = f"{torch.get_num_threads()} threads{f' {waiting}' if waiting else ''}"
         where = machine.cpu if device_name == "CPU" else device_name
         self._console.say(
             f"{config.name}: {format_count(num_params(config.model))} parameters, "
             f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
-            f"compute: {where}, {parts.precision}{f' ({parts.why})' if parts.why else ''}; "
-            f"Adam: {backend.name} {backend.isa}, {backend.threads} threads\n"
+            f"compute: {where}, {parts.precision}{f' ({parts.why})' if parts.why else ''}, "
+            f"{threads}; Adam: {backend.name} {backend.isa}, {backend.threads} threads\n"
             f"data: {format_count(len(parts.train_tokens))} tokens to train on"
             + (f", {format_count(len(parts.val_tokens))} held out" if parts.val_tokens else "")
             + f"\nrun: {self._run.path}"
@@ -188,8 +194,15 @@ class RunLog:
 
     # ---- steps
 
+    def doing(self, what: str) -> None:
+        """What is under way from now on: told where it takes long."""
+        self._console.doing(what)
+
     def before_step(self, optimizer: OffloadOptimizer) -> None:
         """Ask for the lanes' timeline of this step, now and then."""
+        compiles = not self._recent_ms and kernels.backend().name == "numba"
+        why = " (Numba compiles the CPU kernels)" if compiles else ""
+        self.doing(f"step {self._progress.step + 1}{why}")
         not_before_s, not_before_step = self._next_timeline
         if time.monotonic() >= not_before_s and self._progress.step >= not_before_step:
             later_step = self._progress.step + _TIMELINE_EVERY_STEPS

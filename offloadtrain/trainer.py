@@ -120,6 +120,13 @@ class Trainer:
                 f"{found.path} was trained with device.precision = {found.state['precision']!r}, "
                 f"and here it is {self._precision!r}"
             )
+        before, threads = found.state.get("threads"), torch.get_num_threads()
+        if before not in (None, threads):
+            self._log.warn(
+                "threads-changed",
+                f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
+                "from here on losses may differ in their last digits",
+            )
         changed = _differences(found.state["config"], asdict(self.config))
         if structural := [line for line in changed if line.startswith("model.")]:
             raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
@@ -284,6 +291,7 @@ class Trainer:
         """Mean loss over the first `eval_batches` of the held-out tokens: always the same ones."""
         if self.val_tokens is None or not self.config.train.eval_every:
             return
+        self._log.doing("validation")
         clock = StepClock()
         batch, seq_len, ranks = self._local.train.micro_batch, self.config.data.seq_len, self._ranks
         batches = Batches(
@@ -316,6 +324,7 @@ class Trainer:
         """Save the state after this step, unless it was saved already, and prune."""
         if self._saved_step == self.progress.step:
             return
+        self._log.doing("saving a checkpoint")
         saved = checkpoint.save(
             self._folder,
             self.progress.step,
@@ -348,6 +357,7 @@ class Trainer:
             "rng": self._ranks.gather(rng.capture()),
             "param_groups": hyperparameters,
             "precision": self._precision,
+            "threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
 
@@ -361,6 +371,7 @@ class Trainer:
 
     def _sample(self) -> None:
         """Let the model write on from the prompt."""
+        self._log.doing("writing a sample")
         words = tokenizer(self._tokenizer)
         prompt = self.config.train.sample_prompt
         tokens = words.encode(prompt) or [words.end_of_document]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadtrain.cli import main
+from offloadtrain.trainer import Trainer
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+
+Captured = pytest.CaptureFixture[str]
 
 
 def offloadtrain(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -56,16 +63,176 @@ def test_the_table_of_jobs_is_what_plan_prints() -> None:
         assert f"{rate} tokens/s" in printed, job
 
 
-def test_the_job_commands(tmp_path: Path) -> None:
+def blocks() -> list[list[str]]:
+    """The blocks of command lines, without their comments; drawings are none."""
+    found = re.findall(r"\n\n((?:    .*\n)+)", README)
+    lines = [[line.split("  # ")[0].strip() for line in block.splitlines()] for block in found]
+    return [block for block in lines if block[0].split()[0] in PROGRAMS]
+
+
+PROGRAMS = ("make", "offloadtrain", "torchrun", "python")
+
+NOT_RUN = {
+    "make test": "it runs this test",
+    "torchrun --nnodes 2 … -m offloadtrain train my.toml": "needs two hosts; tests/distributed "
+    "starts ranks of one host with torchrun",
+    "python -m venv .venv && . .venv/bin/activate": "installs; the packages that are here were",
+    "pip install -c constraints.txt torch && pip install -c constraints.txt -e .": "loads "
+    "from the network; test_packaging holds constraints.txt to pyproject.toml",
+}
+
+TINY = [
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.d_model=16",
+    "data.seq_len=16",
+    "model.max_seq_len=16",
+    "optim.warmup_steps=0",
+    "device.kind=cpu",
+    "train.micro_batch=4",
+    "train.eval_every=0",
+    "train.checkpoint_every=1",
+    "train.sample_tokens=0",
+    "train.sample_prompt=",
+]
+"""Of any job, what makes it last a second."""
+
+
+def small(command: str, steps: int) -> list[str]:
+    """The arguments of a command line of the README, with what makes it end soon appended."""
+    _, verb, *arguments = shlex.split(command)
+    if verb == "train" and "--dry-run" not in arguments:
+        arguments += ["--set", *TINY, f"train.steps={steps}"]
+        if "resolved.toml" not in command:
+            arguments += ["train.global_batch_tokens=128"]
+    if verb == "tui":
+        arguments += ["--once"]
+    if verb == "doctor":
+        arguments += ["--quick"]
+    return [verb, *arguments]
+
+
+def test_every_command_of_the_readme_is_run_or_says_why_not() -> None:
+    commands = {command for block in blocks() for command in block}
+    assert commands == RUN.keys() | NOT_RUN.keys()
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in that holds what a reader is taken to have."""
     (tmp_path / "my_texts").mkdir()
     for i in range(40):
         (tmp_path / "my_texts" / f"{i}.txt").write_text(f"text number {i}. " * 20)
-    assert "gpt2_124m" in offloadtrain("ls").stdout
-    offloadtrain("cp", "gpt2_124m", "my.toml", cwd=tmp_path)
-    offloadtrain("prepare", "my_texts/", "data/", cwd=tmp_path)
-    assert list((tmp_path / "data").glob("*.bin"))
-    changed = ("--set", "optim.lr=3e-4", "--dry-run")
-    assert "lr = 0.0003" in offloadtrain("train", "my.toml", *changed, cwd=tmp_path).stdout
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def trained(*, steps: int = 2) -> None:
+    """What the Jobs block does before the blocks that watch and go on."""
+    assert main(["cp", "gpt2_124m", "my.toml"]) == 0
+    with_data = "offloadtrain train my.toml --set data.source=my_texts"
+    assert main(small(with_data, steps)) == 0
+
+
+def run_jobs(block: list[str], capfd: Captured) -> None:
+    """In the order of the README; the second training goes on from the first."""
+    for number, command in enumerate(block):
+        assert main(small(command, steps=2 + number)) == 0, command
+    told = capfd.readouterr()
+    assert "gpt2_124m" in told.out and "going on after step 5" in told.err
+    assert [path.name for path in Path("data").glob("*.bin")]
+
+
+def run_watching(block: list[str], capfd: Captured) -> None:
+    """The last asks a run that is under way."""
+    trained()
+    *looking, asking = block
+    for command in looking:
+        assert main(small(command, 0)) == 0, command
+    assert '"step": 2' in capfd.readouterr().out
+    asked: list[int] = []
+    real = Trainer._between_steps
+
+    def between_steps(self: Trainer) -> None:
+        real(self)
+        if not asked:
+            asked.append(main([*small(asking, 0), "--wait", "0"]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_between_steps", between_steps)
+        trained_again = "offloadtrain train my.toml --set data.source=my_texts"
+        assert main(small(trained_again, 4)) == 0
+    assert asked == [0] and "request: checkpoint done" in capfd.readouterr().err
+
+
+def run_ranks(block: list[str], capfd: Captured) -> None:
+    """The job is one whose texts are there."""
+    assert main(["cp", "gpt2_124m", "my.toml"]) == 0
+    Path("my_texts").rename("corpus")
+    assert main(small(block[0], 2)) == 0
+    assert "4 ranks share" in capfd.readouterr().err
+
+
+def run_demo(block: list[str], capfd: Captured) -> None:
+    """What the target calls, on a little text of one's own in place of the standard library."""
+    recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
+    (command,) = re.findall(r"offloadtrain train demo", recipe)
+    assert main([*small(command, 2), "data.source=my_texts"]) == 0
+    assert "training loss by step" in capfd.readouterr().err
+
+
+def run_as_written(block: list[str], capfd: Captured) -> None:
+    """A job or a machine may be too large or too small here, which is said: exit code 4."""
+    for line in block:
+        for command in line.split(" && "):
+            allowed = (0, 4) if "--dry-run" in command else (0,)
+            assert main(small(command, 0)) in allowed, command
+    told = capfd.readouterr()
+    assert told.out
+
+
+HOW: list[tuple[str, Callable[[list[str], Captured], None]]] = [
+    ("make demo", run_demo),
+    ("offloadtrain train my.toml --nproc 4 --max-restarts 3", run_ranks),
+    ("offloadtrain ls", run_jobs),
+    ("offloadtrain tui", run_watching),
+    ("offloadtrain plan gpt_13b_v100 --machine v100_32gb", run_as_written),
+    (
+        "offloadtrain cp gpt_13b_32gb && offloadtrain train gpt_13b_32gb.toml --dry-run",
+        run_as_written,
+    ),
+]
+"""The first line of a block, and what runs it."""
+
+RUN = {
+    command: how
+    for block in blocks()
+    for first, how in HOW
+    if block[0] == first
+    for command in block
+    if command not in NOT_RUN
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] is run_ranks else []) for case in HOW],
+    ids=[how.__name__ for _, how in HOW],
+)
+def test_the_commands_of_a_block(
+    first: str, how: Callable[[list[str], Captured], None], texts: Path, capfd: Captured
+) -> None:
+    (block,) = [block for block in blocks() if block[0] == first]
+    how([command for command in block if command not in NOT_RUN], capfd)
+
+
+def test_a_source_that_is_not_there_says_what_to_set(texts: Path, capfd: Captured) -> None:
+    """The shipped job names a folder that a reader may not have."""
+    assert main(["cp", "gpt2_124m", "my.toml"]) == 0
+    assert main(small("offloadtrain train my.toml", 2)) == 1
+    told = capfd.readouterr().err
+    assert "data.source = corpus is not there" in told
+    assert "--set data.source= data.train=data/train.bin data.val=data/val.bin" in told
 
 
 def test_every_test_path_in_the_readme_exists() -> None:

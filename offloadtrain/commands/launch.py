@@ -55,9 +55,10 @@ def _echo(process: subprocess.Popen[str]) -> Path | None:
     """Pass standard output on; its last line is the run folder."""
     assert process.stdout is not None
     last = ""
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        last = line.strip() or last
+    with process.stdout:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
     return Path(last) if last else None
 
 

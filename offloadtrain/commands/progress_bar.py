@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from offloadtrain.units import format_bytes
 
@@ -14,8 +15,9 @@ _TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0
 class ProgressBar:
     """A bar on stderr if that is a terminal, and a plain line now and then if not."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, on_shown: Callable[[], None] | None = None) -> None:
+        """`on_shown`: called when something was printed."""
+        self._label, self._on_shown = label, on_shown
         self._terminal = sys.stderr.isatty()
         self._shown_at = time.monotonic()
         self._shown = False
@@ -29,6 +31,8 @@ class ProgressBar:
         text = self._text(done_bytes, total_bytes)
         print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=sys.stderr)
         print(end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        if self._on_shown is not None:
+            self._on_shown()
 
     def end(self) -> None:
         """Leave the line that the bar was drawn on."""

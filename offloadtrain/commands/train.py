@@ -18,6 +18,7 @@ from offloadtrain.world import Place
 if TYPE_CHECKING:
     from offloadtrain.commands.team import Team
     from offloadtrain.config import Config
+    from offloadtrain.console import Console
 
 DOES_NOT_FIT = 4
 STOPPED = 75
@@ -72,9 +73,12 @@ def train(
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
     place = Place.of(os.environ)
+    waiting = _choose_waiting(config, place)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
 
+        if waiting:
+            print(f"torch's threads: {waiting}", file=sys.stderr)
         arguments = ["train", str(path), "--resume", resume]
         arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
         arguments += ["--set", *overrides] if overrides else []
@@ -83,8 +87,17 @@ def train(
         raise ConfigError("--max-restarts starts ranks again: it needs --nproc")
     text = path.read_text(encoding="utf-8")
     if place.size == 1:
-        return run_job(config, text, run_dir=run_dir, resume=resume)
-    return _run_in_team(config, text, place, run_dir=run_dir, resume=resume)
+        return run_job(config, text, run_dir=run_dir, resume=resume, waiting=waiting)
+    return _run_in_team(config, text, place, run_dir=run_dir, resume=resume, waiting=waiting)
+
+
+def _choose_waiting(config: Config, place: Place) -> str:
+    """Before torch is loaded. Ranks would see each other: they do as their launcher has chosen."""
+    from offloadtrain import cgroup, waiting
+
+    alone = place.size == 1 and "torch" not in sys.modules
+    look = waiting.look if alone else None
+    return waiting.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
 
 
 def _preview(config: Config, ranks: int) -> int:
@@ -118,12 +131,12 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
 
 
 def _run_in_team(
-    config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str
+    config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str, waiting: str
 ) -> int:
     from offloadtrain.commands.team import Team
 
     with Team(place, config) as team:
-        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team)
+        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
 
 
 def run_job(
@@ -133,32 +146,52 @@ def run_job(
     run_dir: Path | None,
     resume: str,
     team: Team | None = None,
+    waiting: str = "",
 ) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
+    from offloadtrain.console import Console
+
+    console = Console(
+        every_s=config.train.log_every_s, quiet=team is not None and team.place.rank > 0
+    )
+    with console.never_silent("loading torch"):
+        return _run(config, job_text, run_dir, resume, team, waiting, console)
+
+
+def _run(
+    config: Config,
+    job_text: str,
+    run_dir: Path | None,
+    resume: str,
+    team: Team | None,
+    waiting: str,
+    console: Console,
+) -> int:
     from offloadtrain import closing
     from offloadtrain.assembly import assemble
-    from offloadtrain.console import Console
     from offloadtrain.control import Requests
     from offloadtrain.distributed import ALONE
+    from offloadtrain.kept import kept_from
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
     from offloadtrain.share import explain
     from offloadtrain.trainer import Trainer
 
     first = team is None or team.place.rank == 0
-    console = Console(every_s=config.train.log_every_s, quiet=not first)
     if team is None:
         run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
     else:
         run, resumes = team.open_run(config, job_text, run_dir, resume, console.say)
-    bar = ProgressBar("preparing the data")
+    bar = ProgressBar("preparing the data", on_shown=console.spoken)
     ranks = ALONE if team is None else team.ranks
     with ExitStack() as stack:
         stack.enter_context(run)
         log = stack.enter_context(RunLog(run, config, console, ranks.rank))
         if team is not None:
             stack.enter_context(team.telling(log))
-        parts = assemble(config, bar.show, ranks, None if team is None else team.place)
+        console.doing("preparing data and model")
+        kept = ranks.tell(kept_from(run.checkpoints) if resumes else None)
+        parts = assemble(config, bar.show, ranks, None if team is None else team.place, kept)
         bar.end()
         if not ranks.alone:
             console.say(explain(config, parts.local, ranks.size))
@@ -166,7 +199,7 @@ def run_job(
         trainer = Trainer(config, parts, run.checkpoints, log, requests)
         if resumes:
             trainer.resume()
-        log.started(parts, trainer.progress)
+        log.started(parts, trainer.progress, waiting)
         outcome = trainer.train()
         log.ended(outcome.status)
         parts.optimizer.close()

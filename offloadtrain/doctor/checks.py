@@ -136,6 +136,13 @@ def check_bf16(name: str, supported: bool, fallback: str) -> Check:
     return Check("bf16", Status.WARN, f"{name} has no bf16 arithmetic, only emulation", advice)
 
 
+def check_cpu_bf16(pays: bool, why: str) -> Check:
+    """`why`: what was measured, and training goes by."""
+    if pays:
+        return Check("bf16", Status.PASS, why)
+    return Check("bf16", Status.WARN, why, 'device.precision = "auto" takes fp32.')
+
+
 def check_driver(driver: str, cuda: str | None) -> Check:
     """NVIDIA's driver against the CUDA version that torch was built for."""
     if not driver:

@@ -125,13 +125,19 @@ class _Visit:
         if self.gpus:
             gpu = self.gpus[0]
             return checks.check_bf16(gpu.name, gpu.bf16, "fp16")
-        return checks.check_bf16("this CPU", self._has_bf16, "fp32")
+        return checks.check_cpu_bf16(*self._choice)
 
     @property
     def _has_bf16(self) -> bool:
         if self.gpus:
             return self.gpus[0].bf16
-        return resolve_precision("auto", self.device)[0] == "bf16"
+        return self._choice[0]
+
+    @property
+    def _choice(self) -> tuple[bool, str]:
+        """Whether training on the CPU takes bf16, and why."""
+        precision, why = resolve_precision("auto", torch.device("cpu"))
+        return precision == "bf16", why
 
     def _memory(self) -> Iterator[Check]:
         available = min(self.probe.host_available_bytes, self.host_memory_bytes)
@@ -193,7 +199,8 @@ class _Visit:
             )
         most = [speeds.link_gbps(g.pcie_generation_max, g.pcie_width_max) for g in links[:1]]
         if machine is not None:
-            yield from speeds.check_speeds(machine, most[0] if most and self.gpus else None)
+            link = most[0] if most and self.gpus else None
+            yield from speeds.check_speeds(machine, link, bf16=self._has_bf16)
 
 
 def _versions() -> Mapping[str, str]:

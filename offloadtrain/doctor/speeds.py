@@ -14,13 +14,18 @@ FP32_TRAFFIC_BYTES = 28
 and the working weight."""
 
 
-def check_speeds(machine: Machine, link_gbps: float | None) -> list[Check]:
-    """`link_gbps`: what the GPU's link allows; None: no GPU, or not told."""
+def check_speeds(machine: Machine, link_gbps: float | None, *, bf16: bool) -> list[Check]:
+    """Judge them all.
+
+    Args:
+        link_gbps: what the GPU's link allows; None: no GPU, or not told.
+        bf16: training takes it by itself.
+    """
     return [
         check_bandwidth(machine.h2d_gbps, machine.d2h_gbps, machine.on_cpu, link_gbps),
         Check("DRAM", Status.PASS, f"{machine.dram_gbps:.3g} GB/s, all kernel threads"),
         check_adam(machine),
-        check_compute(machine),
+        check_compute(machine, bf16),
     ]
 
 
@@ -61,8 +66,12 @@ def check_adam(machine: Machine) -> Check:
     return Check("Adam", Status.PASS, found)
 
 
-def check_compute(machine: Machine) -> Check:
-    """Matrix multiplications, per precision."""
+def check_compute(machine: Machine, bf16: bool) -> Check:
+    """Matrix multiplications, per precision; `bf16`: training takes it by itself."""
     rates = ", ".join(f"{p} {getattr(machine, f'{p}_tflops'):.3g}" for p in machine.precisions)
     found = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
-    return Check("compute", Status.PASS, f"{found}; device memory {machine.hbm_gbps:.3g} GB/s")
+    found += f"; device memory {machine.hbm_gbps:.3g} GB/s"
+    if bf16 and machine.bf16_tflops <= machine.fp32_tflops:
+        advice = 'Training would take bf16, which is slower here: set device.precision = "fp32".'
+        return Check("compute", Status.WARN, found, advice)
+    return Check("compute", Status.PASS, found)

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from offloadtrain.cli import main
+
 COMMANDS = ["train", "plan", "doctor", "prepare", "ls", "cp", "trace", "report", "version"]
 HELP_BUDGET_S = 0.4
 SLACK = 5  # the machine may be busy; the import test below is the one that does not flicker
@@ -81,3 +83,13 @@ def test_wrong_usage_is_2_and_says_what(arguments: list[str], message: str) -> N
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in offloadtrain("train", "dmo", "--debug").stderr
     assert "Traceback" in offloadtrain("train", "dmo", OFFLOADTRAIN_DEBUG="1").stderr
+
+
+def test_version_names_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a compiler they are others, of another speed."""
+    from offloadtrain import kernels
+
+    assert main(["version"]) == 0
+    named = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert named.keys() == {"offloadtrain", "python", "torch", "numba", "kernels"}
+    assert named["kernels"].startswith(f"{kernels.backend().name} {kernels.backend().isa}")

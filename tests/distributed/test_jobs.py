@@ -203,6 +203,27 @@ def test_ranks_with_other_jobs_are_refused(ranks: Run, data: Path) -> None:
         assert "rank 1 has another job than rank 0: optim differ" in said
 
 
+def chosen_where_ranks_measure(data: Path, speedups: tuple[float, ...]) -> str:
+    """What "auto" becomes on a rank whose own measurement says otherwise than its neighbour's."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    job = job_of(data, **{"device.precision": '"auto"'})
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda: speedups[ranks.rank])
+            parts = assemble(job, ranks=ranks)
+        parts.optimizer.close()
+        return parts.precision
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(("speedups", "chosen"), [((4.0, 0.2), "bf16"), ((0.2, 4.0), "fp32")])
+def test_ranks_compute_in_one_precision(
+    ranks: Run, data: Path, speedups: tuple[float, ...], chosen: str
+) -> None:
+    assert ranks(2, chosen_where_ranks_measure, data, speedups) == [chosen] * 2
+
+
 def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
     asked = {"device.resident_blocks": 1}
     assert job_of(data, **asked | {"ranks.zero_stage": 3}).device.resident_blocks == 1

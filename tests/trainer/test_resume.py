@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -138,6 +138,62 @@ def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
     assert run(small_job(tmp_path, "optim.lr=5e-3"), path, resume="auto") == 0
     changed = [e.message for e in events_of(path, events.Warning_) if e.code == "job-changed"]
     assert changed == ["changed since the checkpoint: optim.lr: 0.01 -> 0.005"]
+
+
+@pytest.mark.parametrize(("before", "now"), [(4.0, 0.2), (0.2, 4.0)])
+def test_a_precision_that_was_measured_is_kept(
+    tmp_path: Path,
+    stop_after: StopAfter,
+    monkeypatch: pytest.MonkeyPatch,
+    before: float,
+    now: float,
+) -> None:
+    """ "auto" on a machine that would choose otherwise: the run goes on as it began."""
+    job, path = small_job(tmp_path, "device.precision=auto", "train.steps=4"), tmp_path / "run"
+    for speedup, limit in ((before, 2), (now, None)):
+        monkeypatch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda x=speedup: x)
+        stop_after(limit)
+        assert run(job, path, resume="auto") == (75 if limit else 0)
+    told = [start.plan for start in events_of(path, events.RunStarted)]
+    precision = "bf16" if before > 1 else "fp32"
+    assert [plan["precision"] for plan in told] == [precision] * 2
+    assert told[1]["why"] == "as before"
+
+
+@pytest.fixture
+def torch_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function that makes torch begin with so many threads, as on another machine."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads", "codes"), [([], 1, []), (["device.threads=2"], 2, ["threads-changed"])]
+)
+def test_torch_s_threads_are_kept(
+    tmp_path: Path,
+    stop_after: StopAfter,
+    torch_threads: Callable[[int], None],
+    overrides: list[str],
+    threads: int,
+    codes: list[str],
+) -> None:
+    """Bits depend on their number: a run goes on with those it began with, or says so."""
+    path = tmp_path / "run"
+    torch_threads(1)
+    stop_after(2)
+    assert run(small_job(tmp_path, "train.steps=4"), path) == 75
+    torch_threads(3)
+    stop_after(None)
+    assert run(small_job(tmp_path, "train.steps=4", *overrides), path, resume="auto") == 0
+    told = [start.plan["threads"] for start in events_of(path, events.RunStarted)]
+    assert told == [1, threads] and torch.get_num_threads() == threads
+    warnings = [e for e in events_of(path, events.Warning_) if e.code != "job-changed"]
+    assert [warning.code for warning in warnings] == codes
+    assert all("1 threads" in w.message and "2 now" in w.message for w in warnings)
 
 
 def test_training_on_after_the_end(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from offloadtrain import checkpoint, config, events
+from offloadtrain import checkpoint, config, events, kernels
+from offloadtrain.console import Console
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
@@ -46,6 +48,36 @@ def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert out == f"{path}\n", "stdout is data: the run folder"
     for part in ("training loss by step", "validation loss (nats", "sample\n  1 + ", "next:"):
         assert part in err
+
+
+def test_what_is_under_way_is_known_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever takes long can be told about."""
+    doing: list[str] = []
+    monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
+    assert run(small_job(tmp_path, "train.steps=2", *SAMPLED), tmp_path / "run") == 0
+    assert doing == [
+        "loading torch",
+        "preparing data and model",
+        "validation",
+        "step 1",
+        "step 2",
+        "validation",
+        "saving a checkpoint",
+        "writing a sample",
+    ]
+
+
+def test_numba_is_named_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step takes many times as long as the others then."""
+    doing: list[str] = []
+    monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
+    numba = replace(kernels.backend(), name="numba")
+    monkeypatch.setattr("offloadtrain.kernels.backend", lambda: numba)
+    assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "run") == 0
+    steps = [what for what in doing if what.startswith("step")]
+    assert steps == ["step 1 (Numba compiles the CPU kernels)", "step 2"]
 
 
 def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -54,6 +56,65 @@ def test_what_is_not_known_is_left_out_and_what_is_rare_is_put_in() -> None:
     assert "grad" not in bare and "mfu" not in bare and bare.endswith("eta -")
     full = format_step(replace(LINE, skipped=True, loss_scale=65536.0, val_loss=2.5))
     assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
+
+
+def test_what_takes_long_is_told_about_every_few_seconds() -> None:
+    """A first validation, a step under load, a compiler: never ten seconds without a word."""
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    console.say("the demo")
+    console.doing("validation")
+    told_s = [clock.now]
+    for _ in range(60):
+        clock.now += 1
+        before = stream.getvalue()
+        console.fill_silence()
+        told_s += [clock.now] if stream.getvalue() != before else []
+    assert all(b - a < 10 for a, b in itertools.pairwise([*told_s, clock.now]))
+    assert stream.getvalue().splitlines()[:3] == [
+        "the demo",
+        "... validation: 8s so far",
+        "... validation: 16s so far",
+    ]
+
+
+def test_nothing_is_added_where_something_is_told() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock, every_s=5)
+    for second in range(60):
+        clock.now += 1
+        console.doing(f"step {second}")
+        console.step(replace(LINE, step=second))
+        console.fill_silence()
+    assert "..." not in stream.getvalue() and len(stream.getvalue().splitlines()) == 12
+
+
+def test_who_asks_for_fewer_lines_gets_them() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock, every_s=600)
+    console.doing("step 1")
+    clock.now += 599
+    console.fill_silence()
+    assert stream.getvalue() == ""
+
+
+def test_what_another_has_shown_is_no_silence() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    clock.now += 9
+    console.spoken()
+    console.fill_silence()
+    assert stream.getvalue() == ""
+
+
+def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offloadtrain.console._LOOK_EVERY_S", 0.001)
+    looked = threading.Event()
+    console = Console(io.StringIO())
+    monkeypatch.setattr(console, "fill_silence", looked.set)
+    with console.never_silent("loading torch"):
+        assert looked.wait(10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
 
 
 def test_non_finite_figures_are_shown_as_they_are() -> None:

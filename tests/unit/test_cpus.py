@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from offloadtrain import config
+from offloadtrain.assembly import _threads
 from offloadtrain.cgroup import cpu_quota, folders
+from offloadtrain.commands.jobs import find_job
 from offloadtrain.cpus import CpuPlan, parse_cpulist, plan
+from offloadtrain.kept import Kept
+from offloadtrain.world import Place
 
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": 1}
 
@@ -136,3 +142,40 @@ def test_quotas_of_version_1(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "cgroup", tmp_path / "self") == 2.5
     write(group / "cpu.cfs_quota_us", -1)
     assert cpu_quota(tmp_path / "cgroup", tmp_path / "self") is None
+
+
+KEPT = Kept("bf16", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "place", "kept", "quota", "threads"),
+    [
+        ([], {}, Place(), None, None, 4),
+        (["device.threads=3"], {"OMP_NUM_THREADS": "4"}, Place(), KEPT, 1.0, 3),
+        ([], {"OMP_NUM_THREADS": "4"}, Place(), KEPT, 1.0, 4),
+        ([], {}, Place(), KEPT, None, 2),
+        ([], {}, Place(), Kept("bf16", 1, 64), None, 8),  # of a larger machine
+        ([], {}, Place(), Kept("bf16", 1, 0), None, 4),  # of a time when they were not recorded
+        ([], {}, Place(), None, 2.5, 2),
+        ([], {}, Place(), None, 0.5, 1),
+        ([], {"OMP_NUM_THREADS": "1"}, Place(size=2, local_size=2), None, None, 4),
+        ([], {"OMP_NUM_THREADS": "1"}, Place(size=2, local_size=2), None, 2.0, 1),
+        ([], {"OMP_NUM_THREADS": "1"}, Place(size=2, local_size=2), KEPT, None, 4),
+    ],
+)
+def test_threads_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    environ: dict[str, str],
+    place: Place,
+    kept: Kept | None,
+    quota: float | None,
+    threads: int,
+) -> None:
+    """On 8 CPUs, of which torch would take 4."""
+    monkeypatch.setattr("os.environ", environ)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("offloadtrain.cgroup.cpu_quota", lambda: quota)
+    job = config.load(find_job("debug"), overrides)
+    assert _threads(job, torch.device("cpu"), place, kept) == threads

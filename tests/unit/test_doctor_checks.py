@@ -121,6 +121,16 @@ def test_bf16_by_emulation_is_none() -> None:
     assert found.status is WARN and "fp16" in found.advice
 
 
+def test_a_cpu_is_judged_by_what_training_takes() -> None:
+    """On a Xeon of which oneDNN says that it has bf16, and which is slower in it."""
+    told = checks.check_cpu_bf16(False, "a product in bf16 is 0.23 times as fast")
+    assert told.status is WARN and "takes fp32" in told.advice and "0.23" in told.found
+    slower = replace(MACHINE, gpu="", bf16_tflops=0.0385, fp32_tflops=0.0803)
+    assert speeds.check_compute(slower, False).status is PASS
+    contrary = speeds.check_compute(slower, True)
+    assert contrary.status is WARN and '"fp32"' in contrary.advice
+
+
 def test_nvml() -> None:
     assert checks.check_nvml("", 8).status is PASS
     found = checks.check_nvml("the module pynvml is not installed (No module)", 0)
@@ -259,12 +269,12 @@ def test_versions() -> None:
 
 
 def test_speeds() -> None:
-    found = {check.name: check for check in speeds.check_speeds(MACHINE, 63.0)}
+    found = {check.name: check for check in speeds.check_speeds(MACHINE, 63.0, bf16=True)}
     assert {check.status for check in found.values()} == {PASS}
     assert "fp32 4, split16 6.5 Gparam/s" in found["Adam"].found and "80%" in found["Adam"].found
     assert "bf16 660, fp16 655, fp32 50 Tflop/s" in found["compute"].found
     slow = replace(MACHINE, fp32_gparams=2.0, d2h_gbps=20.0)
-    found = {check.name: check for check in speeds.check_speeds(slow, 63.0)}
+    found = {check.name: check for check in speeds.check_speeds(slow, 63.0, bf16=True)}
     assert found["Adam"].status is WARN and found["H2D, D2H"].status is WARN
     assert speeds.check_bandwidth(20.0, 20.0, False, None).status is PASS
     assert "no GPU" in speeds.check_bandwidth(5.0, 5.0, True, None).found

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from offloadtrain import device
 from offloadtrain import here as module
 from offloadtrain.here import _nearest, here
 from offloadtrain.plan.machine import find
@@ -30,9 +31,11 @@ def test_memory_that_nobody_tells_is_that_of_the_machine(monkeypatch: pytest.Mon
 
 
 def test_bf16_without_instructions_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "cpu_has_bf16", lambda: False)
+    for where in (module, device):
+        monkeypatch.setattr(where, "cpu_bf16_speedup", lambda: 0.25)
     machine = here(on_gpu=False)[1]
-    assert machine.auto_precision == "fp32" and machine.bf16_tflops < machine.fp32_tflops
+    assert machine.auto_precision == "fp32"
+    assert machine.bf16_tflops == pytest.approx(machine.fp32_tflops / 4)
 
 
 @pytest.mark.parametrize(

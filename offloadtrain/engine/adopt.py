@@ -45,7 +45,7 @@ def adopt_weights(
 ) -> None:
     """Masters from the weights as given; parameters become views; the rest moves to the device."""
     block_of = {block.module: block for block in blocks}
-    full = keeps_fp32(model)
+    full = keeps_fp32(model, settings.keep_fp32)
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
     for part in parts:
         for module in part.module.modules() if part.repeated else (part.module,):

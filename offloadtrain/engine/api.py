@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -55,6 +55,7 @@ def offload(
     reduction: str = "working",
     param_init_fn: ParamInit | None = None,
     cast_inputs: bool | None = None,
+    keep_fp32: Sequence[str] = (),
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -130,7 +131,11 @@ def offload(
             `model.modules()`, with memory and without values, and fills what it owns.
         cast_inputs: None: an fp32 input is cast where it meets a matrix of 16 bits and torch would
             refuse the product: timesteps, labels and masks reach the model as they are. True: every
-            floating-point input of the model is cast at its entrance. False: none is.
+            floating-point input of the model is cast at its entrance. False: none is cast.
+        keep_fp32: names of parameters, or shell patterns of them such as "*norm*", whose working
+            weights stay fp32. A scale near 1 moves in steps of 0.008 in bf16; where that is too
+            coarse (contrastive losses), norms kept so follow their masters as under autocast, at
+            the price of fp32 inputs and outputs of these norms.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -169,6 +174,7 @@ def offload(
         reduction=torch.float32 if reduction == "fp32" else None,
         ranks=ranks,
         cast_inputs=cast_inputs,
+        keep_fp32=tuple(keep_fp32),
     )
     _check_support(settings)
     return _offloaded(model, rule, params, settings, param_init_fn)

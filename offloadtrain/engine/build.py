@@ -154,7 +154,7 @@ def _blocks(
     """A parameter belongs to the first part that refers to it; later ones wait for its block."""
     order = {param: index for index, param in enumerate(model.parameters())}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-    full = keeps_fp32(model)
+    full = keeps_fp32(model, settings.keep_fp32)
     owner: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
     for part in parts:

@@ -58,16 +58,17 @@ def attach_casts(
 
     Args:
         repeated: the layers of lists.
-        cast_inputs: True: every floating-point input of the model is cast; False: none; None: those
-            that meet a matrix, where they do.
+        cast_inputs: None: inputs are cast where they meet a matrix; True: and all of them at the
+            entrance of the model; False: none are.
     """
     if dtype is torch.float32:
         return []
     handles = _attach_losses(model, repeated)
+    if cast_inputs is False:
+        return handles
     if cast_inputs:
-        hook = _CastAll(dtype)
-        return [*handles, model.register_forward_pre_hook(hook, with_kwargs=True)]
-    return handles if cast_inputs is False else handles + _attach_matrices(model, repeated, dtype)
+        handles.append(model.register_forward_pre_hook(_CastAll(dtype), with_kwargs=True))
+    return handles + _attach_matrices(model, repeated, dtype)
 
 
 def _attach_matrices(
@@ -78,8 +79,8 @@ def _attach_matrices(
     for module in model.modules():
         hook: Any = None
         if type(module).forward in refusing:
-            if any(param.dtype is dtype for param in module.parameters(recurse=False)):
-                hook = _CastRefused(dtype)
+            if own := {p.dtype for p in module.parameters(recurse=False)}:
+                hook = _CastRefused(dtype if dtype in own else torch.float32)
         elif module in repeated:
             hook = _CastGiven(given, None)
         elif sizes := _matrix_sizes(module, dtype):
@@ -125,14 +126,21 @@ class _CastRefused(OfOneModel):
         first = next(_floating(args, kwargs), None)
         if first is None or first.dtype is self._dtype:
             return None
-        return tree_map(self._cast, args), tree_map(self._cast, kwargs)
 
-    def _cast(self, leaf: Any) -> Any:
-        """The lowest number of fp32, which masks are made of, stays a number."""
-        if not _is_floating(leaf) or leaf.dtype is self._dtype:
-            return leaf
-        finite = leaf.clamp(torch.finfo(self._dtype).min, torch.finfo(self._dtype).max)
-        return torch.where(leaf.isinf(), leaf, finite).to(self._dtype)
+        def cast(leaf: Any) -> Any:
+            if not _is_floating(leaf) or leaf.dtype is self._dtype:
+                return leaf
+            return leaf.to(self._dtype) if leaf is first else _narrowed(leaf, self._dtype)
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The lowest number of fp32, which masks are made of, stays a number."""
+    if dtype.itemsize >= mask.itemsize:
+        return mask.to(dtype)
+    finite = mask.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return torch.where(mask.isinf(), mask, finite).to(dtype)
 
 
 class _Given(OfOneModel):

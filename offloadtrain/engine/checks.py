@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice, pairwise
 
 import torch
 from torch import nn
@@ -130,11 +131,15 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def keeps_fp32(model: nn.Module) -> set[nn.Parameter]:
+def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]:
     """Parameters that stay fp32 on the device whatever the precision.
 
-    Those of norms with running statistics (torch refuses mixed dtypes there), and what a Hugging
-    Face model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`.
+    Those of norms with running statistics (torch refuses mixed dtypes there), what a Hugging Face
+    model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, and what the user
+    does.
+
+    Raises:
+        ModelError: a pattern in `named` that no parameter matches.
     """
     kept: set[nn.Parameter] = set()
     for module in model.modules():
@@ -143,6 +148,20 @@ def keeps_fp32(model: nn.Module) -> set[nn.Parameter]:
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             words = set(getattr(module, attribute, None) or ())
             kept.update(p for n, p in module.named_parameters() if words & set(n.split(".")))
+    for pattern in named:
+        matching = [p for n, p in model.named_parameters() if fnmatchcase(n, pattern)]
+        if not matching:
+            some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
+            raise ModelError(f"keep_fp32: no parameter is called '{pattern}'; there are {some}, …")
+        kept.update(matching)
+    for name, module in model.named_modules() if named else ():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | nn.LayerNorm | nn.GroupNorm | nn.modules.conv._ConvNd):
+            if own and 0 < len(kept.intersection(own)) < len(own):
+                raise ModelError(
+                    f"keep_fp32 names some of the parameters of '{name}', and torch computes with "
+                    f"one dtype there: name all of them, '{name}.*'"
+                )
     return kept
 
 

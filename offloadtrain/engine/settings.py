@@ -29,6 +29,7 @@ class Settings:
         ranks: who shares the state.
         cast_inputs: True: every floating-point input of the model becomes `dtype`; False: none;
             None: those that meet a matrix.
+        keep_fp32: patterns of names of parameters that keep 32 bits on the device.
     """
 
     device: torch.device
@@ -52,6 +53,7 @@ class Settings:
     reduction: torch.dtype | None
     ranks: Ranks
     cast_inputs: bool | None = None
+    keep_fp32: tuple[str, ...] = ()
 
     @property
     def accumulates(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +55,7 @@ class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         watcher = self._alive()
         if watcher is not None:
-            watcher.enter(module)
+            _call(watcher.enter, module)
 
 
 class _Leave(_Hook):
@@ -63,7 +64,20 @@ class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         watcher = self._alive()
         if watcher is not None:
-            watcher.leave(module)
+            _call(watcher.leave, module)
+
+
+def _call(method: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """The compiler, where a module was compiled with its hooks, makes no code of the engine's."""
+    if torch.compiler.is_compiling():
+        _uncompiled(method, module)
+    else:
+        method(module)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+def _uncompiled(method: Callable[[nn.Module], None], module: nn.Module) -> None:
+    method(module)
 
 
 def watch(module: nn.Module, watcher: Watcher, *, traced: bool = True) -> list[RemovableHandle]:

@@ -215,8 +215,9 @@ class Passages:
 
 
 def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
-    """Modules with parameters of their own in streamed blocks, and whose these are."""
-    streamed = [block for block in blocks if block.streamer is not None]
+    """Modules with parameters of their own in streamed blocks, and whose these are. Not in compiled
+    blocks: the compiler would make code for each block anew, as it takes hooks for a difference."""
+    streamed = [b for b in blocks if b.streamer is not None and not _has_compiled(b.module)]
     owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
     found = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
@@ -237,7 +238,9 @@ def _has_compiled(model: nn.Module) -> bool:
     """Whether a forward in it was given to torch.compile, which gives up for good where its first
     run is under a dispatch mode."""
     return any(
-        hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
     )
 

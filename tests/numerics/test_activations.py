@@ -237,6 +237,32 @@ def test_compiled_blocks_have_the_same_bits(options: dict[str, Any]) -> None:
     assert_same(resident, optimizer, model)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
+@pytest.mark.parametrize("how", ["wrapped", "layer.compile()"])
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_all_compiled_layers_share_one_code(
+    how: str, working: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More of them than the compiler makes versions of one function."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    torch.manual_seed(0)
+    model = Chain(torch._dynamo.config.recompile_limit + 2)
+    resident = ResidentRun(copy.deepcopy(model), torch.bfloat16)
+    for number, layer in enumerate(model.layers):
+        if how == "wrapped":
+            model.layers[number] = torch.compile(layer, backend=counter)
+        else:
+            layer.compile(backend=counter)
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1), device="cpu", working=working
+    )
+    for tokens in batches(3):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert counter.frame_count == 1
+    assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
+
+
 class Exploding(Chain):
     """Raises in the middle of what runs again in backward, when told to."""
 

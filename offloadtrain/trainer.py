@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,11 +31,12 @@ from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.errors import ConfigError, OffloadTrainError
-from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.schedule import learning_rate
 from offloadtrain.progress import Progress, StepClock, Told
+from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
 from offloadtrain.stop import StopRequests
 
@@ -65,10 +65,8 @@ class Outcome:
 class Trainer:
     """One run, from its first or latest step to its last, or until it is asked to stop."""
 
-    def __init__(
-        self, config: Config, parts: Parts, folder: Path, log: RunLog, requests: Requests | None
-    ) -> None:
-        """`folder`: for checkpoints; only this job's trainers write it."""
+    def __init__(self, config: Config, parts: Parts, run: RunFolder, log: RunLog) -> None:
+        """`run`: has begun when `train` is called."""
         self.config = config
         self._local, self._ranks = parts.local, parts.ranks
         self.model, self.optimizer = parts.model, parts.optimizer
@@ -76,24 +74,22 @@ class Trainer:
         self.progress = Progress()
         self._precision = parts.precision
         self._tokenizer = parts.train_tokens.header.tokenizer
-        self._folder = folder
+        self._run = run
         self._log = log
-        self._requests = requests
+        self._requests: Requests | None = None
         self._loss = _LateLoss(self.optimizer.device)
         self._saved_step = -1
         self._all_stop = False
 
     # ---- resume
 
-    def resume(self) -> None:
-        """Take over the newest good checkpoint; a damaged one is told about and set aside.
+    def resume(self, found: checkpoint.Checkpoint) -> None:
+        """Take over the state of a verified checkpoint.
 
         Raises:
-            CheckpointError: there is none, or it is of another model.
+            CheckpointError, ConfigError: it is of another model.
+            DataError: it was trained on other tokens.
         """
-        found = checkpoint.newest_good(self._folder, self._set_aside, self._ranks)
-        if found is None:
-            raise CheckpointError(f"{self._folder} holds no good checkpoint to go on from")
         self._check_same_job(found)
         checkpoint.restore(found, self.model, self.optimizer)
         state = found.state
@@ -105,12 +101,6 @@ class Trainer:
         else:  # a rank that was not there: numbers that nobody else draws
             rng.seed_all(self.config.train.seed + self._ranks.rank + found.step * self._ranks.size)
         self._saved_step = found.step
-
-    def _set_aside(self, path: Path, damage: DamagedCheckpointError) -> None:
-        if self._ranks.rank:
-            return
-        kept = checkpoint.set_aside(path)
-        self._log.warn("checkpoint-damaged", f"{damage}. It is kept as {kept.name}.")
 
     def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
         """Refuse what makes another run of it, and tell what else was changed."""
@@ -127,14 +117,17 @@ class Trainer:
 
     # ---- the loop
 
-    def train(self) -> Outcome:
+    def train(self, requests: Requests | None) -> Outcome:
         """Train from `progress.step` to the job's last step.
+
+        Args:
+            requests: from outside; rank 0 answers them.
 
         Raises:
             TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved.
             CheckpointError: the last checkpoint could not be saved.
         """
-        config = self.config.train
+        config, self._requests = self.config.train, requests
         with StopRequests() as stop:
             if self.progress.step == 0:
                 self._evaluate()
@@ -316,7 +309,7 @@ class Trainer:
         if self._saved_step == self.progress.step:
             return
         saved = checkpoint.save(
-            self._folder,
+            self._run.checkpoints,
             self.progress.step,
             self.model,
             self.optimizer,
@@ -329,7 +322,7 @@ class Trainer:
         if self._ranks.rank:
             return
         try:
-            checkpoint.prune(self._folder, self.config.train.keep_last)
+            checkpoint.prune(self._run.checkpoints, self.config.train.keep_last)
         except OSError as error:
             self._log.warn("prune-failed", f"old checkpoints stay: {error}")
 

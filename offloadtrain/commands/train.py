@@ -52,9 +52,10 @@ def train(
     run_dir
         Folder of this run. Default: runs/<UTC time>-<name>.
     resume
-        never: a new run. auto: go on with the newest run of this job that is not complete, from its
-        newest good checkpoint; a new run where there is none. Otherwise: the run folder to go on
-        with.
+        never: a new run. auto: go on with the newest run of this job that has a good checkpoint; a
+        new run where there is none, or where that run is complete. With --run-dir: go on in that
+        folder, or start over in it where it has no checkpoint yet. Otherwise: the run folder to go
+        on with.
     nproc
         Ranks on this host: a number, or auto: one per GPU. The global batch stays what the job
         says. With --dry-run: what each of them needs. On several hosts: torchrun ... -m
@@ -136,6 +137,7 @@ def run_job(
 ) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
     from offloadtrain import closing
+    from offloadtrain import config as jobs
     from offloadtrain.assembly import assemble
     from offloadtrain.console import Console
     from offloadtrain.control import Requests
@@ -148,11 +150,11 @@ def run_job(
     first = team is None or team.place.rank == 0
     console = Console(every_s=config.train.log_every_s, quiet=not first)
     if team is None:
-        run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
+        opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
     else:
-        run, resumes = team.open_run(config, job_text, run_dir, resume, console.say)
+        opened = team.open_run(config, run_dir, resume, console.say)
     bar = ProgressBar("preparing the data")
-    ranks = ALONE if team is None else team.ranks
+    run, ranks = opened.run, ALONE if team is None else team.ranks
     with ExitStack() as stack:
         stack.enter_context(run)
         log = stack.enter_context(RunLog(run, config, console, ranks.rank))
@@ -162,12 +164,16 @@ def run_job(
         bar.end()
         if not ranks.alone:
             console.say(explain(config, parts.local, ranks.size))
+        trainer = Trainer(config, parts, run, log)
+        if opened.found is not None:
+            trainer.resume(opened.found)
+        for done in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
+            log.warn("checkpoint-damaged", done)
+        if team is not None:
+            team.began(run)
         requests = Requests(run.path) if first else None
-        trainer = Trainer(config, parts, run.checkpoints, log, requests)
-        if resumes:
-            trainer.resume()
         log.started(parts, trainer.progress)
-        outcome = trainer.train()
+        outcome = trainer.train(requests)
         log.ended(outcome.status)
         parts.optimizer.close()
         stopped = outcome.status == "stopped"

@@ -124,7 +124,7 @@ def save(
             if ranks.rank == 0:
                 _make(unfinished)
         with _together(ranks, final):
-            _check_space(folder, _tensor_bytes(model, optimizer, ranks), ranks)
+            _check_space(folder, model, optimizer, ranks)
             files, described = _write(unfinished, model, optimizer, ranks, group_bytes)
         of_ranks = ranks.gather((files, described))
         with _together(ranks, final):
@@ -160,6 +160,40 @@ def _make(unfinished: Path) -> None:
     os.makedirs(unfinished.parent, 0o700, exist_ok=True)
     clean(unfinished.parent)
     os.mkdir(unfinished, 0o700)
+
+
+def check_room(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: OffloadedState,
+    *,
+    saves: int,
+    keep_last: int,
+    ranks: Ranks = ALONE,
+) -> str:
+    """Look before training whether the disk holds what will be saved. Every rank calls this.
+
+    Args:
+        folder: need not be there yet.
+        saves: how many checkpoints are to come.
+
+    Returns:
+        What there is no room for, "" where there is room for all.
+
+    Raises:
+        CheckpointError: not even one fits.
+    """
+    _check_space(folder, model, optimizer, ranks)
+    needed, free = _room(folder, model, optimizer, ranks)
+    at_once = min(saves, keep_last + 1 - min(len(find(folder)), keep_last))
+    if free >= at_once * needed:
+        return ""
+    return (
+        f"{units.format_bytes(free)} is free in {folder}, which is {free // needed} times the "
+        f"{units.format_bytes(needed)} of a checkpoint, and train.keep_last = {keep_last} takes "
+        f"{at_once} times that (a new one is written before the oldest goes): later ones will "
+        "fail. Free some space, or set runs_dir to a larger disk"
+    )
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
@@ -407,11 +441,20 @@ def _tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Rank
     return sum(tensor.nbytes for _, tensors in owned for tensor in tensors.values())
 
 
-def _check_space(folder: Path, num_bytes: int, ranks: Ranks) -> None:
-    """All ranks write to one disk."""
-    num_bytes = int(ranks.exchange([num_bytes]).sum())
-    disk = os.statvfs(folder)
-    free, needed = disk.f_bavail * disk.f_frsize, int(num_bytes * 1.05) + (1 << 20)
+def _room(
+    folder: Path, model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks
+) -> tuple[int, int]:
+    """(bytes that one checkpoint needs, bytes that are free); all ranks write to one disk."""
+    num_bytes = int(ranks.exchange([_tensor_bytes(model, optimizer, ranks)]).sum())
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = os.statvfs(there)
+    return int(num_bytes * 1.05) + (1 << 20), disk.f_bavail * disk.f_frsize
+
+
+def _check_space(
+    folder: Path, model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks
+) -> None:
+    needed, free = _room(folder, model, optimizer, ranks)
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {units.format_bytes(needed)} and {units.format_bytes(free)} is "

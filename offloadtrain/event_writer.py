@@ -163,7 +163,10 @@ class EventWriter:
         """The last record, where the disk is full; what was lost is told in front of it."""
         self._give_back_reserve()
         lost = self._dropped - self._told_dropped
-        return self._appended((self._lost_line() if lost else b"") + line)
+        if not self._appended((self._lost_line() if lost else b"") + line):
+            return False
+        self._told_dropped += lost
+        return True
 
     def _tell_drops(self) -> None:
         """Once the disk takes all there is again."""

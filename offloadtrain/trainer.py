@@ -115,6 +115,28 @@ class Trainer:
         if changed:
             self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
 
+    def check_room(self) -> None:
+        """Before the run begins: whether its checkpoints fit the disk.
+
+        Raises:
+            CheckpointError: not even one does.
+        """
+        step, config = self.progress.step, self.config.train
+        if step >= config.steps:
+            return
+        every = config.checkpoint_every
+        saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
+        problem = checkpoint.check_room(
+            self._run.checkpoints,
+            self.model,
+            self.optimizer,
+            saves=saves,
+            keep_last=config.keep_last,
+            ranks=self._ranks,
+        )
+        if problem:
+            self._log.warn("disk-small", problem)
+
     # ---- the loop
 
     def train(self, requests: Requests | None) -> Outcome:

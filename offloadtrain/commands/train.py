@@ -167,6 +167,7 @@ def run_job(
         trainer = Trainer(config, parts, run, log)
         if opened.found is not None:
             trainer.resume(opened.found)
+        trainer.check_room()
         for done in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
             log.warn("checkpoint-damaged", done)
         if team is not None:
@@ -176,13 +177,15 @@ def run_job(
         outcome = trainer.train(requests)
         log.ended(outcome.status)
         parts.optimizer.close()
-        stopped = outcome.status == "stopped"
         if not first:
             return 0
-        if not stopped:
-            console.say("\n" + closing.summary(run.events()))
-        console.say("\n" + closing.duration(trainer.progress.seconds, outcome.step))
-        console.say(closing.next_commands(run.path, config, stopped=stopped))
+        stopped = outcome.status == "stopped"
+        seconds = trainer.progress.seconds
+        console.say(
+            closing.words(
+                run.path, run.events(), config, seconds=seconds, step=outcome.step, stopped=stopped
+            )
+        )
         print(run.path, flush=True)
     if team is not None:
         return 0  # torchrun takes any other code for a failure, and starts again

@@ -395,11 +395,10 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
         writer.emit(_step(number))
     end = events.RunEnded(status="done", step=19)
     writer.emit(end)
-    assert writer.flush()
+    writer.close()
     first, *others, lost, last = [record.event for record in events.read(log)]
     assert (first, others, last) == (_step(0), [], end)
     assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
-    writer.close()
 
 
 def test_room_is_kept_for_the_end_and_given_back(log: Path) -> None:

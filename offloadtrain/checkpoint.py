@@ -46,6 +46,7 @@ from offloadtrain.manifest import (
     VERSION,
     CheckpointError,
     DamagedCheckpointError,
+    NotFiniteError,
     digest_of,
     file_entry,
     read_manifest,
@@ -113,8 +114,9 @@ def save(
         group_bytes: a file holds whole parameters, and ends when it has reached this size.
 
     Raises:
-        CheckpointError: the disk is full or failing, or the step was saved before. What was
-            written is removed again; older checkpoints are untouched.
+        NotFiniteError: there are weights that are not finite.
+        CheckpointError: the disk is full or failing, or the step was saved before. In all cases
+            what was written is removed again, and older checkpoints are untouched.
     """
     started = time.perf_counter()
     final = folder / f"step-{step:08d}"
@@ -150,10 +152,11 @@ def _together(ranks: Ranks, final: Path) -> Iterator[None]:
         failed, message = error, str(error)
     except OSError as error:
         failed, message = error, _save_failure(final, error)
-    for rank, other in enumerate(ranks.gather(message)):
+    kind = NotFiniteError if isinstance(failed, NotFiniteError) else CheckpointError
+    for rank, (other, kind_there) in enumerate(ranks.gather((message, kind))):
         if other is not None:
             where = "" if ranks.alone else f"rank {rank}: "
-            raise CheckpointError(where + other) from failed
+            raise kind_there(where + other) from failed
 
 
 def _make(unfinished: Path) -> None:
@@ -349,7 +352,8 @@ def _write(
     files: _Files = {}
     described: _Described = []
     extents, of_rank = optimizer.extents(), "" if ranks.alone else f"r{ranks.rank:03d}-"
-    for number, group in enumerate(_groups(_owned(model, optimizer, ranks), group_bytes)):
+    owned = _finite(_owned(model, optimizer, ranks))
+    for number, group in enumerate(_groups(owned, group_bytes)):
         name = f"tensors-{of_rank}{number:05d}.safetensors"
         files[name] = durable.write_file(folder / name, tensor_file.file_parts(group))
         described += [_description(name, key, tensor, extents) for key, tensor in group.items()]
@@ -411,6 +415,23 @@ def _owned(
         return
     for name, tensor in _untrained(model, optimizer).items():
         yield name, {UNTRAINED: tensor}
+
+
+_WEIGHTS = ("master", "weight")
+"""The kinds of tensors that hold a trained weight, or its upper half."""
+
+
+def _finite(owned: Iterator[tuple[str, Tensors]]) -> Iterator[tuple[str, Tensors]]:
+    """Let through what a run can go on from; no copy is made.
+
+    Raises:
+        NotFiniteError: naming the first parameter with a weight that is not finite.
+    """
+    for owner, tensors in owned:
+        for weight in (tensors[kind] for kind in _WEIGHTS if kind in tensors):
+            if weight.numel() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+                raise NotFiniteError(f"the weights of {owner} are not finite")
+        yield owner, tensors
 
 
 def _groups(owned: Iterator[tuple[str, Tensors]], group_bytes: int) -> Iterator[Tensors]:

@@ -326,6 +326,9 @@ class RunLog:
             )
         )
         self._console.say(f"step {progress.step}: validation loss {progress.val_loss:.4f}")
+        if not math.isfinite(progress.val_loss):
+            message = f"the validation loss of step {progress.step} is {progress.val_loss}"
+            self.warn("loss-not-finite", message, progress.step)
 
     def saved(self, step: int, saved: Saved) -> None:
         self._run.keep()

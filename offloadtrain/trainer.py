@@ -31,7 +31,7 @@ from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.errors import ConfigError, OffloadTrainError
-from offloadtrain.manifest import CheckpointError
+from offloadtrain.manifest import CheckpointError, NotFiniteError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.schedule import learning_rate
@@ -43,6 +43,12 @@ from offloadtrain.stop import StopRequests
 MAX_SKIPS = 20
 SAMPLE_TEMPERATURE = 0.8
 _SAMPLE_SEED = 0
+_SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
+_ADVICE = {
+    "fp16": f'{_SLOWER}, or set device.precision = "bf16" or "fp32"',
+    "bf16": f'{_SLOWER}, or set device.precision = "fp32"',
+    "fp32": _SLOWER,
+}
 
 
 class TrainingError(OffloadTrainError):
@@ -146,7 +152,8 @@ class Trainer:
             requests: from outside; rank 0 answers them.
 
         Raises:
-            TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved.
+            TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved. Or
+                the loss or a weight is not, and none was.
             CheckpointError: the last checkpoint could not be saved.
         """
         config, self._requests = self.config.train, requests
@@ -246,6 +253,8 @@ class Trainer:
     def _check_finite(self, number: int, report: StepReport, loss: float) -> None:
         if not math.isfinite(loss):
             self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
+            if not report.skipped:
+                raise self._spoilt(f"the loss of step {number} is {loss}")
         elif report.skipped and self._precision != "fp16":
             self._log.warn(
                 "step-skipped",
@@ -257,9 +266,17 @@ class Trainer:
             raise TrainingError(
                 f"{MAX_SKIPS} steps in a row were skipped: the gradients of step {number} are not "
                 f"finite (loss {loss}, loss scale {report.loss_scale:g}). The state before them is "
-                "in the last checkpoint. Lower optim.lr, lengthen optim.warmup_steps, or set "
-                'device.precision = "bf16" or "fp32".'
+                f"in the last checkpoint. {_ADVICE[self._precision]}."
             )
+
+    def _spoilt(self, problem: str) -> TrainingError:
+        """No step from here on would be of use."""
+        saved = checkpoint.find(self._run.checkpoints)
+        last = f"the last checkpoint, {saved[0].name}, is from before" if saved else "none was yet"
+        advice = _ADVICE[self._precision]
+        if not self.config.optim.skip_nonfinite:
+            advice = f"Go on from there with optim.skip_nonfinite = true, or: {advice}"
+        return TrainingError(f"{problem}. Nothing was saved of it; {last}. {advice}.")
 
     # ---- between steps
 
@@ -327,17 +344,25 @@ class Trainer:
             self._log.checkpoint_failed(self.progress.step, error)
 
     def _save(self) -> None:
-        """Save the state after this step, unless it was saved already, and prune."""
+        """Save the state after this step, unless it was saved already, and prune.
+
+        Raises:
+            TrainingError: its weights are not finite.
+            CheckpointError: the disk is full or failing.
+        """
         if self._saved_step == self.progress.step:
             return
-        saved = checkpoint.save(
-            self._run.checkpoints,
-            self.progress.step,
-            self.model,
-            self.optimizer,
-            self._state(),
-            ranks=self._ranks,
-        )
+        try:
+            saved = checkpoint.save(
+                self._run.checkpoints,
+                self.progress.step,
+                self.model,
+                self.optimizer,
+                self._state(),
+                ranks=self._ranks,
+            )
+        except NotFiniteError as error:
+            raise self._spoilt(f"after step {self.progress.step} {error}") from error
         self._saved_step = self.progress.step
         self.progress.seconds += saved.seconds
         self._log.saved(self.progress.step, saved)

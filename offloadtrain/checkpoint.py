@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from offloadtrain import durable, tensor_file, units
+from offloadtrain import disk_room, durable, tensor_file
 from offloadtrain.distributed import ALONE, UNTRAINED, Extent, Ranks
 from offloadtrain.manifest import (
     FORMAT,
@@ -126,7 +126,7 @@ def save(
             if ranks.rank == 0:
                 _make(unfinished)
         with _together(ranks, final):
-            _check_space(folder, model, optimizer, ranks)
+            disk_room.require(folder, tensor_bytes(model, optimizer, ranks), ranks)
             files, described = _write(unfinished, model, optimizer, ranks, group_bytes)
         of_ranks = ranks.gather((files, described))
         with _together(ranks, final):
@@ -163,40 +163,6 @@ def _make(unfinished: Path) -> None:
     os.makedirs(unfinished.parent, 0o700, exist_ok=True)
     clean(unfinished.parent)
     os.mkdir(unfinished, 0o700)
-
-
-def check_room(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: OffloadedState,
-    *,
-    saves: int,
-    keep_last: int,
-    ranks: Ranks = ALONE,
-) -> str:
-    """Look before training whether the disk holds what will be saved. Every rank calls this.
-
-    Args:
-        folder: need not be there yet.
-        saves: how many checkpoints are to come.
-
-    Returns:
-        What there is no room for, "" where there is room for all.
-
-    Raises:
-        CheckpointError: not even one fits.
-    """
-    _check_space(folder, model, optimizer, ranks)
-    needed, free = _room(folder, model, optimizer, ranks)
-    at_once = min(saves, keep_last + 1 - min(len(find(folder)), keep_last))
-    if free >= at_once * needed:
-        return ""
-    return (
-        f"{units.format_bytes(free)} is free in {folder}, which is {free // needed} times the "
-        f"{units.format_bytes(needed)} of a checkpoint, and train.keep_last = {keep_last} takes "
-        f"{at_once} times that (a new one is written before the oldest goes): later ones will "
-        "fail. Free some space, or set runs_dir to a larger disk"
-    )
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
@@ -457,31 +423,10 @@ def _untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     return found
 
 
-def _tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
+def tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
+    """What this rank writes into a checkpoint."""
     owned = _owned(model, optimizer, ranks)
     return sum(tensor.nbytes for _, tensors in owned for tensor in tensors.values())
-
-
-def _room(
-    folder: Path, model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks
-) -> tuple[int, int]:
-    """(bytes that one checkpoint needs, bytes that are free); all ranks write to one disk."""
-    num_bytes = int(ranks.exchange([_tensor_bytes(model, optimizer, ranks)]).sum())
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = os.statvfs(there)
-    return int(num_bytes * 1.05) + (1 << 20), disk.f_bavail * disk.f_frsize
-
-
-def _check_space(
-    folder: Path, model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks
-) -> None:
-    needed, free = _room(folder, model, optimizer, ranks)
-    if free < needed:
-        raise CheckpointError(
-            f"a checkpoint needs {units.format_bytes(needed)} and {units.format_bytes(free)} is "
-            f"free in {folder}. "
-            "Older checkpoints are intact. Free some space, or set runs_dir to a larger disk."
-        )
 
 
 def _save_failure(final: Path, error: OSError) -> str:

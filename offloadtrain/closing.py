@@ -24,7 +24,7 @@ def ended_as(log: Path, since_s: float) -> str | None:
     return ends[-1].status if ends else None
 
 
-def words(run: Path, log: Path, config: Config, *, seconds: float, step: int, stopped: bool) -> str:
+def words(run: Path, log: Path, config: Config, seconds: float, step: int, *, stopped: bool) -> str:
     """Return what is said at the end of a run.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from offloadtrain import checkpoint, rng
+from offloadtrain import checkpoint, disk_room, rng
 from offloadtrain.assembly import Parts
 from offloadtrain.config import Config
 from offloadtrain.control import Requests
@@ -118,6 +118,10 @@ class Trainer:
         changed = _differences(found.state["config"], asdict(self.config))
         if structural := [line for line in changed if line.startswith("model.")]:
             raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
+        if found.state.get("held_out", self._held_out()) != self._held_out():
+            changed.append(
+                "the held-out tokens: validation losses do not compare with earlier ones"
+            )
         if changed:
             self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
 
@@ -132,13 +136,14 @@ class Trainer:
             return
         every = config.checkpoint_every
         saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
-        problem = checkpoint.check_room(
-            self._run.checkpoints,
-            self.model,
-            self.optimizer,
+        folder = self._run.checkpoints
+        problem = disk_room.shortage(
+            folder,
+            checkpoint.tensor_bytes(self.model, self.optimizer, self._ranks),
+            self._ranks,
+            there=len(checkpoint.find(folder)),
             saves=saves,
             keep_last=config.keep_last,
-            ranks=self._ranks,
         )
         if problem:
             self._log.warn("disk-small", problem)
@@ -384,11 +389,16 @@ class Trainer:
             "optimizer": {"step": self.progress.step, "scaler": scaler},
             "progress": asdict(self.progress),
             "data": self.batches.state_dict(),
+            "held_out": self._held_out(),
             "rng": self._ranks.gather(rng.capture()),
             "param_groups": hyperparameters,
             "precision": self._precision,
             "config": asdict(self.config),
         }
+
+    def _held_out(self) -> str | None:
+        """The hash of the tokens that losses are validated on."""
+        return None if self.val_tokens is None else self.val_tokens.header.content
 
     # ---- the end
 

@@ -30,6 +30,12 @@ class ProgressBar:
         print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=sys.stderr)
         print(end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """Leave the line that the bar was drawn on."""
         if self._terminal and self._shown:

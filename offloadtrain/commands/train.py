@@ -153,15 +153,16 @@ def run_job(
         opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
     else:
         opened = team.open_run(config, run_dir, resume, console.say)
-    bar = ProgressBar("preparing the data")
+    bar, verified = ProgressBar("preparing the data"), ProgressBar("verifying the tokens")
     run, ranks = opened.run, ALONE if team is None else team.ranks
     with ExitStack() as stack:
         stack.enter_context(run)
         log = stack.enter_context(RunLog(run, config, console, ranks.rank))
         if team is not None:
             stack.enter_context(team.telling(log))
-        parts = assemble(config, bar.show, ranks, None if team is None else team.place)
-        bar.end()
+        place = None if team is None else team.place
+        with bar, verified:
+            parts = assemble(config, bar.show, ranks, place, verified.show)
         if not ranks.alone:
             console.say(explain(config, parts.local, ranks.size))
         trainer = Trainer(config, parts, run, log)
@@ -179,13 +180,9 @@ def run_job(
         parts.optimizer.close()
         if not first:
             return 0
-        stopped = outcome.status == "stopped"
-        seconds = trainer.progress.seconds
-        console.say(
-            closing.words(
-                run.path, run.events(), config, seconds=seconds, step=outcome.step, stopped=stopped
-            )
-        )
+        stopped, seconds = outcome.status == "stopped", trainer.progress.seconds
+        told = closing.words(run.path, run.events(), config, seconds, outcome.step, stopped=stopped)
+        console.say(told)
         print(run.path, flush=True)
     if team is not None:
         return 0  # torchrun takes any other code for a failure, and starts again

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain import config, events
+from offloadtrain import assembly, config, events
 from offloadtrain.assembly import assemble
 from offloadtrain.config import Config
 from offloadtrain.console import Console
@@ -22,6 +22,7 @@ from offloadtrain.runs import open_run
 from offloadtrain.share import shared
 from offloadtrain.stop import StopRequests
 from offloadtrain.trainer import Trainer
+from offloadtrain.world import Place
 from tests.distributed.conftest import Run
 from tests.trainer.small_job import JOB, write_text
 
@@ -195,6 +196,23 @@ def another_job(data: Path) -> str:
 def test_ranks_with_other_jobs_are_refused(ranks: Run, data: Path) -> None:
     for said in ranks(2, another_job, data):
         assert "rank 1 has another job than rank 0: optim differ" in said
+
+
+def verified_here(data: Path) -> int:
+    """How many token files this rank reads through, all ranks being on one host."""
+    ranks, seen = Ranks.of(None, torch.device("cpu")), []
+    place = Place(ranks.rank, ranks.size, ranks.rank, ranks.size)
+    real, assembly.verify = assembly.verify, lambda tokens, _: seen.append(tokens)
+    try:
+        assemble(job_of(data), ranks=ranks, place=place).optimizer.close()
+    finally:
+        assembly.verify = real
+        ranks.close()
+    return len(seen)
+
+
+def test_tokens_are_verified_once_on_each_host(ranks: Run, data: Path) -> None:
+    assert ranks(2, verified_here, data) == [2, 0]
 
 
 def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:

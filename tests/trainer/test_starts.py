@@ -16,6 +16,7 @@ from offloadtrain_tui.listing import list_runs
 from offloadtrain import checkpoint, config, events
 from offloadtrain.cli import main
 from offloadtrain.config import Config, ConfigError
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
@@ -235,3 +236,41 @@ def test_a_folder_taken_while_the_model_was_built_is_left_alone(tmp_path: Path) 
     with late.run, pytest.raises(RunFolderError, match="holds a run already"):
         late.begin(job="other", resolved="other")
     assert tree(mine) == before
+
+
+def flip_training_data(folder: Path) -> Path:
+    (path,) = (folder / "data").rglob("train.bin")
+    raw = bytearray(path.read_bytes())
+    raw[HEADER_BYTES + 100 : HEADER_BYTES + 200] = bytes(100)
+    path.write_bytes(raw)
+    return path
+
+
+def test_changed_training_data_is_refused_at_start_and_at_resume(
+    tmp_path: Path, stop_after: StopAfter
+) -> None:
+    job, mine = small_job(tmp_path), tmp_path / "mine"
+    stop_after(2)
+    assert run(job, mine) == 75
+    before = tree(mine)
+    path = flip_training_data(tmp_path)
+    for run_dir, resume in ((tmp_path / "new", "never"), (mine, "auto")):
+        with pytest.raises(DataError, match=r"train\.bin: the tokens changed .* hash is \w+, and"):
+            run(job, run_dir, resume=resume)
+    assert tree(mine) == before and not (tmp_path / "new").exists()
+    path.unlink()
+    stop_after(None)
+    assert run(job, mine, resume="auto") == 0, "prepared again as the message says"
+
+
+def test_other_held_out_tokens_are_told_at_resume(tmp_path: Path, stop_after: StopAfter) -> None:
+    mine = tmp_path / "mine"
+    stop_after(2)
+    assert run(small_job(tmp_path), mine) == 75
+    folder = tmp_path / "data" / "text"
+    files = [f"data.train={folder}/train.bin", f"data.val={tmp_path}/other.bin", "data.source="]
+    tokens = TokenFile(folder / "val.bin").tokens[::-1]
+    write_tokens(tmp_path / "other.bin", [tokens], vocab_size=256, tokenizer="bytes")
+    assert run(small_job(tmp_path, *files), mine, resume="auto") == 75
+    (changed,) = [e for e in events_of(mine, events.Warning_) if e.code == "job-changed"]
+    assert "the held-out tokens" in changed.message

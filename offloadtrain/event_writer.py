@@ -64,7 +64,7 @@ class EventWriter:
         self._on_error, self._on_recovery = on_error, on_recovery
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
         self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
-        self._dropped = self._told_dropped = 0
+        self._dropped = self._told_dropped = self._dropped_before = 0
         self._refused: OSError | None = None  # until it was told that this is over
         self._give_up_s = math.inf
         self._closed = False
@@ -152,8 +152,10 @@ class EventWriter:
                 rest = rest[os.write(self._fd, rest) :]
                 self._torn = bool(rest)
         except OSError as error:
-            if self._on_error and not self._refused:
-                self._on_error(error)
+            if not self._refused:
+                self._dropped_before = self._told_dropped
+                if self._on_error:
+                    self._on_error(error)
             self.error = self._refused = error
             return False
         self.error = None
@@ -176,7 +178,7 @@ class EventWriter:
         if lost and self._appended(self._lost_line()):
             self._told_dropped += lost
         if self._refused and self._on_recovery and not self.error:
-            self._on_recovery(lost)
+            self._on_recovery(self._dropped - self._dropped_before)
         self._refused = self.error
 
     def _lost_line(self) -> bytes:

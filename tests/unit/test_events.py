@@ -387,7 +387,8 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     log: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
-    writer = EventWriter(log, capacity=5)
+    recovered: list[int] = []
+    writer = EventWriter(log, capacity=5, on_recovery=recovered.append)
     writer.emit(_step(0))
     assert writer.flush()
     disk.room = room
@@ -399,6 +400,7 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     first, *others, lost, last = [record.event for record in events.read(log)]
     assert (first, others, last) == (_step(0), [], end)
     assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
+    assert recovered == [19]
 
 
 def test_room_is_kept_for_the_end_and_given_back(log: Path) -> None:

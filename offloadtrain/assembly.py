@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.documents import PYTHON_STDLIB
 from offloadtrain.data.prepare import prepare
-from offloadtrain.data.tokens import DataError, TokenFile
+from offloadtrain.data.tokens import DataError, Progress, TokenFile
+from offloadtrain.data.verified import verify
 from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
@@ -29,8 +29,6 @@ from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.units import format_bytes, parse_bytes
 from offloadtrain.world import Place
-
-PrepareProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +58,22 @@ class Parts:
 
 def assemble(
     job: Config,
-    on_prepare: PrepareProgress | None = None,
+    on_prepare: Progress | None = None,
     ranks: Ranks = ALONE,
     place: Place | None = None,
     kept: Kept | None = None,
+    on_verify: Progress | None = None,
 ) -> Parts:
     """Build everything at the state before the first step. Every rank calls this.
 
     Args:
+        on_prepare, on_verify: told of the bytes of text prepared, and of tokens verified.
         place: of this process among those of its host; default: alone.
         kept: of the checkpoint that the run goes on from; None: a new run.
 
     Raises:
         ConfigError: the job asks for what this machine or the data does not have.
-        DataError, HostMemoryError: from the data and the engine.
+        DataError, HostMemoryError: from the data, which is verified, and the engine.
     """
     place = place or Place()
     device = resolve_device(job.device.kind)
@@ -86,6 +86,10 @@ def assemble(
     plan = _planned(chosen, device, place, ranks)
     config = plan.placed.config
     train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
+    if place.local_rank == 0:  # once on each host
+        for tokens in filter(None, (train_tokens, val_tokens)):
+            verify(tokens, on_verify)
+    ranks.barrier()
     _check_same_job(job, train_tokens, ranks)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
         model = Transformer(config.model)
@@ -159,7 +163,7 @@ def offload_job(
 
 
 def _open_together(
-    config: Config, on_prepare: PrepareProgress | None, ranks: Ranks
+    config: Config, on_prepare: Progress | None, ranks: Ranks
 ) -> tuple[TokenFile, TokenFile | None]:
     """Rank 0 makes the token files where there are none, then the others open them."""
     if ranks.rank:
@@ -205,7 +209,7 @@ def _limit(size: str) -> int | None:
 
 
 def open_tokens(
-    config: Config, on_prepare: PrepareProgress | None = None
+    config: Config, on_prepare: Progress | None = None
 ) -> tuple[TokenFile, TokenFile | None]:
     """Open the token files of a job, made from its source first if that is what it names."""
     data = config.data

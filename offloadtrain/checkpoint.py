@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from offloadtrain import durable, tensor_file, units
+from offloadtrain import disk_room, durable, tensor_file
 from offloadtrain.distributed import ALONE, UNTRAINED, Extent, Ranks
 from offloadtrain.manifest import (
     FORMAT,
@@ -46,6 +46,7 @@ from offloadtrain.manifest import (
     VERSION,
     CheckpointError,
     DamagedCheckpointError,
+    NotFiniteError,
     digest_of,
     file_entry,
     read_manifest,
@@ -113,8 +114,9 @@ def save(
         group_bytes: a file holds whole parameters, and ends when it has reached this size.
 
     Raises:
-        CheckpointError: the disk is full or failing, or the step was saved before. What was
-            written is removed again; older checkpoints are untouched.
+        NotFiniteError: there are weights that are not finite.
+        CheckpointError: the disk is full or failing, or the step was saved before. In all cases
+            what was written is removed again, and older checkpoints are untouched.
     """
     started = time.perf_counter()
     final = folder / f"step-{step:08d}"
@@ -124,7 +126,7 @@ def save(
             if ranks.rank == 0:
                 _make(unfinished)
         with _together(ranks, final):
-            _check_space(folder, _tensor_bytes(model, optimizer, ranks), ranks)
+            disk_room.require(folder, tensor_bytes(model, optimizer, ranks), ranks)
             files, described = _write(unfinished, model, optimizer, ranks, group_bytes)
         of_ranks = ranks.gather((files, described))
         with _together(ranks, final):
@@ -150,10 +152,11 @@ def _together(ranks: Ranks, final: Path) -> Iterator[None]:
         failed, message = error, str(error)
     except OSError as error:
         failed, message = error, _save_failure(final, error)
-    for rank, other in enumerate(ranks.gather(message)):
+    kind = NotFiniteError if isinstance(failed, NotFiniteError) else CheckpointError
+    for rank, (other, kind_there) in enumerate(ranks.gather((message, kind))):
         if other is not None:
             where = "" if ranks.alone else f"rank {rank}: "
-            raise CheckpointError(where + other) from failed
+            raise kind_there(where + other) from failed
 
 
 def _make(unfinished: Path) -> None:
@@ -315,7 +318,8 @@ def _write(
     files: _Files = {}
     described: _Described = []
     extents, of_rank = optimizer.extents(), "" if ranks.alone else f"r{ranks.rank:03d}-"
-    for number, group in enumerate(_groups(_owned(model, optimizer, ranks), group_bytes)):
+    owned = _finite(_owned(model, optimizer, ranks))
+    for number, group in enumerate(_groups(owned, group_bytes)):
         name = f"tensors-{of_rank}{number:05d}.safetensors"
         files[name] = durable.write_file(folder / name, tensor_file.file_parts(group))
         described += [_description(name, key, tensor, extents) for key, tensor in group.items()]
@@ -379,6 +383,23 @@ def _owned(
         yield name, {UNTRAINED: tensor}
 
 
+_WEIGHTS = ("master", "weight")
+"""The kinds of tensors that hold a trained weight, or its upper half."""
+
+
+def _finite(owned: Iterator[tuple[str, Tensors]]) -> Iterator[tuple[str, Tensors]]:
+    """Let through what a run can go on from; no copy is made.
+
+    Raises:
+        NotFiniteError: naming the first parameter with a weight that is not finite.
+    """
+    for owner, tensors in owned:
+        for weight in (tensors[kind] for kind in _WEIGHTS if kind in tensors):
+            if weight.numel() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+                raise NotFiniteError(f"the weights of {owner} are not finite")
+        yield owner, tensors
+
+
 def _groups(owned: Iterator[tuple[str, Tensors]], group_bytes: int) -> Iterator[Tensors]:
     """Pack whole owners into files; keys are "kind/owner"."""
     group: Tensors = {}
@@ -402,22 +423,10 @@ def _untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     return found
 
 
-def _tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
+def tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
+    """What this rank writes into a checkpoint."""
     owned = _owned(model, optimizer, ranks)
     return sum(tensor.nbytes for _, tensors in owned for tensor in tensors.values())
-
-
-def _check_space(folder: Path, num_bytes: int, ranks: Ranks) -> None:
-    """All ranks write to one disk."""
-    num_bytes = int(ranks.exchange([num_bytes]).sum())
-    disk = os.statvfs(folder)
-    free, needed = disk.f_bavail * disk.f_frsize, int(num_bytes * 1.05) + (1 << 20)
-    if free < needed:
-        raise CheckpointError(
-            f"a checkpoint needs {units.format_bytes(needed)} and {units.format_bytes(free)} is "
-            f"free in {folder}. "
-            "Older checkpoints are intact. Free some space, or set runs_dir to a larger disk."
-        )
 
 
 def _save_failure(final: Path, error: OSError) -> str:

@@ -3,7 +3,8 @@
 Commands are named here and imported only when they are used, so that help costs neither torch nor
 half a second.
 
-Exit codes: 0 done; 1 failed, or ended at once by a second signal; 2 bad usage or configuration;
+Exit codes: 0 done; 1 failed (also where the loss or a weight is not finite and such steps are not
+skipped), or ended at once by a second signal; 2 bad usage or configuration;
 4 does not fit the memory; 75 stopped on request and resumable (EX_TEMPFAIL of sysexits.h).
 """
 

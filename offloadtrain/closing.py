@@ -11,12 +11,34 @@ from offloadtrain.console import loss_curve
 from offloadtrain.units import format_duration
 
 
-def ended_as(log: Path) -> str | None:
-    """Return the status of the last start in an event log; None where it is not there."""
+def ended_as(log: Path, since_s: float) -> str | None:
+    """Return the status that an event log gives the last start since a time, in Unix seconds; None
+    where it tells of no end since then."""
     if not log.exists():
         return None
-    ends = [r.event for r in events.read(log) if isinstance(r.event, events.RunEnded)]
+    ends = [
+        record.event
+        for record in events.read(log)
+        if isinstance(record.event, events.RunEnded) and record.time_s >= since_s
+    ]
     return ends[-1].status if ends else None
+
+
+def words(run: Path, log: Path, config: Config, seconds: float, step: int, *, stopped: bool) -> str:
+    """Return what is said at the end of a run.
+
+    Args:
+        log: of rank 0.
+        seconds: that it took, in all its starts.
+    """
+    took = f"\n{step} steps in {format_duration(seconds)}"
+    if not log.exists():
+        return (
+            f"{took}\n{run} was removed or renamed while the run was in it: what its log told is "
+            f"gone; what was saved since is in {run / 'checkpoints'}"
+        )
+    curve = "" if stopped else f"\n{summary(log)}\n"
+    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped)}"
 
 
 def summary(log: Path) -> str:
@@ -64,11 +86,6 @@ def next_commands(run: Path, config: Config, *, stopped: bool) -> str:
     ]
     commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
     return f"run folder: {run}\nnext:\n{commands}"
-
-
-def duration(seconds: float, steps: int) -> str:
-    """Return how long the run took in all its starts."""
-    return f"{steps} steps in {format_duration(seconds)}"
 
 
 def _indented(text: str) -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
-from offloadtrain.events import Event, Span, Warning_, to_line
+from offloadtrain.events import Event, RunEnded, Span, Warning_, to_line
+
+RETRY_S = 0.5
+END_WITHIN_S = 5.0
+RESERVED_BYTES = 64 << 10
 
 _Queued: TypeAlias = tuple[Event, float, int] | threading.Event | None
 
@@ -22,38 +28,58 @@ class EventWriter:
     [Note: who owns an event] `emit` takes the event over: it is formatted later, on the writer's
     thread, so dicts in it must not change afterwards. Between the two threads lies one queue. When
     it is full, new events are dropped and counted; spans, which come in hundreds, are dropped
-    while a quarter of it is still free, so that they never push a step out. If the disk refuses
-    (it is full), the writer stops for good, remembers `error`, and goes on emptying the queue.
+    while a quarter of it is still free, so that they never push a step out.
+
+    [Note: A disk that refuses] The record that a full disk refuses is tried again every RETRY_S,
+    and those behind it wait in the queue: only what the queue cannot hold is lost. As soon as the
+    log is written again, a record in it says how many that were. A run that ends meanwhile waits
+    END_WITHIN_S for the disk; then the rest is lost too, all but its `RunEnded`, for which room
+    was kept since the log was opened: RESERVED_BYTES in a file without a name, given back for it.
 
     Attributes:
-        error: the first refusal of the disk, or None.
+        error: why the disk refuses now, or None.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None,
         rank: int = 0,
         capacity: int = 4096,
         on_error: Callable[[OSError], None] | None = None,
+        on_recovery: Callable[[int], None] | None = None,
     ) -> None:
         """Open the log for appending, with mode 0600 if it is new.
 
         Args:
-            on_error: called once, on the writer's thread, when the disk refuses.
+            path: None: events are held until `open`.
+            on_error: called once, on the writer's thread, when the disk begins to refuse.
+            on_recovery: called there with how many events were lost, when it has taken the rest.
 
         Raises:
             OSError: the log cannot be opened.
         """
         self.error: OSError | None = None
-        self._fd = _open_log(path)
         self._rank = rank
         self._capacity = capacity
-        self._on_error = on_error
+        self._on_error, self._on_recovery = on_error, on_recovery
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
         self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
-        self._dropped = 0
+        self._dropped = self._told_dropped = self._dropped_before = 0
+        self._refused: OSError | None = None  # until it was told that this is over
+        self._give_up_s = math.inf
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
+        if path is not None:
+            self.open(path)
+
+    def open(self, path: str | Path) -> None:
+        """Begin to write, first of all what was held.
+
+        Raises:
+            OSError: the log cannot be opened.
+        """
+        self._fd, self._torn = _open_log(path)
+        self._reserve = _reserved(Path(path).parent)
         self._thread.start()
 
     @property
@@ -64,12 +90,14 @@ class EventWriter:
     def emit(self, event: Event) -> None:
         """Queue an event with the time of now; never blocks and never raises."""
         limit = self._capacity * 3 // 4 if type(event) is Span else self._capacity
-        if self._closed or self._queue.qsize() >= limit:
+        if self._closed or (self._queue.qsize() >= limit and type(event) is not RunEnded):
             self._count_drop()
         else:
             self._queue.put((event, time.time(), time.monotonic_ns()))
+        if type(event) is RunEnded:
+            self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
+    def flush(self, timeout_s: float = 2 * END_WITHIN_S) -> bool:
         """Wait until all that was emitted before is written; False if that took too long."""
         done = threading.Event()
         if self._thread.is_alive():
@@ -77,15 +105,17 @@ class EventWriter:
             return done.wait(timeout_s)
         return True
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = 2 * END_WITHIN_S) -> None:
         """Write what is queued and a warning if anything was dropped; a second call does nothing.
 
         A disk that hangs is left behind after `timeout_s`.
         """
         if not self._closed:
             self._closed = True
-            self._queue.put(None)
-            self._thread.join(timeout_s)
+            self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
+            if self._thread.is_alive():
+                self._queue.put(None)
+                self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -93,57 +123,100 @@ class EventWriter:
                 item.set()
             else:
                 self._write(*item)
-        if self._dropped:
-            self._write(_dropped_warning(self._dropped), time.time(), time.monotonic_ns())
+                if self._queue.empty():
+                    self._tell_drops()
+        self._tell_drops()
         with suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)
+        self._give_back_reserve()
 
     def _write(self, event: Event, time_s: float, monotonic_ns: int) -> None:
-        if self.error:
-            self._count_drop()
-            return
         try:
             line = to_line(event, self._rank, time_s, monotonic_ns)
         except (TypeError, ValueError, RecursionError) as error:
             warning = Warning_(code="event-unwritable", message=f"{event.KIND}: {error}")
             line = to_line(warning, self._rank, time_s, monotonic_ns)
-        try:
-            _write_line(self._fd, line)
-        except OSError as error:
-            self._stop_writing(error)
+        while not self._appended(line):
+            if time.monotonic() >= self._give_up_s:
+                if type(event) is not RunEnded or not self._end_anyway(line):
+                    self._count_drop()
+                return
+            time.sleep(RETRY_S)
 
-    def _stop_writing(self, error: OSError) -> None:
-        self.error = error
-        self._count_drop()
-        if self._on_error:
-            self._on_error(error)
+    def _appended(self, line: bytes) -> bool:
+        """Append with one call; more only where the disk took a part. Whether it took all."""
+        rest = b"\n" + line if self._torn else line
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+                self._torn = bool(rest)
+        except OSError as error:
+            if not self._refused:
+                self._dropped_before = self._told_dropped
+                if self._on_error:
+                    self._on_error(error)
+            self.error = self._refused = error
+            return False
+        self.error = None
+        return True
+
+    def _end_anyway(self, line: bytes) -> bool:
+        """The last record, where the disk is full; what was lost is told in front of it."""
+        self._give_back_reserve()
+        lost = self._dropped - self._told_dropped
+        if not self._appended((self._lost_line() if lost else b"") + line):
+            return False
+        self._told_dropped += lost
+        return True
+
+    def _tell_drops(self) -> None:
+        """Once the disk takes all there is again."""
+        if self.error:
+            return
+        lost = self._dropped - self._told_dropped
+        if lost and self._appended(self._lost_line()):
+            self._told_dropped += lost
+        if self._refused and self._on_recovery and not self.error:
+            self._on_recovery(self._dropped - self._dropped_before)
+        self._refused = self.error
+
+    def _lost_line(self) -> bytes:
+        lost = self._dropped - self._told_dropped
+        message = f"{lost} events were dropped: the log's disk was slower than the run"
+        if self._refused:
+            message = f"{lost} events were lost: the log's disk refused ({self._refused.strerror})"
+        warning = Warning_(code="events-dropped", message=message)
+        return to_line(warning, self._rank, time.time(), time.monotonic_ns())
+
+    def _give_back_reserve(self) -> None:
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
 
     def _count_drop(self) -> None:
         with self._drop_lock:
             self._dropped += 1
 
 
-def _open_log(path: str | Path) -> int:
-    """Open for appending; a line torn by a crash of an earlier run is ended first."""
+def _open_log(path: str | Path) -> tuple[int, bool]:
+    """Open for appending; whether a crash of an earlier run has torn its last line."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o600)
     try:
         size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            os.write(fd, b"\n")
+        return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"
     except OSError:
         os.close(fd)
         raise
-    return fd
 
 
-def _write_line(fd: int, line: bytes) -> None:
-    """Write the line with one call; more only where the disk took a part of it."""
-    while line:
-        line = line[os.write(fd, line) :]
-
-
-def _dropped_warning(count: int) -> Warning_:
-    message = f"{count} events were dropped: the log's disk was slower than the run"
-    return Warning_(code="events-dropped", message=message)
+def _reserved(folder: Path) -> IO[bytes] | None:
+    """Take room on the log's disk with bytes that no file system makes smaller; None: there is no
+    room now. The kernel frees it with the process, however that ends."""
+    try:
+        kept = tempfile.TemporaryFile(buffering=0, dir=folder)
+        kept.write(os.urandom(RESERVED_BYTES))
+    except OSError:
+        return None
+    return kept

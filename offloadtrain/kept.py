@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-from offloadtrain import checkpoint
+from offloadtrain.checkpoint import Checkpoint
 from offloadtrain.config import Precision
-from offloadtrain.manifest import STATE
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """As the newest checkpoint has it.
+    """As the checkpoint has it that a run goes on from.
 
     Attributes:
         precision: of the working weights.
@@ -26,16 +23,6 @@ class Kept:
     threads: int
 
 
-def kept_from(checkpoints: Path) -> Kept | None:
-    """Read it before anything is built; None where no checkpoint can be read.
-
-    Whether a checkpoint is good is not decided here: all of a run's have the same precision, and a
-    damaged one is told about when the run takes over the newest good one.
-    """
-    for path in checkpoint.find(checkpoints):
-        try:
-            state = json.loads((path / STATE).read_bytes())
-            return Kept(state["precision"], len(state["rng"]), state.get("threads", 0))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
+def kept_of(found: Checkpoint) -> Kept:
+    state = found.state
+    return Kept(state["precision"], len(state["rng"]), state.get("threads", 0))

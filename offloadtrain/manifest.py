@@ -20,6 +20,10 @@ class CheckpointError(OffloadTrainError):
     """A checkpoint cannot be written, or does not belong to this model or version."""
 
 
+class NotFiniteError(CheckpointError):
+    """What was to be saved is no state to go on from: weights in it are not finite."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, cut short or changed; an older one may be good."""
 

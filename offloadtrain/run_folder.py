@@ -8,20 +8,22 @@ runs/<UTC time>-<name>/
     events/rank000.jsonl
     checkpoints/
     control/            requests from outside (control.py)
-runs/latest             → the newest
+runs/latest             → the newest that has taken a step
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ from offloadtrain.errors import OffloadTrainError
 from offloadtrain.events import SCHEMA
 
 _MODE = 0o700
+_CONTENT = (
+    *("lock", "run.json", "job.toml", "resolved.toml"),
+    *("events", "checkpoints", "control"),
+)
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 
 
@@ -38,10 +44,17 @@ class RunFolderError(OffloadTrainError):
 
 
 class RunFolder:
-    """An open run folder; holds the lock until `close`.
+    """A run folder, locked until `close`.
+
+    [Note: Nothing before it begins]
+    A start may be refused for many reasons: another model, no memory, no data. So a folder that is
+    there is only locked until `begin`, and a new one is not even made. What `begin` has made is
+    taken away again by `close`, unless a step or a checkpoint is in it (`keep`): only then does
+    runs_dir/latest point to it. A kill at the wrong moment can leave a folder without either; who
+    looks for a run to go on with passes it over (`runs.py`).
 
     Attributes:
-        path: the folder.
+        path: the folder; of a new run whose name was taken meanwhile, another one after `begin`.
         run_id: its name, which holds the UTC time it was made and the job's name.
     """
 
@@ -53,13 +66,88 @@ class RunFolder:
         """
         if not (path / "events").is_dir():
             raise RunFolderError(f"{path} is no run folder: it has no folder events")
-        self.path = path
-        self.run_id = path.name
+        self._set_up(path)
+        if not (path / "lock").exists():
+            self._made.append(path / "lock")
         self._lock = _lock(path / "lock")
 
     @classmethod
-    def of_rank_0(cls, path: Path) -> RunFolder:
-        """The folder that rank 0 of this job has locked, for another rank to write its log.
+    def new(cls, runs_dir: Path, name: str, path: Path | None = None) -> RunFolder:
+        """One that `begin` is to make.
+
+        Args:
+            path: the folder to make; default: runs_dir/<UTC time>-<name>.
+
+        Raises:
+            RunFolderError: `path` holds a run already, or cannot be made.
+        """
+        run = cls.__new__(cls)
+        run._set_up(path or runs_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}")
+        run._runs_dir, run._new, run._dated = runs_dir, True, path is None
+        run._refuse_what_is_taken()
+        _check_can_be_made(run.path)
+        return run
+
+    @classmethod
+    def of_rank_0(cls, path: Path | None = None) -> RunFolder:
+        """The folder that rank 0 of this job has locked, for another rank to write its log; None:
+        it is not made yet, and `join` will name it.
+
+        Raises:
+            RunFolderError: it is not there: the hosts share no file system at this path.
+        """
+        run = cls.__new__(cls)
+        run._set_up(path or Path())
+        if path is not None:
+            run.join(path)
+        return run
+
+    def _set_up(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+        self._runs_dir = path.parent
+        self._new = self._dated = self._kept = False
+        self._made: list[Path] = []
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def events(self, rank: int = 0) -> Path:
+        """The event file of one rank."""
+        return self.path / "events" / f"rank{rank:03d}.jsonl"
+
+    def begin(self, resolved: str, job: str | None = None) -> None:
+        """Make the folder if it is new, and write what this start is to run.
+
+        Args:
+            resolved: text of the job as run; a resume may change keys that do not make it another
+                run.
+            job: text of the job as given; None leaves what is there.
+
+        Raises:
+            RunFolderError: it cannot be made, or another start has begun in it meanwhile.
+        """
+        try:
+            if self._new:
+                self._make()
+            else:
+                self._kept = True
+            os.truncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            if job is not None:
+                _write(self.path / "job.toml", job)
+            _write(self.path / "resolved.toml", resolved)
+        except OSError as error:
+            where = f"{self.path}: {error.strerror}"
+            raise RunFolderError(f"the run folder cannot be made at {where}") from error
+
+    def join(self, path: Path) -> None:
+        """Take the folder that rank 0 has made.
 
         Raises:
             RunFolderError: it is not there: the hosts share no file system at this path.
@@ -69,17 +157,15 @@ class RunFolder:
                 f"{path} is not on {socket.gethostname()}: all hosts of a job must see the run "
                 "folder; set runs_dir to a file system that they share"
             )
-        run = cls.__new__(cls)
-        run.path, run.run_id, run._lock = path, path.name, -1
-        return run
+        self.path = path
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def events(self, rank: int = 0) -> Path:
-        """The event file of one rank."""
-        return self.path / "events" / f"rank{rank:03d}.jsonl"
+    def keep(self) -> None:
+        """There is a step or a checkpoint in it: it stays, whatever becomes of this start."""
+        if self._kept or self._lock < 0:
+            return
+        self._kept = True
+        if self.path.parent.resolve() == self._runs_dir.resolve():
+            _point_latest(self.path)
 
     def write_run(self, facts: Mapping[str, Any]) -> None:
         """Write run.json: what starts of this folder share, with `facts` added."""
@@ -94,12 +180,11 @@ class RunFolder:
         }
         _write(self.path / "run.json", json.dumps({**known, **facts}, indent=1, default=str) + "\n")
 
-    def write_resolved(self, text: str) -> None:
-        """Replace resolved.toml: a resume may change keys that do not make it another run."""
-        _write(self.path / "resolved.toml", text)
-
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
+        """Take away what holds neither step nor checkpoint, and let go of the lock. Idempotent."""
+        if not self._kept and not _has_checkpoint(self.path):
+            _remove(self._made)
+        self._made = []
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -110,62 +195,95 @@ class RunFolder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _refuse_what_is_taken(self) -> None:
+        """Raises RunFolderError where somebody's run is, or begins."""
+        if self._dated or not self.path.exists():
+            return
+        if holds_run(self.path):
+            raise RunFolderError(f"{self.path} holds a run already: {how_to_go_on(self.path)}")
+        if (self.path / "events").is_dir():
+            RunFolder(self.path).close()
 
-def create(
-    runs_dir: Path, name: str, *, job: str, resolved: str, path: Path | None = None
-) -> RunFolder:
-    """Make a new run folder and point runs_dir/latest to it, if it lies there.
-
-    Args:
-        job: text of the job as given.
-        resolved: text of the job as run.
-        path: the folder to make; default: runs_dir/<UTC time>-<name>.
-
-    Raises:
-        RunFolderError: `path` holds a run already, or cannot be made.
-    """
-    try:
-        folder = _make(path) if path is not None else _make_dated(runs_dir, name)
+    def _make(self) -> None:
+        """Make the folder, and lock it before the first file: another start may be at work."""
+        self._made = _missing(self.path.parent)
+        self.path.parent.mkdir(mode=_MODE, parents=True, exist_ok=True)
+        if self._dated:
+            self.path = _make_dated(self.path)
+            self._made.append(self.path)
+        elif not self.path.exists():
+            self.path.mkdir(mode=_MODE)
+            self._made.append(self.path)
+        self._refuse_what_is_taken()
+        inside = (self.path / name for name in _CONTENT)
+        self._made += [path for path in inside if not path.exists()]
         for child in ("events", "checkpoints"):
-            (folder / child).mkdir(mode=_MODE, exist_ok=True)
-        run = RunFolder(folder)  # before the first file: another start may be at work in `path`
-        with ExitStack() as on_failure:
-            on_failure.callback(run.close)
-            _write(folder / "job.toml", job)
-            _write(folder / "resolved.toml", resolved)
-            if folder.parent.resolve() == runs_dir.resolve():
-                _point_latest(folder)
-            on_failure.pop_all()
-    except OSError as error:
-        where = f"{path or runs_dir}: {error.strerror}"
-        raise RunFolderError(f"the run folder cannot be made at {where}") from error
-    return run
+            (self.path / child).mkdir(mode=_MODE, exist_ok=True)
+        self._lock = _lock(self.path / "lock")
 
 
-def newest(runs_dir: Path, name: str) -> Path | None:
-    """The newest run folder of the job `name`, or None."""
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun there, however it ended."""
+    return (path / "run.json").exists()
+
+
+def how_to_go_on(path: Path) -> str:
+    """What to do about a folder that holds a run, by whether there is anything to go on from."""
+    if _has_checkpoint(path):
+        return f"resume it with --resume {path}"
+    return f"it has no checkpoint yet; to start over in it: --run-dir {path} --resume auto"
+
+
+def _has_checkpoint(path: Path) -> bool:
+    return any((path / "checkpoints").glob("step-????????"))
+
+
+def of_job(runs_dir: Path, name: str) -> list[Path]:
+    """The run folders of the job `name`, the newest first."""
     form = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:\+(\d+))?")
     found = [(form.fullmatch(path.name), path) for path in runs_dir.glob("*-*") if path.is_dir()]
     dated = [(match[1], int(match[2] or 0), path) for match, path in found if match]
-    return max(dated)[2] if dated else None
+    return [path for *_, path in sorted(dated, reverse=True)]
 
 
-def _make_dated(runs_dir: Path, name: str) -> Path:
-    """Make <date>-<time>-<name>; "+1" follows, which no name ends in, if the second is taken."""
-    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+def _make_dated(path: Path) -> Path:
+    """Make the folder; "+1" follows, which no name ends in, if the name is taken."""
     for suffix in ("", *(f"+{i}" for i in range(1, 100))):
         with suppress(FileExistsError):
-            path = runs_dir / f"{stem}{suffix}"
-            path.mkdir(mode=_MODE, parents=True)
-            return path
-    raise RunFolderError(f"{runs_dir / stem} and 99 names like it are taken")
+            made = path.with_name(f"{path.name}{suffix}")
+            made.mkdir(mode=_MODE)
+            return made
+    raise RunFolderError(f"{path} and 99 names like it are taken")
 
 
-def _make(path: Path) -> Path:
-    if (path / "run.json").exists():
-        raise RunFolderError(f"{path} holds a run already: resume it with --resume {path}")
-    path.mkdir(mode=_MODE, parents=True, exist_ok=True)
-    return path
+def _missing(path: Path) -> list[Path]:
+    """The folders above and at `path` that are not there, the highest first."""
+    return [] if path.exists() else [*_missing(path.parent), path]
+
+
+def _check_can_be_made(path: Path) -> None:
+    """Refuse now what `begin` could not make minutes later, when the model is built."""
+    above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not above.is_dir():
+        code = errno.EEXIST if above == path else errno.ENOTDIR
+    elif not os.access(above, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    else:
+        return
+    raise RunFolderError(f"the run folder cannot be made at {path}: {os.strerror(code)}")
+
+
+def _remove(made: list[Path]) -> None:
+    """What was made, the last first. What cannot be removed stays: a folder above the run in which
+    another one was made meanwhile, and what a failing disk keeps, without harm to later starts."""
+    for path in reversed(made):
+        if path.name in ("events", "checkpoints", "control"):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_dir():
+            with suppress(OSError):
+                path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _lock(path: Path) -> int:
@@ -179,8 +297,6 @@ def _lock(path: Path) -> int:
         raise RunFolderError(
             f"{path.parent} is already running, pid {owner}: stop it, or take another --run-dir"
         )
-    os.truncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
 
 

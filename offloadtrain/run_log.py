@@ -52,7 +52,9 @@ class RunLog:
         self._rank = rank
         self._began_s = time.monotonic()
         self._nvml = Nvml()
-        self._writer = EventWriter(run.events(rank), rank, on_error=self._cannot_write)
+        self._writer = EventWriter(
+            None, rank, on_error=self._cannot_write, on_recovery=self._writes_again
+        )
         self._alerts = Alerts(self._alert, time.monotonic)
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._progress = Progress()
@@ -79,11 +81,16 @@ class RunLog:
         self._console.end_line()
         self._sampler.close()
         self._writer.close()
+        if (refused := self._writer.error) is not None:
+            self._console.say(
+                f"warning: the event log is not complete: {self._writer.dropped} records were lost "
+                f"({refused.strerror})"
+            )
 
     # ---- start and end
 
     def started(self, parts: Parts, progress: Progress, waiting: str = "") -> None:
-        """The run is about to train, from `progress.step` on.
+        """The run has begun in its folder and is about to train, from `progress.step` on.
 
         Args:
             waiting: how torch's threads wait for each other, if not as OpenMP does by itself.
@@ -97,6 +104,7 @@ class RunLog:
         facts: dict[str, Any] = {"name": config.name, "num_params": num_params(config.model)}
         if self._rank == 0:
             self._run.write_run(facts | {"ranks": parts.ranks.size})
+        self._writer.open(self._run.events(self._rank))
         self._writer.emit(
             events.RunStarted(
                 run_id=self._run.run_id,
@@ -245,6 +253,7 @@ class RunLog:
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )
         self._writer.emit(step)
+        self._run.keep()
         if self._rank == 0:
             self._alerts.step(step)
         for interval in report.timeline:
@@ -330,8 +339,12 @@ class RunLog:
             )
         )
         self._console.say(f"step {progress.step}: validation loss {progress.val_loss:.4f}")
+        if not math.isfinite(progress.val_loss):
+            message = f"the validation loss of step {progress.step} is {progress.val_loss}"
+            self.warn("loss-not-finite", message, progress.step)
 
     def saved(self, step: int, saved: Saved) -> None:
+        self._run.keep()
         self._alerts.checkpoint(saved.num_bytes)
         self._writer.emit(
             events.Checkpoint(
@@ -385,4 +398,11 @@ class RunLog:
         self._console.say(f"{sign}: {alert.code}: {alert.message}")
 
     def _cannot_write(self, error: OSError) -> None:
-        self._console.say(f"warning: the event log is not written any more: {error.strerror}")
+        """On the writer's thread, as the next one."""
+        self._console.say(
+            f"warning: the event log cannot be written ({error.strerror}): it is tried again until "
+            "the run ends, and training goes on"
+        )
+
+    def _writes_again(self, lost: int) -> None:
+        self._console.say(f"the event log is written again; {lost} records were lost")

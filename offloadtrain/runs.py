@@ -3,66 +3,168 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from offloadtrain import checkpoint, config, run_folder
+from offloadtrain import checkpoint, run_folder
 from offloadtrain.config import Config
+from offloadtrain.distributed import ALONE, Ranks
 from offloadtrain.errors import ConfigError
+from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.run_folder import RunFolder
 
 Say = Callable[[str], None]
 
 
+@dataclass(slots=True)
+class Opened:
+    """A run folder, locked and not yet changed: see [Note: Nothing before it begins].
+
+    Attributes:
+        found: the checkpoint to go on from, verified; None: the run begins at step 0.
+        damaged: newer checkpoints of it that were passed over, and what is wrong with each.
+    """
+
+    run: RunFolder
+    found: checkpoint.Checkpoint | None = None
+    damaged: list[tuple[Path, DamagedCheckpointError]] = field(default_factory=list)
+
+    def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
+        """What it goes on from is accepted: from here on the folder is written. Every rank calls
+        this.
+
+        Args:
+            job: text of the job as given; a run that goes on keeps its own.
+            resolved: text of the job as run.
+
+        Returns:
+            What was done about each damaged checkpoint.
+
+        Raises:
+            RunFolderError: the folder cannot be made, or another start has begun in it meanwhile.
+        """
+        if ranks.rank == 0:
+            self.run.begin(resolved, None if self.found else job)
+        path = ranks.tell(self.run.path.resolve())
+        if ranks.rank:
+            self.run.join(path)
+            return []
+        return [
+            f"{why}. It is kept as {checkpoint.set_aside(at).name}." for at, why in self.damaged
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What `--resume` and `--run-dir` mean, before any checkpoint is verified.
+
+    Attributes:
+        candidates: run folders with checkpoints, the first good one is taken.
+        required: there is no new run where none of them is good.
+        skipped: newer runs without a checkpoint.
+        over: a run without a checkpoint that is started over in its folder.
+    """
+
+    candidates: tuple[Path, ...] = ()
+    required: bool = False
+    skipped: tuple[str, ...] = ()
+    over: Path | None = None
+
+
 def open_run(
-    job: Config, job_text: str, *, run_dir: Path | None, resume: str, say: Say
-) -> tuple[RunFolder, bool]:
-    """Return the locked run folder, and whether to go on from its newest checkpoint.
+    job: Config, *, run_dir: Path | None, resume: str, say: Say, ranks: Ranks = ALONE
+) -> Opened:
+    """Find the run folder and lock it; nothing is written. Every rank calls this; rank 0 decides.
 
     Args:
-        job_text: the job as given, kept in a new folder.
         run_dir: a folder asked for by name.
         resume: "never", "auto" or a run folder.
 
     Raises:
         ConfigError: `resume` and `run_dir` contradict each other, or there is no such run.
+        CheckpointError: the run asked for has checkpoints, and none of them is good.
         RunFolderError: the folder is in use, or holds a run that may not be mixed with a new one.
     """
-    found = _to_resume(job, run_dir, resume, say)
-    resolved = config.dump(job)
-    if found is not None:
-        run = RunFolder(found)
-        run.write_resolved(resolved)
-        return run, True
+    choice = ranks.tell(_choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice())
+    skipped = list(choice.skipped)
+    for path in choice.candidates:
+        opened = _verified(path, ranks)
+        if opened.found is not None:
+            if skipped:
+                say(f"resume auto: skipped {', '.join(skipped)}; going on with {path.name}")
+            return opened
+        opened.run.close()
+        if choice.required:
+            raise CheckpointError(_nothing_good(path, opened))
+        skipped.append(f"{path.name} (no good checkpoint)")
+    if resume == "auto" and choice.over is None:
+        nothing = f"skipped {', '.join(skipped)}" if skipped else f"no checkpoint of {job.name}"
+        say(f"resume auto: {nothing} in {run_dir or job.runs_dir}, a new run")
+    if ranks.rank:
+        return Opened(RunFolder.of_rank_0())
+    if choice.over is not None:
+        return Opened(RunFolder(choice.over))
+    return Opened(RunFolder.new(Path(job.runs_dir), job.name, run_dir))
+
+
+def _verified(path: Path, ranks: Ranks) -> Opened:
+    """Lock it, and read its checkpoints until one is good."""
+    opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
+    try:
+        opened.found = checkpoint.newest_good(
+            opened.run.checkpoints, lambda at, why: opened.damaged.append((at, why)), ranks
+        )
+    except BaseException:
+        opened.run.close()
+        raise
+    return opened
+
+
+def _nothing_good(path: Path, opened: Opened) -> str:
+    told = "".join(f"\n  {why}" for _, why in opened.damaged)
     return (
-        run_folder.create(
-            Path(job.runs_dir), job.name, job=job_text, resolved=resolved, path=run_dir
-        ),
-        False,
+        f"{path / 'checkpoints'} holds no good checkpoint to go on from; it was left as it is. To "
+        f"start over, take another --run-dir.{told}"
     )
 
 
-def _to_resume(job: Config, run_dir: Path | None, resume: str, say: Say) -> Path | None:
+def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice:
     if resume == "never":
-        return None
+        return _Choice()
     if resume != "auto":
-        return _named(Path(resume), run_dir)
-    path = run_dir if run_dir is not None else run_folder.newest(Path(job.runs_dir), job.name)
-    saved = checkpoint.find(path / "checkpoints") if path is not None else []
-    if path is None or not saved:
-        say(f"resume auto: no checkpoint of {job.name} in {run_dir or job.runs_dir}, a new run")
-        return None
-    if run_dir is None and checkpoint.step_of(saved[0]) >= job.train.steps:
-        say(f"resume auto: {path} is complete, a new run")
-        return None
-    return path
+        return _Choice((_named(Path(resume), run_dir),), required=True)
+    if run_dir is not None:
+        return _of_folder(run_dir, say)
+    candidates, skipped = [], []
+    for path in run_folder.of_job(Path(job.runs_dir), job.name):
+        saved = checkpoint.find(path / "checkpoints")
+        if saved and checkpoint.step_of(saved[0]) >= job.train.steps:
+            skipped.append(f"{path.name} (complete)")
+            break
+        if saved:
+            candidates.append(path)
+        elif not candidates:
+            skipped.append(f"{path.name} (no checkpoint)")
+    return _Choice(tuple(candidates), skipped=tuple(skipped))
+
+
+def _of_folder(path: Path, say: Say) -> _Choice:
+    """Go on in this folder; a run that ended before its first checkpoint is started over there, and
+    its log goes on."""
+    if checkpoint.find(path / "checkpoints"):
+        return _Choice((path,), required=True)
+    if not run_folder.holds_run(path):
+        return _Choice()
+    say(f"resume auto: {path} has no checkpoint: starting over in it, its log is kept")
+    return _Choice(over=path)
 
 
 def _named(path: Path, run_dir: Path | None) -> Path:
     if run_dir is not None and run_dir.resolve() != path.resolve():
         raise ConfigError(f"--resume {path} and --run-dir {run_dir} name two folders; give one")
-    if not checkpoint.find(path / "checkpoints"):
-        raise ConfigError(
-            f"--resume {path}: no checkpoint in {path / 'checkpoints'}; give a run folder, "
-            '"auto" or "never"'
-        )
-    return path
+    if checkpoint.find(path / "checkpoints"):
+        return path
+    problem = f"--resume {path}: no checkpoint in {path / 'checkpoints'}; "
+    if run_folder.holds_run(path):
+        raise ConfigError(problem + run_folder.how_to_go_on(path))
+    raise ConfigError(problem + 'give a run folder, "auto" or "never"')

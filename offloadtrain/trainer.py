@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from offloadtrain import checkpoint, rng
+from offloadtrain import checkpoint, disk_room, rng
 from offloadtrain.assembly import Parts
 from offloadtrain.config import Config
 from offloadtrain.control import Requests
@@ -32,17 +31,24 @@ from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.errors import ConfigError, OffloadTrainError
-from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.manifest import CheckpointError, NotFiniteError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.schedule import learning_rate
 from offloadtrain.progress import Progress, StepClock, Told
+from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
 from offloadtrain.stop import StopRequests
 
 MAX_SKIPS = 20
 SAMPLE_TEMPERATURE = 0.8
 _SAMPLE_SEED = 0
+_SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
+_ADVICE = {
+    "fp16": f'{_SLOWER}, or set device.precision = "bf16" or "fp32"',
+    "bf16": f'{_SLOWER}, or set device.precision = "fp32"',
+    "fp32": _SLOWER,
+}
 
 
 class TrainingError(OffloadTrainError):
@@ -65,10 +71,8 @@ class Outcome:
 class Trainer:
     """One run, from its first or latest step to its last, or until it is asked to stop."""
 
-    def __init__(
-        self, config: Config, parts: Parts, folder: Path, log: RunLog, requests: Requests | None
-    ) -> None:
-        """`folder`: for checkpoints; only this job's trainers write it."""
+    def __init__(self, config: Config, parts: Parts, run: RunFolder, log: RunLog) -> None:
+        """`run`: has begun when `train` is called."""
         self.config = config
         self._local, self._ranks = parts.local, parts.ranks
         self.model, self.optimizer = parts.model, parts.optimizer
@@ -77,24 +81,22 @@ class Trainer:
         self.progress = Progress()
         self._precision = parts.precision
         self._tokenizer = parts.train_tokens.header.tokenizer
-        self._folder = folder
+        self._run = run
         self._log = log
-        self._requests = requests
+        self._requests: Requests | None = None
         self._loss = _LateLoss(self.optimizer.device)
         self._saved_step = -1
         self._all_stop = False
 
     # ---- resume
 
-    def resume(self) -> None:
-        """Take over the newest good checkpoint; a damaged one is told about and set aside.
+    def resume(self, found: checkpoint.Checkpoint) -> None:
+        """Take over the state of a verified checkpoint.
 
         Raises:
-            CheckpointError: there is none, or it is of another model.
+            CheckpointError, ConfigError: it is of another model.
+            DataError: it was trained on other tokens.
         """
-        found = checkpoint.newest_good(self._folder, self._set_aside, self._ranks)
-        if found is None:
-            raise CheckpointError(f"{self._folder} holds no good checkpoint to go on from")
         self._check_same_job(found)
         checkpoint.restore(found, self.model, self.optimizer)
         state = found.state
@@ -106,12 +108,6 @@ class Trainer:
         else:  # a rank that was not there: numbers that nobody else draws
             rng.seed_all(self.config.train.seed + self._ranks.rank + found.step * self._ranks.size)
         self._saved_step = found.step
-
-    def _set_aside(self, path: Path, damage: DamagedCheckpointError) -> None:
-        if self._ranks.rank:
-            return
-        kept = checkpoint.set_aside(path)
-        self._log.warn("checkpoint-damaged", f"{damage}. It is kept as {kept.name}.")
 
     def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
         """Refuse what makes another run of it, and tell what else was changed."""
@@ -130,19 +126,50 @@ class Trainer:
         changed = _differences(found.state["config"], asdict(self.config))
         if structural := [line for line in changed if line.startswith("model.")]:
             raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
+        if found.state.get("held_out", self._held_out()) != self._held_out():
+            changed.append(
+                "the held-out tokens: validation losses do not compare with earlier ones"
+            )
         if changed:
             self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
 
-    # ---- the loop
-
-    def train(self) -> Outcome:
-        """Train from `progress.step` to the job's last step.
+    def check_room(self) -> None:
+        """Before the run begins: whether its checkpoints fit the disk.
 
         Raises:
-            TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved.
+            CheckpointError: not even one does.
+        """
+        step, config = self.progress.step, self.config.train
+        if step >= config.steps:
+            return
+        every = config.checkpoint_every
+        saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
+        folder = self._run.checkpoints
+        problem = disk_room.shortage(
+            folder,
+            checkpoint.tensor_bytes(self.model, self.optimizer, self._ranks),
+            self._ranks,
+            there=len(checkpoint.find(folder)),
+            saves=saves,
+            keep_last=config.keep_last,
+        )
+        if problem:
+            self._log.warn("disk-small", problem)
+
+    # ---- the loop
+
+    def train(self, requests: Requests | None) -> Outcome:
+        """Train from `progress.step` to the job's last step.
+
+        Args:
+            requests: from outside; rank 0 answers them.
+
+        Raises:
+            TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved. Or
+                the loss or a weight is not, and none was.
             CheckpointError: the last checkpoint could not be saved.
         """
-        config = self.config.train
+        config, self._requests = self.config.train, requests
         with StopRequests() as stop:
             if self.progress.step == 0:
                 self._evaluate()
@@ -239,6 +266,8 @@ class Trainer:
     def _check_finite(self, number: int, report: StepReport, loss: float) -> None:
         if not math.isfinite(loss):
             self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
+            if not report.skipped:
+                raise self._spoilt(f"the loss of step {number} is {loss}")
         elif report.skipped and self._precision != "fp16":
             self._log.warn(
                 "step-skipped",
@@ -250,9 +279,17 @@ class Trainer:
             raise TrainingError(
                 f"{MAX_SKIPS} steps in a row were skipped: the gradients of step {number} are not "
                 f"finite (loss {loss}, loss scale {report.loss_scale:g}). The state before them is "
-                "in the last checkpoint. Lower optim.lr, lengthen optim.warmup_steps, or set "
-                'device.precision = "bf16" or "fp32".'
+                f"in the last checkpoint. {_ADVICE[self._precision]}."
             )
+
+    def _spoilt(self, problem: str) -> TrainingError:
+        """No step from here on would be of use."""
+        saved = checkpoint.find(self._run.checkpoints)
+        last = f"the last checkpoint, {saved[0].name}, is from before" if saved else "none was yet"
+        advice = _ADVICE[self._precision]
+        if not self.config.optim.skip_nonfinite:
+            advice = f"Go on from there with optim.skip_nonfinite = true, or: {advice}"
+        return TrainingError(f"{problem}. Nothing was saved of it; {last}. {advice}.")
 
     # ---- between steps
 
@@ -321,25 +358,33 @@ class Trainer:
             self._log.checkpoint_failed(self.progress.step, error)
 
     def _save(self) -> None:
-        """Save the state after this step, unless it was saved already, and prune."""
+        """Save the state after this step, unless it was saved already, and prune.
+
+        Raises:
+            TrainingError: its weights are not finite.
+            CheckpointError: the disk is full or failing.
+        """
         if self._saved_step == self.progress.step:
             return
         self._log.doing("saving a checkpoint")
-        saved = checkpoint.save(
-            self._folder,
-            self.progress.step,
-            self.model,
-            self.optimizer,
-            self._state(),
-            ranks=self._ranks,
-        )
+        try:
+            saved = checkpoint.save(
+                self._run.checkpoints,
+                self.progress.step,
+                self.model,
+                self.optimizer,
+                self._state(),
+                ranks=self._ranks,
+            )
+        except NotFiniteError as error:
+            raise self._spoilt(f"after step {self.progress.step} {error}") from error
         self._saved_step = self.progress.step
         self.progress.seconds += saved.seconds
         self._log.saved(self.progress.step, saved)
         if self._ranks.rank:
             return
         try:
-            checkpoint.prune(self._folder, self.config.train.keep_last)
+            checkpoint.prune(self._run.checkpoints, self.config.train.keep_last)
         except OSError as error:
             self._log.warn("prune-failed", f"old checkpoints stay: {error}")
 
@@ -354,12 +399,17 @@ class Trainer:
             "optimizer": {"step": self.progress.step, "scaler": scaler},
             "progress": asdict(self.progress),
             "data": self.batches.state_dict(),
+            "held_out": self._held_out(),
             "rng": self._ranks.gather(rng.capture()),
             "param_groups": hyperparameters,
             "precision": self._precision,
             "threads": torch.get_num_threads(),
             "config": asdict(self.config),
         }
+
+    def _held_out(self) -> str | None:
+        """The hash of the tokens that losses are validated on."""
+        return None if self.val_tokens is None else self.val_tokens.header.content
 
     # ---- the end
 

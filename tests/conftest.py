@@ -14,6 +14,12 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_memory_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nor of the user's own token files: what was verified is remembered for this session."""
+    os.environ["OFFLOADTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a GPU say so where there is none."""
     if torch.cuda.is_available():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +29,7 @@ def launch(ranks: int, max_restarts: int, arguments: Sequence[str]) -> int:
     command += ["--shutdown-timeout", str(STOP_WITHIN_S)] if _has_shutdown_timeout() else []
     command += ["-m", "offloadtrain", *arguments]
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    began_s = time.time()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environ
     )
@@ -48,7 +50,7 @@ def launch(ranks: int, max_restarts: int, arguments: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return _exit_code(run, code)
+    return _exit_code(run, code, began_s)
 
 
 def _echo(process: subprocess.Popen[str]) -> Path | None:
@@ -62,11 +64,16 @@ def _echo(process: subprocess.Popen[str]) -> Path | None:
     return Path(last) if last else None
 
 
-def _exit_code(run: Path | None, code: int) -> int:
+def _exit_code(run: Path | None, code: int, began_s: float) -> int:
     """torchrun ends with 1 where its ranks were asked to stop and did: the log knows better."""
     from offloadtrain.commands.train import STOPPED
 
-    status = ended_as(run / "events" / "rank000.jsonl") if run is not None else None
+    if run is None:
+        return code or 1
+    log = run / "events" / "rank000.jsonl"
+    status = ended_as(log, began_s)
+    if status is None:
+        print(f"{log} does not tell how this start ended: taken for failed", file=sys.stderr)
     if status == "stopped":
         return STOPPED
     return 0 if status == "done" and code in (0, 1) else code or 1

@@ -34,6 +34,12 @@ class ProgressBar:
         if self._on_shown is not None:
             self._on_shown()
 
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """Leave the line that the bar was drawn on."""
         if self._terminal and self._shown:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from offloadtrain import checkpoint, runs
+from offloadtrain import runs
 from offloadtrain.config import Config
 from offloadtrain.device import resolve_device
 from offloadtrain.distributed import RankError, Ranks, attempt_store, connect, disconnect
@@ -44,33 +44,24 @@ class Team:
         self._store = connect(place, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
         self._watch = Watch(attempt_store(self._store, place), place, self._lost)
         self._log: RunLog | None = None
+        self._run: RunFolder | None = None
         self.ranks = Ranks.of(None, torch.device("cpu"))
 
     def open_run(
-        self,
-        config: Config,
-        job_text: str,
-        run_dir: Path | None,
-        resume: str,
-        say: Callable[[str], None],
-    ) -> tuple[RunFolder, bool]:
-        """Rank 0 opens it as `runs.open_run`; the others write their logs into it. Ranks that were
-        started again go on with the run that they were in."""
-        if self.place.rank == 0:
-            run_dir, resume = self._after_restart(run_dir, resume)
-            run, resumes = runs.open_run(config, job_text, run_dir=run_dir, resume=resume, say=say)
-            self._store.set(_RUN_KEY, str(run.path.resolve()))
-            self.ranks.tell((run.path.resolve(), resumes))
-            return run, resumes
-        path, resumes = self.ranks.tell((Path(), False))
-        return RunFolder.of_rank_0(path), resumes
+        self, config: Config, run_dir: Path | None, resume: str, say: Callable[[str], None]
+    ) -> runs.Opened:
+        """As `runs.open_run`. Ranks that were started again go on in the folder that they were
+        in."""
+        if self.place.attempt and self._store.check([_RUN_KEY]):
+            run_dir, resume = Path(self._store.get(_RUN_KEY).decode()), "auto"
+        opened = runs.open_run(config, run_dir=run_dir, resume=resume, say=say, ranks=self.ranks)
+        self._run = opened.run
+        return opened
 
-    def _after_restart(self, run_dir: Path | None, resume: str) -> tuple[Path | None, str]:
-        if self.place.attempt == 0 or not self._store.check([_RUN_KEY]):
-            return run_dir, resume
-        path = Path(self._store.get(_RUN_KEY).decode())
-        saved = checkpoint.find(path / "checkpoints")
-        return (path, str(path)) if saved else (None, "never")
+    def began(self, run: RunFolder) -> None:
+        """Where to go on if the ranks are started again."""
+        if self.place.rank == 0:
+            self._store.set(_RUN_KEY, str(run.path.resolve()))
 
     @contextmanager
     def telling(self, log: RunLog) -> Iterator[None]:
@@ -119,6 +110,8 @@ class Team:
         """On the watch's thread: another rank has failed, and the training thread does not end."""
         if self._log is not None:
             self._log.ended("failed", _blamed(cause))
+        if self._run is not None:
+            self._run.close()
         self._leave(f"RankError: {_blamed(cause)}")
 
     def _leave(self, text: str) -> None:

@@ -53,9 +53,10 @@ def train(
     run_dir
         Folder of this run. Default: runs/<UTC time>-<name>.
     resume
-        never: a new run. auto: go on with the newest run of this job that is not complete, from its
-        newest good checkpoint; a new run where there is none. Otherwise: the run folder to go on
-        with.
+        never: a new run. auto: go on with the newest run of this job that has a good checkpoint; a
+        new run where there is none, or where that run is complete. With --run-dir: go on in that
+        folder, or start over in it where it has no checkpoint yet. Otherwise: the run folder to go
+        on with.
     nproc
         Ranks on this host: a number, or auto: one per GPU. The global batch stays what the job
         says. With --dry-run: what each of them needs. On several hosts: torchrun ... -m
@@ -168,10 +169,11 @@ def _run(
     console: Console,
 ) -> int:
     from offloadtrain import closing
+    from offloadtrain import config as jobs
     from offloadtrain.assembly import assemble
     from offloadtrain.control import Requests
     from offloadtrain.distributed import ALONE
-    from offloadtrain.kept import kept_from
+    from offloadtrain.kept import kept_of
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
     from offloadtrain.share import explain
@@ -179,37 +181,42 @@ def _run(
 
     first = team is None or team.place.rank == 0
     if team is None:
-        run, resumes = open_run(config, job_text, run_dir=run_dir, resume=resume, say=console.say)
+        opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
     else:
-        run, resumes = team.open_run(config, job_text, run_dir, resume, console.say)
+        opened = team.open_run(config, run_dir, resume, console.say)
     bar = ProgressBar("preparing the data", on_shown=console.spoken)
-    ranks = ALONE if team is None else team.ranks
+    verified = ProgressBar("verifying the tokens", on_shown=console.spoken)
+    run, ranks = opened.run, ALONE if team is None else team.ranks
     with ExitStack() as stack:
         stack.enter_context(run)
         log = stack.enter_context(RunLog(run, config, console, ranks.rank))
         if team is not None:
             stack.enter_context(team.telling(log))
         console.doing("preparing data and model")
-        kept = ranks.tell(kept_from(run.checkpoints) if resumes else None)
-        parts = assemble(config, bar.show, ranks, None if team is None else team.place, kept)
-        bar.end()
+        place = None if team is None else team.place
+        kept = None if opened.found is None else kept_of(opened.found)
+        with bar, verified:
+            parts = assemble(config, bar.show, ranks, place, kept, verified.show)
         if not ranks.alone:
             console.say(explain(config, parts.local, ranks.size))
+        trainer = Trainer(config, parts, run, log)
+        if opened.found is not None:
+            trainer.resume(opened.found)
+        trainer.check_room()
+        for done in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
+            log.warn("checkpoint-damaged", done)
+        if team is not None:
+            team.began(run)
         requests = Requests(run.path) if first else None
-        trainer = Trainer(config, parts, run.checkpoints, log, requests)
-        if resumes:
-            trainer.resume()
         log.started(parts, trainer.progress, waiting)
-        outcome = trainer.train()
+        outcome = trainer.train(requests)
         log.ended(outcome.status)
         parts.optimizer.close()
-        stopped = outcome.status == "stopped"
         if not first:
             return 0
-        if not stopped:
-            console.say("\n" + closing.summary(run.events()))
-        console.say("\n" + closing.duration(trainer.progress.seconds, outcome.step))
-        console.say(closing.next_commands(run.path, config, stopped=stopped))
+        stopped, seconds = outcome.status == "stopped", trainer.progress.seconds
+        told = closing.words(run.path, run.events(), config, seconds, outcome.step, stopped=stopped)
+        console.say(told)
         print(run.path, flush=True)
     if team is not None:
         return 0  # torchrun takes any other code for a failure, and starts again

@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import (
     BrokenExecutor,
     Executor,
@@ -44,9 +44,8 @@ from offloadtrain.data.documents import (
     read_pieces,
 )
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
-from offloadtrain.data.tokens import DataError, TokenFile, TokenWriter
+from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
 
-Progress = Callable[[int, int], None]
 Task = tuple[Piece, ...]
 
 _VERSION = 1  # of the rules in this file; another one makes cached files stale

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from offloadtrain.errors import OffloadTrainError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
+Progress = Callable[[int, int], None]
 
 HEADER_BYTES = 4096
 _MAGIC = b"OTTOKENS"
@@ -87,24 +88,44 @@ class TokenFile:
         except OSError as error:
             raise DataError(f"cannot read tokens from {self.path}: {error.strerror}") from error
         if scan:
-            self._scan()
+            self.scan()
 
     def __len__(self) -> int:
         return self.header.count
 
-    def _scan(self) -> None:
-        limit, content = self.header.vocab_size, _new_hash()
+    def scan(self, progress: Progress | None = None) -> None:
+        """Read every token once, and compare all of them with the header.
+
+        Args:
+            progress: called in this thread with (bytes read, bytes in all).
+
+        Raises:
+            DataError: they are not those that were written, or one is outside the vocabulary.
+        """
+        content, outside = _new_hash(), ""
         for start in range(0, len(self), _SCAN_TOKENS):
             piece = self.tokens[start : start + _SCAN_TOKENS]
             content.update(piece.data)
-            wrong = np.flatnonzero(piece >= limit)
-            if wrong.size:
-                raise DataError(
-                    f"{self.path}: token {piece[wrong[0]]} at index {start + int(wrong[0])} is "
-                    f"not below vocab_size = {limit}; prepare it again"
-                )
-        if content.hexdigest() != self.header.content:
-            raise DataError(f"{self.path}: the tokens changed after writing; prepare it again")
+            outside = outside or self._outside(start, piece)
+            if progress is not None:
+                done = start + len(piece)
+                progress(done * piece.itemsize, self.tokens.nbytes)
+        found, wrong = content.hexdigest(), []
+        if found != self.header.content:
+            wrong.append(
+                f"the tokens changed after writing: their hash is {found}, and the header says "
+                f"{self.header.content}"
+            )
+        if problem := "; ".join([*wrong, *filter(None, [outside])]):
+            raise DataError(f"{self.path}: {problem}. Delete it and prepare it again")
+
+    def _outside(self, start: int, piece: Tokens) -> str:
+        """What is wrong with the first token of a piece that is not of the vocabulary, or ""."""
+        limit = self.header.vocab_size
+        if int(piece.max()) < limit:
+            return ""
+        first = int(np.flatnonzero(piece >= limit)[0])
+        return f"token {piece[first]} at index {start + first} is not below vocab_size = {limit}"
 
 
 def _read_header(path: Path) -> TokenHeader:

@@ -75,7 +75,7 @@ def _call(method: Callable[[nn.Module], None], module: nn.Module) -> None:
         method(module)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _uncompiled(method: Callable[[nn.Module], None], module: nn.Module) -> None:
     method(module)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import offloadtrain as ot
 from offloadtrain import checkpoint
 from offloadtrain.distributed import Ranks
-from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.manifest import CheckpointError, DamagedCheckpointError, NotFiniteError
 from tests.distributed.conftest import Run
 from tests.distributed.reference import whole_state
 from tests.distributed.test_sharded import own_batches
@@ -167,3 +167,29 @@ def test_a_damaged_file_is_seen_by_all(ranks: Run, tmp_path: Path) -> None:
     file.write_bytes(content)
     first, second = ranks(2, damaged, tmp_path)
     assert first == second and file.name in first[0]
+
+
+def saved_with_nan(folder: Path, spoilt: int) -> str:
+    """One rank holds a weight that is not finite."""
+    model, optimizer = made("chain")
+    for tokens in own_batches(1):
+        train(optimizer, model, [tokens])
+    if optimizer.ranks.rank == spoilt:
+        _, state = next(one for one in optimizer.named_state() if one[1]["master"].numel())
+        state["master"].view(-1)[0] = float("nan")
+    try:
+        checkpoint.save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
+    except NotFiniteError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_what_is_not_finite_on_one_rank_is_saved_by_none(
+    ranks: Run, tmp_path: Path, spoilt: int
+) -> None:
+    for said in ranks(2, saved_with_nan, tmp_path, spoilt):
+        assert said.startswith(f"rank {spoilt}: the weights of ") and said.endswith("not finite")
+    assert list(tmp_path.iterdir()) == []

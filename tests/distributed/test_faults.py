@@ -101,6 +101,24 @@ def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) ->
         assert tensor_hashes(broken, 9) == tensor_hashes(tmp_path / "whole", 9)
 
 
+def test_a_rank_that_fails_in_the_first_step_leaves_no_run(job: Path) -> None:
+    processes = start(job, "error", 1, step=0)
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [1, 1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert "FloatingPointError" in (job.parent / "said0").read_text()
+    assert not (job.parent / "run").exists()
+
+
+def test_ranks_killed_before_the_first_checkpoint_start_over(job: Path, tmp_path: Path) -> None:
+    by_torchrun(["tests.distributed.faulty_job", "backward", "1", "1"], job, tmp_path / "run")
+    steps = [event.step for event in events_of(tmp_path / "run", events.Step)]
+    assert steps == [1, *range(1, 10)]
+
+
 def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
     many = ["--set", "train.steps=5000", "train.eval_every=0"]
     command = [*CLI, "train", str(job), "--nproc", "2", "--run-dir", str(tmp_path / "run")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain import config, events, run_folder
+from offloadtrain import assembly, config, events
 from offloadtrain.assembly import assemble
 from offloadtrain.config import Config
 from offloadtrain.console import Console
@@ -17,11 +17,12 @@ from offloadtrain.control import Requests
 from offloadtrain.distributed import RankError, Ranks
 from offloadtrain.errors import ConfigError
 from offloadtrain.progress import Told
-from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
+from offloadtrain.runs import open_run
 from offloadtrain.share import shared
 from offloadtrain.stop import StopRequests
 from offloadtrain.trainer import Trainer
+from offloadtrain.world import Place
 from tests.distributed.conftest import Run
 from tests.trainer.small_job import JOB, write_text
 
@@ -39,24 +40,18 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
     """Run a small job in `folder` on this pool's ranks; what this rank has logged."""
     ranks = Ranks.of(None, torch.device("cpu"))
     job = job_of(data, **changes)
-    if ranks.rank == 0:
-        text = config.dump(job)
-        run = (
-            RunFolder(folder)
-            if resume
-            else run_folder.create(folder.parent, "small", job=text, resolved=text, path=folder)
-        )
-    ranks.barrier()
-    if ranks.rank:
-        run = RunFolder.of_rank_0(folder)
+    text = config.dump(job)
+    asks = str(folder) if resume else "never"
+    opened = open_run(job, run_dir=folder, resume=asks, say=print, ranks=ranks)
+    run = opened.run
     with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
         parts = assemble(job, ranks=ranks)
-        asked = Requests(folder) if ranks.rank == 0 else None
-        trainer = Trainer(job, parts, run.checkpoints, log, asked)
-        if resume:
-            trainer.resume()
+        trainer = Trainer(job, parts, run, log)
+        if opened.found is not None:
+            trainer.resume(opened.found)
+        assert opened.begin(job=text, resolved=text, ranks=ranks) == []
         log.started(parts, trainer.progress)
-        outcome = trainer.train()
+        outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None)
         log.ended(outcome.status)
         parts.optimizer.close()
     told = [record.event for record in events.read(run.events(ranks.rank))]
@@ -222,6 +217,23 @@ def test_ranks_compute_in_one_precision(
     ranks: Run, data: Path, speedups: tuple[float, ...], chosen: str
 ) -> None:
     assert ranks(2, chosen_where_ranks_measure, data, speedups) == [chosen] * 2
+
+
+def verified_here(data: Path) -> int:
+    """How many token files this rank reads through, all ranks being on one host."""
+    ranks, seen = Ranks.of(None, torch.device("cpu")), []
+    place = Place(ranks.rank, ranks.size, ranks.rank, ranks.size)
+    real, assembly.verify = assembly.verify, lambda tokens, _: seen.append(tokens)
+    try:
+        assemble(job_of(data), ranks=ranks, place=place).optimizer.close()
+    finally:
+        assembly.verify = real
+        ranks.close()
+    return len(seen)
+
+
+def test_tokens_are_verified_once_on_each_host(ranks: Run, data: Path) -> None:
+    assert ranks(2, verified_here, data) == [2, 0]
 
 
 def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import checkpoint, durable
+from offloadtrain import checkpoint, disk_room, durable
 from offloadtrain.manifest import CheckpointError
 from tests.trainer.faulty_os import FaultyOs, fail_with, kill
 from tests.trainer.toy_state import filled, same
@@ -30,13 +30,13 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_and_prune(folder: Path, fault: FaultyOs) -> None:
     """Save step 3 beside 1 and 2 and prune, with every `os` call going through `fault`."""
-    real = durable.os, checkpoint.os
-    durable.os = checkpoint.os = fault  # type: ignore[assignment]
+    real = durable.os
+    durable.os = checkpoint.os = disk_room.os = fault  # type: ignore[assignment]
     try:
         checkpoint.save(folder, 3, *filled(3), {"step": 3}, group_bytes=300)
         checkpoint.prune(folder, 2)
     finally:
-        durable.os, checkpoint.os = real  # type: ignore[assignment]
+        durable.os = checkpoint.os = disk_room.os = real
 
 
 def num_calls(two_saved: Path, scratch: Path) -> int:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from offloadtrain import checkpoint, config, events, kernels
+from offloadtrain.cli import main
 from offloadtrain.console import Console
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
@@ -183,6 +184,78 @@ def test_skips_without_end_abort_with_a_checkpoint(
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
     ended = events_of(path, events.RunEnded)[-1]
     assert ended.status == "failed" and "TrainingError" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("precision", "advised"),
+    [
+        ("fp32", ""),
+        ("bf16", ', or set device.precision = "fp32"'),
+        ("fp16", ', or set device.precision = "bf16" or "fp32"'),
+    ],
+)
+def test_what_is_advised_is_not_what_is_set(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], precision: str, advised: str
+) -> None:
+    not_finite(range(8, 10**6))
+    with pytest.raises(TrainingError, match=f"warmup_steps{advised}.$"):
+        run(small_job(tmp_path, f"device.precision={precision}"), tmp_path / "run")
+
+
+UNSKIPPED = ("optim.skip_nonfinite=false", "train.keep_last=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim.clip_norm=0",),
+        ("optim.clip_norm=1.0",),
+        ("optim.update=speculative",),
+        ("optim.update=delayed", "optim.delay_warmup_steps=2"),
+        ("optim.state=split16", "device.working=host"),
+    ],
+)
+def test_what_is_not_finite_is_never_saved(
+    tmp_path: Path,
+    not_finite: Callable[[Iterable[int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+) -> None:
+    """Where steps are not skipped, neither a loss nor weights that are not finite."""
+    not_finite([15])  # of step 8
+    job, path = small_job(tmp_path, *UNSKIPPED, *overrides), tmp_path / "loss"
+    with pytest.raises(
+        TrainingError, match=r"loss of step 8 is nan.*step-00000006.*skip_nonfinite"
+    ):
+        run(job, path)
+    ended = events_of(path, events.RunEnded)[-1]
+    assert (ended.status, ended.step) == ("failed", 8)
+
+    monkeypatch.setattr("offloadtrain.trainer._LateLoss.wait", lambda self: 1.0)
+    not_finite([15])
+    path = tmp_path / "weights"
+    with pytest.raises(TrainingError, match=r"after step 9 the weights of .* are not finite"):
+        run(job, path)
+    for folder in (tmp_path / "loss", path):
+        found = checkpoint.find(folder / "checkpoints")
+        assert [checkpoint.verify(saved).step for saved in found] == [6, 3]
+
+
+def test_a_run_without_a_good_state_at_its_end_is_not_done(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(config.dump(small_job(tmp_path, *UNSKIPPED)))
+    for losses, number in (("seen", 23), ("hidden", 23), ("hidden", 0)):
+        with monkeypatch.context() as patch:
+            if losses == "hidden":
+                patch.setattr("offloadtrain.trainer._LateLoss.wait", lambda self: 1.0)
+            not_finite([number])
+            path = tmp_path / f"{losses}-{number}"
+            assert main(["train", str(job), "--run-dir", str(path)]) == 1
+        assert events_of(path, events.RunEnded)[-1].status == "failed"
+        steps = [checkpoint.step_of(saved) for saved in checkpoint.find(path / "checkpoints")]
+        assert steps == ([] if number == 0 else [9, 6])
 
 
 def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(

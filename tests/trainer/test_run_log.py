@@ -7,11 +7,11 @@ import statistics
 import time
 from pathlib import Path
 
-from offloadtrain import run_folder
 from offloadtrain.assembly import assemble
 from offloadtrain.console import Console
 from offloadtrain.engine import StepReport
 from offloadtrain.progress import Progress, StepClock, Told
+from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
 from tests.trainer.small_job import small_job
 
@@ -38,7 +38,8 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
     )
     clock, told = StepClock(), Told(1.0, (1.0,), False)
     clock.lap("forward")
-    folder = run_folder.create(tmp_path, "timed", job="", resolved="")
+    folder = RunFolder.new(tmp_path, "timed")
+    folder.begin("", "")
     spent = []
     with folder, RunLog(folder, job, Console(io.StringIO(), every_s=1e3)) as log:
         log.started(parts, Progress())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offloadtrain import config
 from offloadtrain.config import Config, ConfigError, load
 from offloadtrain.run_folder import RunFolder, RunFolderError
 from offloadtrain.runs import open_run
@@ -14,11 +15,14 @@ from tests.trainer.small_job import run, small_job
 
 
 def opened(job: Config, resume: str, run_dir: Path | None = None) -> tuple[RunFolder, bool]:
+    """The folder, and whether a checkpoint was found in it; begun as a start does."""
     said: list[str] = []
-    folder, resumes = open_run(job, "text", run_dir=run_dir, resume=resume, say=said.append)
-    folder.close()
-    assert (resume == "auto" and not resumes) == bool(said)
-    return folder, resumes
+    found = open_run(job, run_dir=run_dir, resume=resume, say=said.append)
+    assert found.begin(job="text", resolved=config.dump(job)) == []
+    found.run.keep()
+    found.run.close()
+    assert (resume == "auto" and not found.found) == bool(said)
+    return found.run, found.found is not None
 
 
 def test_a_new_run_gets_a_dated_folder(tmp_path: Path) -> None:

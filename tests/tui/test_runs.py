@@ -27,6 +27,7 @@ import os, sys, time
 from pathlib import Path
 from offloadtrain.run_folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
+run.begin("")
 run.write_run({})
 if "fork" in sys.argv:
     if os.fork() == 0:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain import events
+from offloadtrain import event_writer, events
 from offloadtrain.event_writer import EventWriter
 from offloadtrain.events import Event, Record, Span, Step, Warning_, from_line, to_line
 
@@ -303,34 +303,128 @@ def test_after_close_events_are_dropped_and_counted(log: Path) -> None:
     assert writer.dropped == 1
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_a_full_disk_ends_the_log_and_not_the_run(
-    log: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
-) -> None:
-    real = os.write
-    calls: list[bytes] = []
-    told: list[OSError] = []
+class Disk:
+    """Has so much room for the log; takes what fits of a write, and then refuses."""
 
-    def full_after_two(fd: int, data: bytes) -> int:
-        calls.append(data)
-        if len(calls) <= 2:
-            return real(fd, data)
-        if partial and len(calls) == 3:
-            return real(fd, data[:5])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self.room = 1 << 30
+        self._log, self._write = log, os.write
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(event_writer, "_reserved", lambda folder: self)
+        monkeypatch.setattr(event_writer, "RETRY_S", 0.01)
 
-    writer = EventWriter(log, on_error=told.append)
-    monkeypatch.setattr(os, "write", full_after_two)
-    for number in range(10):
-        writer.emit(_step(number))
+    def write(self, fd: int, data: bytes) -> int:
+        if not os.path.samestat(os.fstat(fd), self._log.stat()):
+            return self._write(fd, data)
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(fd, data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        """Give the reserve back."""
+        self.room += event_writer.RESERVED_BYTES
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, log: Path) -> Disk:
+    log.touch()
+    return Disk(monkeypatch, log)
+
+
+def _waits(done: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("room", [0, 5], ids=["whole", "torn"])
+def test_a_disk_full_for_a_moment_costs_no_record(log: Path, disk: Disk, room: int) -> None:
+    refusals: list[OSError] = []
+    recovered: list[int] = []
+    writer = EventWriter(log, on_error=refusals.append, on_recovery=recovered.append)
+    writer.emit(_step(0))
     assert writer.flush()
-    assert writer.error is not None and writer.error.errno == errno.ENOSPC
-    assert told == [writer.error]
-    assert writer.dropped == 8
-    assert len(calls) == (4 if partial else 3), "it went on writing"
+    disk.room = room
+    for number in range(1, 10):
+        writer.emit(_step(number))
+    _waits(lambda: writer.error)
+    disk.room = 1 << 30
+    assert writer.flush()
+    writer.emit(_step(10))
     writer.close()
-    assert _steps(log) == [0, 1]
-    assert told == [writer.error]
+    assert _steps(log) == list(range(11))
+    assert [error.errno for error in refusals] == [errno.ENOSPC], "told once"
+    assert recovered == [0] and writer.error is None and writer.dropped == 0
+
+
+def test_what_a_full_disk_has_cost_is_told_in_the_log(log: Path, disk: Disk) -> None:
+    recovered: list[int] = []
+    writer = EventWriter(log, capacity=5, on_recovery=recovered.append)
+    disk.room = 0
+    writer.emit(_step(0))
+    _waits(lambda: writer.error)
+    for number in range(1, 10):
+        writer.emit(_step(number))
+    disk.room = 1 << 30
+    _waits(lambda: recovered)
+    writer.emit(_step(10))
+    writer.close()
+    found = [record.event for record in events.read(log)]
+    assert found[:6] == [_step(number) for number in range(6)]
+    assert isinstance(found[6], Warning_) and found[6].code == "events-dropped"
+    assert (
+        found[6].message == "4 events were lost: the log's disk refused (No space left on device)"
+    )
+    assert found[7:] == [_step(10)], "told once"
+    assert recovered == [4]
+
+
+@pytest.mark.parametrize("room", [0, 5], ids=["whole", "torn"])
+def test_the_end_of_a_run_is_recorded_on_a_full_disk(
+    log: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
+    recovered: list[int] = []
+    writer = EventWriter(log, capacity=5, on_recovery=recovered.append)
+    writer.emit(_step(0))
+    assert writer.flush()
+    disk.room = room
+    for number in range(1, 20):
+        writer.emit(_step(number))
+    end = events.RunEnded(status="done", step=19)
+    writer.emit(end)
+    writer.close()
+    first, *others, lost, last = [record.event for record in events.read(log)]
+    assert (first, others, last) == (_step(0), [], end)
+    assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
+    assert recovered == [19]
+
+
+def test_room_is_kept_for_the_end_and_given_back(log: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    kept = event_writer._reserved(log.parent)
+    assert kept is not None
+    assert os.fstat(kept.fileno()).st_blocks * 512 >= event_writer.RESERVED_BYTES
+    assert list(log.parent.iterdir()) == [], "without a name: a kill leaves nothing"
+    kept.close()
+    EventWriter(log).close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_events_are_held_until_there_is_a_log(log: Path) -> None:
+    writer = EventWriter(None)
+    writer.emit(_step(1))
+    assert writer.flush()
+    writer.open(log)
+    writer.emit(_step(2))
+    writer.close()
+    assert _steps(log) == [1, 2]
+    never = EventWriter(None)
+    never.emit(_step(1))
+    never.close()
 
 
 def test_an_event_that_cannot_be_written_is_told_and_the_rest_goes_on(log: Path) -> None:

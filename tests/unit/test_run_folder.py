@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 import pytest
 
 from offloadtrain import events, run_folder
-from offloadtrain.run_folder import RunFolder, RunFolderError, create, newest
+from offloadtrain.run_folder import RunFolder, RunFolderError, of_job
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from offloadtrain.run_folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
+run.begin("")
 print("locked", flush=True)
 time.sleep(60)
 """
@@ -45,7 +47,14 @@ def is_running(path: Path) -> bool:
 
 
 def made(runs: Path, name: str = "job", path: Path | None = None) -> RunFolder:
-    return create(runs, name, job="job = 1\n", resolved="resolved = 1\n", path=path)
+    """One that has taken its first step."""
+    run = RunFolder.new(runs, name, path)
+    with ExitStack() as on_failure:
+        on_failure.callback(run.close)
+        run.begin("resolved = 1\n", "job = 1\n")
+        on_failure.pop_all()
+    run.keep()
+    return run
 
 
 @pytest.fixture
@@ -88,8 +97,9 @@ def test_nobody_else_can_read_it(tmp_path: Path) -> None:
 
 def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from offloadtrain.run_folder import create\n"
-        "create(Path(sys.argv[1]), 'job', job='\\xfc = \\u2192', resolved='')"
+        "import sys; from pathlib import Path; from offloadtrain.run_folder import RunFolder\n"
+        "run = RunFolder.new(Path(sys.argv[1]), 'job')\n"
+        "run.begin('', '\\xfc = \\u2192'); run.keep()"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     root = Path(events.__file__).parent.parent
@@ -116,8 +126,9 @@ def test_runs_of_one_second_get_names_of_their_own(tmp_path: Path, clock: Any) -
             names.append(run.run_id)
     assert names[:3] == [f"20260304-050607-job{end}" for end in ("", "+1", "+2")]
     assert len(set(names)) == 12
-    found = newest(tmp_path, "job")
-    assert found is not None and found.name == "20260304-050607-job+11"
+    assert [path.name for path in of_job(tmp_path, "job")] == [
+        f"20260304-050607-job{end}" for end in (*(f"+{n}" for n in range(11, 0, -1)), "")
+    ]
 
 
 def test_runs_made_at_once_get_names_of_their_own(tmp_path: Path, clock: Any) -> None:
@@ -153,16 +164,16 @@ def test_latest_replaces_a_dangling_link(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
-    assert newest(tmp_path / "none", "job") is None
+    assert of_job(tmp_path / "none", "job") == []
     for name in ("job", "job-2", "my-job", "job.1", "job-1", "other"):
         made(tmp_path, name).close()
         clock.now = clock.now.replace(second=clock.now.second + 1)
     (tmp_path / "29990101-000000-job").write_text("a file")
     (tmp_path / "notes-job").mkdir()
     for name in ("job", "job-2", "my-job", "job.1", "job-1"):
-        found = newest(tmp_path, name)
-        assert found is not None and found.name.split("-", 2)[2] == name
-    assert newest(tmp_path, "jo") is None
+        (found,) = of_job(tmp_path, name)
+        assert found.name.split("-", 2)[2] == name
+    assert of_job(tmp_path, "jo") == []
 
 
 def test_a_named_folder_among_the_runs_is_the_latest_too(tmp_path: Path) -> None:
@@ -228,6 +239,9 @@ def test_a_named_folder_is_made_once(tmp_path: Path) -> None:
         assert run.path == mine
         assert list((tmp_path / "a b").iterdir()) == [mine], "no link in a folder of the user's"
         run.write_run({})
+    with pytest.raises(RunFolderError, match=r"already: it has no checkpoint yet; .*--resume auto"):
+        made(tmp_path / "runs", path=mine)
+    (mine / "checkpoints" / "step-00000001").mkdir()
     with pytest.raises(RunFolderError, match="holds a run already: resume it with --resume"):
         made(tmp_path / "runs", path=mine)
 
@@ -236,7 +250,7 @@ def test_a_named_folder_in_which_a_run_begins_is_left_as_it_is(tmp_path: Path) -
     mine = tmp_path / "mine"
     with made(tmp_path, path=mine):  # has not written run.json yet
         with pytest.raises(RunFolderError, match="already running"):
-            create(tmp_path, "job", job="other", resolved="other", path=mine)
+            RunFolder.new(tmp_path, "job", mine)
         assert (mine / "job.toml").read_text() == "job = 1\n"
 
 
@@ -249,7 +263,7 @@ def test_what_is_no_run_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> N
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"cannot be made at .*file/runs: Not a directory"):
+    with pytest.raises(RunFolderError, match=r"cannot be made at .*file/runs/.*: Not a directory"):
         made(tmp_path / "file" / "runs")
     with pytest.raises(RunFolderError, match=r"cannot be made at .*file: File exists"):
         made(tmp_path, path=tmp_path / "file")

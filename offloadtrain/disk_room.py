@@ -1,0 +1,60 @@
+"""Whether a disk holds the checkpoints of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from offloadtrain.distributed import Ranks
+from offloadtrain.manifest import CheckpointError
+from offloadtrain.units import format_bytes
+
+
+def require(folder: Path, num_bytes: int, ranks: Ranks) -> tuple[int, int]:
+    """Compare what is free in `folder`, which need not be there yet, with what one checkpoint
+    takes. Every rank calls this: all of them write to one disk.
+
+    Args:
+        num_bytes: of this rank's tensors.
+
+    Returns:
+        (bytes that a checkpoint of all ranks needs, bytes that are free).
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    needed = int(int(ranks.exchange([num_bytes]).sum()) * 1.05) + (1 << 20)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = os.statvfs(there)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
+            f"{folder}. Older checkpoints are intact. Free some space, or set runs_dir to a larger "
+            "disk."
+        )
+    return needed, free
+
+
+def shortage(
+    folder: Path, num_bytes: int, ranks: Ranks, *, there: int, saves: int, keep_last: int
+) -> str:
+    """What there is no room for, "" where there is room for all.
+
+    Args:
+        there: checkpoints that the folder holds already.
+        saves: checkpoints to come.
+
+    Raises:
+        CheckpointError: not even one fits.
+    """
+    needed, free = require(folder, num_bytes, ranks)
+    at_once = min(saves, keep_last + 1 - min(there, keep_last))
+    if free >= at_once * needed:
+        return ""
+    return (
+        f"{format_bytes(free)} is free in {folder}, which is {free // needed} times the "
+        f"{format_bytes(needed)} of a checkpoint, and train.keep_last = {keep_last} takes "
+        f"{at_once} times that (a new one is written before the oldest goes): later ones will "
+        "fail. Free some space, or set runs_dir to a larger disk"
+    )

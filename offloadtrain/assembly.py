@@ -14,7 +14,8 @@ from offloadtrain import kernels, optim, rng
 from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prepare import prepare
-from offloadtrain.data.tokens import TokenFile
+from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.tokens import DataError, TokenFile
 from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
@@ -83,6 +84,7 @@ def assemble(
     config = plan.placed.config
     train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
     _check_same_job(job, train_tokens, ranks)
+    _check_sampling(job, train_tokens)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
         model = Transformer(config.model)
     return Parts(
@@ -287,6 +289,19 @@ def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]
         {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _check_sampling(config: Config, tokens: TokenFile) -> None:
+    """Raises ConfigError where what is generated after the last step could not be read."""
+    if not (count := config.train.sample_tokens):
+        return
+    try:
+        tokenizer(tokens.header.tokenizer)
+    except DataError as error:
+        raise ConfigError(
+            f"train.sample_tokens = {count}, and the text cannot be decoded: {tokens.path} has "
+            f"{error}; set train.sample_tokens = 0"
+        ) from None
 
 
 def _check_vocabulary(config: Config, tokens: TokenFile) -> None:

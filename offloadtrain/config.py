@@ -7,7 +7,6 @@ nothing downstream checks again. `dump` writes the resolved job, which loads bac
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
@@ -31,7 +30,6 @@ __all__ = [
     "loads",
 ]
 
-_MAX_JOB_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
 
@@ -215,16 +213,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: the file cannot be read or breaks a rule; all broken rules are told at once.
     """
-    try:
-        if not stat.S_ISREG((info := Path(path).stat()).st_mode):
-            raise ConfigError(f"{path}: this is not a regular file")
-        if info.st_size > _MAX_JOB_BYTES:
-            raise ConfigError(f"{path}: {info.st_size} bytes is too large for a job (1 MiB)")
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
-    return loads(text, str(path), overrides)
+    return loads(toml.read(path), str(path), overrides)
 
 
 def loads(text: str, origin: str = "job", overrides: Sequence[str] = ()) -> Config:

@@ -72,6 +72,7 @@ def plan(
     from offloadtrain.commands.jobs import find_job
     from offloadtrain.plan import changes, report
     from offloadtrain.plan.plan import make
+    from offloadtrain.share import parse_ranks
 
     name, target = chosen_machine(machine, gpu_memory, host_memory)
     if plot and not sweep:
@@ -85,8 +86,7 @@ def plan(
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
     config = jobs.load(find_job(job), overrides)
-    if gpus < 1:
-        raise ConfigError(f"--gpus {gpus}: at least 1 is needed")
+    parse_ranks("--gpus", str(gpus))
     config = changes.settled(config, name, target, gpus)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
@@ -133,11 +133,12 @@ def _sweep(
 
 
 def _counts(text: str) -> list[int]:
+    from offloadtrain.share import parse_ranks
+
     key, _, values = text.partition("=")
-    counts = [int(part) if part.isdecimal() else 0 for part in values.split(",")]
-    if key != "gpus" or min(counts) < 1:
-        raise ConfigError(f"--sweep {text}: give gpus=1,2,4 or the like")
-    return sorted(set(counts))
+    if key != "gpus":
+        raise ConfigError(f"--sweep {text[:40]}: give gpus=1,2,4 or the like")
+    return sorted({parse_ranks("--sweep gpus=1,2,4:", part) for part in values.split(",")})
 
 
 def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:

@@ -18,7 +18,7 @@ def prepare(
     /,
     *,
     val_fraction: float = 0.05,
-    tokenizer: str = "bytes",
+    tokenizer: Literal["bytes"] = "bytes",
     field: str = "text",
     bad_lines: Literal["error", "skip"] = "error",
     jobs: int = 0,

@@ -71,6 +71,8 @@ def train(
     config = jobs.load(path, overrides)
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
     place = Place.of(os.environ)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
@@ -99,7 +101,7 @@ def _preview(config: Config, ranks: int) -> int:
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
     """Check before anything is started that the job can be shared out."""
-    from offloadtrain.share import shared
+    from offloadtrain.share import parse_ranks, shared
 
     if nproc == "auto":
         import torch
@@ -109,10 +111,8 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
             raise ConfigError(
                 "--nproc auto takes one rank per GPU, and this torch sees none: give a number"
             )
-    elif nproc.isdecimal() and int(nproc) > 0:
-        count = int(nproc)
     else:
-        raise ConfigError(f"--nproc {nproc}: give a number from 1 on, or auto")
+        count = parse_ranks("--nproc", nproc)
     shared(config, count)
     return count
 

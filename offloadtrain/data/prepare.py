@@ -45,6 +45,7 @@ from offloadtrain.data.documents import (
 )
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, TokenFile, TokenWriter
+from offloadtrain.errors import ConfigError
 
 Progress = Callable[[int, int], None]
 Task = tuple[Piece, ...]
@@ -52,6 +53,7 @@ Task = tuple[Piece, ...]
 _VERSION = 1  # of the rules in this file; another one makes cached files stale
 _PROCESSES_FROM_BYTES = 64 << 20  # of JSONL; below, starting processes costs more than it saves
 _SHOWN_BAD_LINES = 10
+_MOST_JOBS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +121,16 @@ def prepare(
         progress: called in this thread with (bytes done, bytes in all).
 
     Raises:
+        ConfigError: an argument that has no meaning.
         DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` then
             holds what it held before.
     """
     if not 0.0 <= val_fraction < 1.0:
-        raise DataError(f"val_fraction = {val_fraction} must be in [0, 1)")
+        raise ConfigError(f"val_fraction = {val_fraction:g} must be in [0, 1)")
     if bad_lines not in ("error", "skip"):
-        raise DataError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
+        raise ConfigError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
+    if not 0 <= jobs <= _MOST_JOBS:
+        raise ConfigError(f"jobs = {jobs} must be from 1 to {_MOST_JOBS}, or 0: all CPUs")
     tokenizer_named(tokenizer)
     _refuse_unguarded_script()
     settings = _Settings(

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from offloadtrain.data import documents
 from offloadtrain.data import prepare as prepare_module
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.tokens import DataError, TokenFile
+from offloadtrain.errors import ConfigError
 
 
 def tokens(path: Path | None) -> bytes:
@@ -302,10 +304,13 @@ FAILURES: dict[str, tuple[Setup, dict[str, object], str]] = {
         "a single document",
     ),
     "one byte": (lambda t: written(t, {"a": b"x"}) / "a", {}, "a single document"),
-    "fraction": (lambda t: t, {"val_fraction": 1.0}, r"must be in \[0, 1\)"),
-    "no number": (lambda t: t, {"val_fraction": float("nan")}, r"must be in \[0, 1\)"),
     "tokenizer": (lambda t: t, {"tokenizer": "words"}, "no tokenizer"),
-    "policy": (lambda t: t, {"bad_lines": "ignore"}, '"error" or "skip"'),
+}
+WITHOUT_MEANING: dict[str, tuple[dict[str, Any], str]] = {
+    "fraction": ({"val_fraction": 1.0}, r"must be in \[0, 1\)"),
+    "no number": ({"val_fraction": float("nan")}, r"must be in \[0, 1\)"),
+    "policy": ({"bad_lines": "ignore"}, '"error" or "skip"'),
+    "jobs": ({"jobs": -1}, "jobs = -1 must be from 1"),
 }
 
 
@@ -316,6 +321,14 @@ def test_each_failure_is_one_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=message):
         prepare(source, tmp_path / "out", **options)  # type: ignore[arg-type]
     assert not list(tmp_path.glob("out/*.bin*"))
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEANING)
+def test_an_argument_without_a_meaning_is_refused(tmp_path: Path, name: str) -> None:
+    options, message = WITHOUT_MEANING[name]
+    with pytest.raises(ConfigError, match=message):
+        prepare(written(tmp_path / "s", {"a": b"text"}), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:

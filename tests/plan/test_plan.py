@@ -34,6 +34,25 @@ V100 = find("v100_32gb")[1]
 DGX2 = find("dgx2")[1]
 
 
+def test_an_estimate_refuses_only_what_it_cannot_be_wrong_about() -> None:
+    """What autograd keeps is estimated: where twice the room might do, a run is warned, and tried;
+    the engine's own bytes are known, and refused at once."""
+    plan = make(small(), "v100", V100)
+    held, guessed = sum(memory.device(plan.placed).values()), plan.activations.total
+    reserved = V100.gpu_reserved_bytes
+
+    def problems(room: int) -> tuple[list[str], list[str]]:
+        less = make(small(), "v100", replace(V100, gpu_memory=f"{reserved + room}"))
+        return less.problems, less.certain_problems
+
+    assert problems(held + guessed) == ([], [])
+    maybe, certain = problems(held + guessed // 2 + 1)
+    assert maybe and not certain
+    maybe, certain = problems(held + guessed // 2 - 1)
+    assert maybe == certain != []
+    assert problems(held - 1)[1]
+
+
 def small(**keys: Any) -> Config:
     """A job that takes a few gigabytes on a GPU."""
     config = job(**{"train__micro_batch": 4, "device__precision": "fp16", **keys})

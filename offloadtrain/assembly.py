@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -195,6 +196,8 @@ def open_tokens(
         return TokenFile(data.train), TokenFile(data.val) if data.val else None
     folder = Path(data.cache) / (Path(data.source).stem or "source")
     made = prepare(data.source, folder, val_fraction=data.val_fraction, progress=on_prepare)
+    if made.remark:
+        warnings.warn(made.remark, stacklevel=2)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 

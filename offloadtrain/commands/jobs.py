@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from offloadtrain.config_toml import nearest
+from offloadtrain.console import sanitize
 from offloadtrain.errors import ConfigError, OffloadTrainError
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
@@ -45,6 +46,11 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
         raise OffloadTrainError(f"{target} cannot be written: {error.strerror}") from error
     print(target)
     print(f"edit it, then: offloadtrain train {target}", file=sys.stderr)
+
+
+def say_on_stderr(line: str) -> None:
+    """What became of a job's keys, for the person who has overridden one."""
+    print(sanitize(line), file=sys.stderr)
 
 
 def find_job(job: str) -> Path:

@@ -69,7 +69,7 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain import config as jobs
-    from offloadtrain.commands.jobs import find_job
+    from offloadtrain.commands.jobs import find_job, say_on_stderr
     from offloadtrain.plan import changes, report
     from offloadtrain.plan.plan import make
     from offloadtrain.share import parse_ranks
@@ -85,7 +85,7 @@ def plan(
         return _largest(name, target, as_json=as_json)
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
-    config = jobs.load(find_job(job), overrides)
+    config = jobs.load(find_job(job), overrides, say_on_stderr)
     parse_ranks("--gpus", str(gpus))
     config = changes.settled(config, name, target, gpus)
     if sweep:

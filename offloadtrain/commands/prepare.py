@@ -61,6 +61,8 @@ def prepare(
     bar.end()
     for line in done.skipped:
         print(f"left out: {line}", file=sys.stderr)
+    if done.remark:
+        print(f"warning: {done.remark}", file=sys.stderr)
     what = "found, made before from the same source" if done.reused else "written"
     for path, tokens, documents in (
         (done.train, done.train_tokens, done.train_documents),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from offloadtrain.commands.jobs import find_job
+from offloadtrain.commands.jobs import find_job, say_on_stderr
 from offloadtrain.commands.progress_bar import ProgressBar
 from offloadtrain.errors import ConfigError
 from offloadtrain.world import Place
@@ -48,7 +48,8 @@ def train(
     job
         A job file, or the name of a shipped job (`offloadtrain ls`).
     overrides
-        KEY=VALUE ...: values that win over the job's, for example optim.lr=3e-4.
+        KEY=VALUE ...: values that win over the job's, for example optim.lr=3e-4. What of the job
+        they leave without a meaning (a warm-up longer than the run) gives way, and is printed.
     run_dir
         Folder of this run. Default: runs/<UTC time>-<name>.
     resume
@@ -68,12 +69,13 @@ def train(
     from offloadtrain import config as jobs
 
     path = find_job(job)
-    config = jobs.load(path, overrides)
+    place = Place.of(os.environ)
+    say = say_on_stderr if place.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
+    config = jobs.load(path, overrides, say)
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
-    place = Place.of(os.environ)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
 
@@ -87,6 +89,10 @@ def train(
     if place.size == 1:
         return run_job(config, text, run_dir=run_dir, resume=resume)
     return _run_in_team(config, text, place, run_dir=run_dir, resume=resume)
+
+
+def _another_rank_says(line: str) -> None:
+    """The first of the ranks, which are all started with the same arguments."""
 
 
 def _preview(config: Config, ranks: int) -> int:

@@ -50,10 +50,10 @@ def plan(
         KEY=VALUE ...: values that win over the job's.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
-        v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx4090, rtx5090, gh200, cpu2. Default: this
-        machine, with the rates of the shipped one that is most like it.
+        v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx3090, rtx4090, rtx5090, gh200, cpu2.
+        Default: this machine, with the rates of the shipped one that is most like it.
     gpus
-        Ranks, one per GPU, which share the job's batch.
+        Ranks, one per GPU, which share the job's batch; with --largest, a sequence for each.
     gpu_memory
         Of each GPU, such as 32GiB, in place of the machine's.
     host_memory
@@ -74,19 +74,19 @@ def plan(
     from offloadtrain.plan.plan import make
     from offloadtrain.share import parse_ranks
 
+    parse_ranks("--gpus", str(gpus))
     name, target = chosen_machine(machine, gpu_memory, host_memory)
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it draws a --sweep")
     if largest:
-        if job or sweep or overrides or gpus != 1:
+        if job or sweep or overrides:
             raise ConfigError(
-                f"--largest searches over models: leave out {job or '--sweep, --set, --gpus'}"
+                f"--largest searches over models: leave out {job or '--sweep, --set'}"
             )
-        return _largest(name, target, as_json=as_json)
+        return _largest(name, target, gpus, as_json=as_json)
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
     config = jobs.load(find_job(job), overrides, say_on_stderr)
-    parse_ranks("--gpus", str(gpus))
     config = changes.settled(config, name, target, gpus)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
@@ -99,17 +99,17 @@ def plan(
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def _largest(name: str, machine: Machine, *, as_json: bool) -> int:
+def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     from offloadtrain.plan import largest, report
 
-    rows = largest.largest(name, machine)
+    rows = largest.largest(name, machine, gpus)
     if as_json:
         found = [
             {"weights": row.working, "state": row.state, "params": row.params}
             | ({"plan": report.as_json(row.plan)} if row.plan else {})
             for row in rows
         ]
-        print(json.dumps({"machine": name, "rows": found}))
+        print(json.dumps({"machine": name, "ranks": gpus, "rows": found}))
     else:
         print(f"{name}:\n{largest.table(rows, machine)}")
     return 0 if any(row.plan for row in rows) else DOES_NOT_FIT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from offloadtrain.config import Config, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.documents import PYTHON_STDLIB
 from offloadtrain.data.prepare import prepare
+from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, Progress, TokenFile
 from offloadtrain.data.verified import verify
 from offloadtrain.device import resolve_device, resolve_precision
@@ -91,6 +93,7 @@ def assemble(
             verify(tokens, on_verify)
     ranks.barrier()
     _check_same_job(job, train_tokens, ranks)
+    _check_sampling(job, train_tokens)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
         model = Transformer(config.model)
     return Parts(
@@ -224,6 +227,8 @@ def open_tokens(
         )
     folder = Path(data.cache) / (Path(data.source).stem or "source")
     made = prepare(data.source, folder, val_fraction=data.val_fraction, progress=on_prepare)
+    if made.remark:
+        warnings.warn(made.remark, stacklevel=2)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 
@@ -339,6 +344,19 @@ def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]
         {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _check_sampling(config: Config, tokens: TokenFile) -> None:
+    """Raises ConfigError where what is generated after the last step could not be read."""
+    if not (count := config.train.sample_tokens):
+        return
+    try:
+        tokenizer(tokens.header.tokenizer)
+    except DataError as error:
+        raise ConfigError(
+            f"train.sample_tokens = {count}, and the text cannot be decoded: {tokens.path} has "
+            f"{error}; set train.sample_tokens = 0"
+        ) from None
 
 
 def _check_vocabulary(config: Config, tokens: TokenFile) -> None:

@@ -189,7 +189,7 @@ def clean(folder: Path) -> None:
 
 def find(folder: Path) -> list[Path]:
     """Return the completely written checkpoints, newest first; not verified."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for some names
         return []
     names = (name for name in os.listdir(folder) if _COMPLETE.fullmatch(name))
     return [folder / name for name in sorted(names, reverse=True)]

@@ -15,9 +15,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App
+from cyclopts import App, CycloptsError, CycloptsPanel
 
 from offloadtrain.commands.version import package_version
+from offloadtrain.console import sanitize
 from offloadtrain.errors import OffloadTrainError
 
 DONE, FAILED, USAGE, DOES_NOT_FIT, STOPPED = 0, 1, 2, 4, 75
@@ -36,12 +37,18 @@ def _examples(*lines: str) -> str:
     return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
+def _wrong_usage(error: CycloptsError) -> object:
+    """What the argument parser says, which quotes the arguments."""
+    return CycloptsPanel(sanitize(str(error)))
+
+
 app = App(
     name="offloadtrain",
     help="Train large models on small GPUs: optimizer state on the host, Adam on the CPU.",
     help_format="plaintext",
     help_epilogue=_examples("offloadtrain train demo", "offloadtrain train --help"),
     version=package_version,
+    error_formatter=_wrong_usage,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
@@ -214,7 +221,7 @@ def _failed(error: Exception, debug: bool) -> int:
     code = next((_CODES[name] for name in names if name in _CODES), FAILED)
     known = isinstance(error, OffloadTrainError) or code != FAILED
     if debug or not known:
-        traceback.print_exception(error)
+        print(sanitize("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     else:
-        print(f"{names[0]}: {error}", file=sys.stderr)
+        print(f"{names[0]}: {sanitize(str(error))}", file=sys.stderr)
     return code

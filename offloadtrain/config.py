@@ -7,7 +7,7 @@ nothing downstream checks again. `dump` writes the resolved job, which loads bac
 from __future__ import annotations
 
 import re
-import stat
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from offloadtrain import config_toml as toml
 from offloadtrain.errors import ConfigError
+from offloadtrain.overrides import settle
 from offloadtrain.shapes import SIZES, ModelShape
 from offloadtrain.units import parse_bytes
 
@@ -31,13 +32,13 @@ __all__ = [
     "loads",
 ]
 
-_MAX_JOB_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
 State: TypeAlias = Literal["fp32", "split16", "int8"]
 
+Say: TypeAlias = Callable[[str], object]
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]
 
 
@@ -69,7 +70,8 @@ class OptimConfig:
     Attributes:
         decay: "matrices": weight decay on parameters of two and more dimensions only.
         clip_norm: largest global gradient norm; 0: no clipping.
-        warmup_steps: linear warm-up from 0, in steps.
+        warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
+            run shorter than the file's warm-up, a tenth of it.
         min_lr_ratio: where the schedule ends, as a share of `lr`.
         state: format of master weights and moments.
         state_on: where these and gradients live; "device": nothing is offloaded.
@@ -209,27 +211,24 @@ _SECTIONS: dict[str, type] = {
 _PLAIN = {"name": str, "runs_dir": str}
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.warn) -> Config:
     """Read a job file; `overrides` are `section.key=value` texts that win over it.
+
+    Args:
+        say: told a line for each key of the file that gives way to an override of another one.
 
     Raises:
         ConfigError: the file cannot be read or breaks a rule; all broken rules are told at once.
     """
-    try:
-        if not stat.S_ISREG((info := Path(path).stat()).st_mode):
-            raise ConfigError(f"{path}: this is not a regular file")
-        if info.st_size > _MAX_JOB_BYTES:
-            raise ConfigError(f"{path}: {info.st_size} bytes is too large for a job (1 MiB)")
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
-    return loads(text, str(path), overrides)
+    return loads(toml.read(path), str(path), overrides, say)
 
 
-def loads(text: str, origin: str = "job", overrides: Sequence[str] = ()) -> Config:
+def loads(
+    text: str, origin: str = "job", overrides: Sequence[str] = (), say: Say = warnings.warn
+) -> Config:
     """Read a job from TOML text; `origin` names it in errors. Raises as `load`."""
     job = toml.parse(text, origin, _all_keys(), overrides)
+    gave_way = list(settle(job))
     toml.report_unknown(job, job.tables, [*_PLAIN, *_SECTIONS])
     values = toml.read_fields(job, _PLAIN, job.tables)
     for key in toml.missing_fields(Config, {*job.tables, *_SECTIONS}):
@@ -241,6 +240,8 @@ def loads(text: str, origin: str = "job", overrides: Sequence[str] = ()) -> Conf
     job.raise_problems()
     config = _with_accumulation(config, job)
     job.raise_problems()
+    for line in gave_way:
+        say(line)
     return config
 
 

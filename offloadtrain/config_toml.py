@@ -5,10 +5,12 @@ Knows nothing of what the keys mean. A problem is a sentence that begins with th
 
 from __future__ import annotations
 
+import stat
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from offloadtrain.errors import ConfigError
@@ -17,6 +19,14 @@ Table: TypeAlias = dict[str, Any]
 
 _INT_LIMIT = 2**63
 _SHOWN_CHARS = 60
+_MOST_BYTES = 1 << 20
+_MOST_UNKNOWN = 10
+_MOST_PARTS = 8
+"""Of a dotted key in an override."""
+
+_MOST_MARKS = {"=": 1000, "[": 1000, "{": 1000, ".": 2000}
+"""What a job may have of each: ten times what all keys with comments take. Time and stack of a TOML
+parser grow with the square of a dotted key's length, and every unknown key costs a search."""
 
 
 @dataclass(slots=True)
@@ -46,12 +56,31 @@ class Job:
         return "--set" if any(near) else self.origin
 
 
+def read(path: str | Path) -> str:
+    """Return the text of a file that somebody names as a job or a machine.
+
+    Raises:
+        ConfigError: it is no regular file, cannot be read, or is larger than any of these.
+    """
+    try:
+        if not stat.S_ISREG((info := Path(path).stat()).st_mode):
+            raise ConfigError(f"{path}: this is not a regular file")
+        if info.st_size > _MOST_BYTES:
+            raise ConfigError(f"{path}: {info.st_size} bytes is too large for a job (1 MiB)")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+
+
 def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] = ()) -> Job:
     """Parse TOML and lay `section.key=value` overrides over it; a later one wins.
 
     Raises:
-        ConfigError: the text is not TOML, or an override has no key or goes through a value.
+        ConfigError: the text is not TOML or too large for a job, or an override has no key or goes
+            through a value.
     """
+    _refuse_bombs(text, origin)
     try:
         tables = tomllib.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
@@ -62,10 +91,21 @@ def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] 
     return job
 
 
+def _refuse_bombs(text: str, origin: str) -> None:
+    """Raises ConfigError for a text that would take minutes to parse, or megabytes of errors."""
+    for mark, most in _MOST_MARKS.items():
+        if (count := text.count(mark)) > most:
+            raise ConfigError(
+                f'{origin}: {count} times "{mark}", and at most {most} are allowed: this is too '
+                "large for a job"
+            )
+
+
 def _apply(override: str, job: Job) -> None:
     key, equals, text = override.partition("=")
+    _refuse_bombs(text, f"--set {shown_key(key.strip())}")
     parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > _MOST_PARTS:
         raise ConfigError(
             f"--set {shown(override)}: give section.key=value, for example optim.lr=3e-4"
         )
@@ -115,14 +155,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "") -> None:
     """Add a problem for each key of `table`, which is section `name`, that is not in `known`."""
-    for key in table:
-        if key in known:
-            continue
+    unknown = [key for key in table if key not in known]
+    for key in unknown[:_MOST_UNKNOWN]:
         dotted = shown_key(*filter(None, (name, key)))
         elsewhere = [right for right in job.keys if right.rpartition(".")[2] == key]
         hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known)
         place = f"in [{name}]" if name else "at the top"
         job.problems.append(f"{dotted} is unknown{hint} (known {place}: {', '.join(known)})")
+    if (more := len(unknown) - _MOST_UNKNOWN) > 0:
+        job.problems.append(f"{name or 'the job'} has {more} more unknown keys")
 
 
 def section(job: Job, name: str) -> Table | None:

@@ -7,6 +7,21 @@ from dataclasses import replace
 from offloadtrain.config import Config
 from offloadtrain.errors import ConfigError
 
+MOST_RANKS = 1 << 16
+
+
+def parse_ranks(flag: str, text: str) -> int:
+    """How many ranks an argument of the command line asks for.
+
+    Raises:
+        ConfigError: no number, or none that a job could have.
+    """
+    if len(text) > 9 or not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_RANKS:
+        raise ConfigError(
+            f"{flag} {text[:40]}: give a number of at least 1 and at most {MOST_RANKS}"
+        )
+    return int(text)
+
 
 def shared(config: Config, ranks: int) -> Config:
     """The job of one of so many ranks: the same steps of the same tokens, each rank its part.

@@ -6,6 +6,7 @@ Standard library only. Format: "Trace Event Format" (Google, 2016): complete eve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def read_run(folder: Path) -> list[Record]:
     Raises:
         TraceError: if the folder is not that of a run, or no step of it has been sampled.
     """
-    logs = sorted((folder / "events").glob("rank*.jsonl"))
+    logs = sorted((folder / "events").glob("rank*.jsonl")) if os.path.isdir(folder) else []
     if not logs:
         raise TraceError(f"{folder} is not a run folder: it has no events/rank*.jsonl")
     records = [record for log in logs for record in events.read(log)]

@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> int:
     """Sizes such as "32GiB", "1.5 MB" or "4096" → bytes; GiB is 2^30, GB is 10^9.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything else, and for what 64 bits do not hold.
     """
     match = _BYTES.fullmatch(text)
     if match is None:
@@ -28,7 +28,9 @@ def parse_bytes(text: str) -> int:
     number, prefix, binary = match.groups()
     power = " kmgtp".index(prefix.lower()) if prefix else 0
     factor: int = (1024 if binary else 1000) ** power
-    return round(float(number) * factor)
+    if (size := float(number) * factor) >= 2**63:
+        raise ValueError(f"'{text[:40]}' is more than any machine has")
+    return round(size)
 
 
 def format_count(count: float) -> str:

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from offloadtrain.errors import ConfigError
+
 LOOK_EVERY_S = 0.5
 SILENT_S = 20.0
 """Since a rank of another host was last heard of."""
@@ -56,15 +58,41 @@ class Place:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place:
-        """As torchrun sets it; alone where it does not."""
-        size = int(environ.get("WORLD_SIZE", "1"))
+        """As torchrun sets it; alone where it does not.
+
+        Raises:
+            ConfigError: something else has set a part of it, or other than torchrun would.
+        """
+        if (size := _number(environ, "WORLD_SIZE", 1, least=1)) == 1:
+            return cls(attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0))
+        for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if not environ.get(key):
+                raise ConfigError(
+                    f"WORLD_SIZE = {size} in the environment, and {key} is not set: ranks are "
+                    "started by --nproc or torchrun, which set both; for one process, unset "
+                    "WORLD_SIZE"
+                )
+        _number(environ, "MASTER_PORT", 0, least=1, most=65535)
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", size, least=1, most=size)
         return cls(
-            rank=int(environ.get("RANK", "0")),
+            rank=_number(environ, "RANK", 0, most=size - 1),
             size=size,
-            local_rank=int(environ.get("LOCAL_RANK", "0")),
-            local_size=int(environ.get("LOCAL_WORLD_SIZE", str(size))),
-            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            local_rank=_number(environ, "LOCAL_RANK", 0, most=local_size - 1),
+            local_size=local_size,
+            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         )
+
+
+def _number(
+    environ: Mapping[str, str], key: str, default: int, *, least: int = 0, most: int = 1 << 20
+) -> int:
+    text = environ.get(key, str(default))
+    if text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most:
+        return int(text)
+    raise ConfigError(
+        f"{key} = {text[:40]!r} in the environment must be a number from {least} to {most}, as "
+        "torchrun sets it"
+    )
 
 
 @dataclass(slots=True)

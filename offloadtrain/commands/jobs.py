@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from offloadtrain.config_toml import nearest
+from offloadtrain.console import sanitize
 from offloadtrain.errors import ConfigError, OffloadTrainError
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
@@ -35,7 +36,7 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
     """
     source = _shipped(name)
     target = dest or Path()
-    target = target / source.name if target.is_dir() else target
+    target = target / source.name if os.path.isdir(target) else target
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
@@ -47,6 +48,11 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
     print(f"edit it, then: offloadtrain train {target}", file=sys.stderr)
 
 
+def say_on_stderr(line: str) -> None:
+    """What became of a job's keys, for the person who has overridden one."""
+    print(sanitize(line), file=sys.stderr)
+
+
 def find_job(job: str) -> Path:
     """Return the file that a command line means: a path, or the name of a shipped job.
 
@@ -55,7 +61,7 @@ def find_job(job: str) -> Path:
     """
     path = Path(job)
     looks_like_a_path = path.suffix == ".toml" or os.sep in job
-    return path if looks_like_a_path or path.is_file() else _shipped(job)
+    return path if looks_like_a_path or os.path.isfile(path) else _shipped(job)
 
 
 def shipped_jobs() -> dict[str, Path]:
@@ -67,7 +73,7 @@ def _shipped(name: str) -> Path:
     jobs = shipped_jobs()
     if name not in jobs:
         raise ConfigError(
-            f"{name}: no such file, and no shipped job of this name{nearest(name, jobs)} "
+            f"{name}: no such file, and no shipped job of this name{nearest(name, jobs) or '.'} "
             f"Shipped: {', '.join(jobs)}"
         )
     return jobs[name]

@@ -50,10 +50,10 @@ def plan(
         KEY=VALUE ...: values that win over the job's.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
-        v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx4090, rtx5090, gh200, cpu2. Default: this
-        machine, with the rates of the shipped one that is most like it.
+        v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx3090, rtx4090, rtx5090, gh200, cpu2.
+        Default: this machine, with the rates of the shipped one that is most like it.
     gpus
-        Ranks, one per GPU, which share the job's batch.
+        Ranks, one per GPU, which share the job's batch; with --largest, a sequence for each.
     gpu_memory
         Of each GPU, such as 32GiB, in place of the machine's.
     host_memory
@@ -69,24 +69,24 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain import config as jobs
-    from offloadtrain.commands.jobs import find_job
+    from offloadtrain.commands.jobs import find_job, say_on_stderr
     from offloadtrain.plan import changes, report
     from offloadtrain.plan.plan import make
+    from offloadtrain.share import parse_ranks
 
+    parse_ranks("--gpus", str(gpus))
     name, target = chosen_machine(machine, gpu_memory, host_memory)
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it draws a --sweep")
     if largest:
-        if job or sweep or overrides or gpus != 1:
+        if job or sweep or overrides:
             raise ConfigError(
-                f"--largest searches over models: leave out {job or '--sweep, --set, --gpus'}"
+                f"--largest searches over models: leave out {job or '--sweep, --set'}"
             )
-        return _largest(name, target, as_json=as_json)
+        return _largest(name, target, gpus, as_json=as_json)
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
-    config = jobs.load(find_job(job), overrides)
-    if gpus < 1:
-        raise ConfigError(f"--gpus {gpus}: at least 1 is needed")
+    config = jobs.load(find_job(job), overrides, say_on_stderr)
     config = changes.settled(config, name, target, gpus)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
@@ -99,17 +99,17 @@ def plan(
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def _largest(name: str, machine: Machine, *, as_json: bool) -> int:
+def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     from offloadtrain.plan import largest, report
 
-    rows = largest.largest(name, machine)
+    rows = largest.largest(name, machine, gpus)
     if as_json:
         found = [
             {"weights": row.working, "state": row.state, "params": row.params}
             | ({"plan": report.as_json(row.plan)} if row.plan else {})
             for row in rows
         ]
-        print(json.dumps({"machine": name, "rows": found}))
+        print(json.dumps({"machine": name, "ranks": gpus, "rows": found}))
     else:
         print(f"{name}:\n{largest.table(rows, machine)}")
     return 0 if any(row.plan for row in rows) else DOES_NOT_FIT
@@ -133,11 +133,12 @@ def _sweep(
 
 
 def _counts(text: str) -> list[int]:
+    from offloadtrain.share import parse_ranks
+
     key, _, values = text.partition("=")
-    counts = [int(part) if part.isdecimal() else 0 for part in values.split(",")]
-    if key != "gpus" or min(counts) < 1:
-        raise ConfigError(f"--sweep {text}: give gpus=1,2,4 or the like")
-    return sorted(set(counts))
+    if key != "gpus":
+        raise ConfigError(f"--sweep {text[:40]}: give gpus=1,2,4 or the like")
+    return sorted({parse_ranks("--sweep gpus=1,2,4:", part) for part in values.split(",")})
 
 
 def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:

@@ -18,7 +18,7 @@ def prepare(
     /,
     *,
     val_fraction: float = 0.05,
-    tokenizer: str = "bytes",
+    tokenizer: Literal["bytes"] = "bytes",
     field: str = "text",
     bad_lines: Literal["error", "skip"] = "error",
     jobs: int = 0,
@@ -61,6 +61,8 @@ def prepare(
     bar.end()
     for line in done.skipped:
         print(f"left out: {line}", file=sys.stderr)
+    if done.remark:
+        print(f"warning: {done.remark}", file=sys.stderr)
     what = "found, made before from the same source" if done.reused else "written"
     for path, tokens, documents in (
         (done.train, done.train_tokens, done.train_documents),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from offloadtrain.commands.jobs import find_job
+from offloadtrain.commands.jobs import find_job, say_on_stderr
 from offloadtrain.commands.progress_bar import ProgressBar
 from offloadtrain.errors import ConfigError
 from offloadtrain.world import Place
@@ -49,7 +49,8 @@ def train(
     job
         A job file, or the name of a shipped job (`offloadtrain ls`).
     overrides
-        KEY=VALUE ...: values that win over the job's, for example optim.lr=3e-4.
+        KEY=VALUE ...: values that win over the job's, for example optim.lr=3e-4. What of the job
+        they leave without a meaning (a warm-up longer than the run) gives way, and is printed.
     run_dir
         Folder of this run. Default: runs/<UTC time>-<name>.
     resume
@@ -70,10 +71,13 @@ def train(
     from offloadtrain import config as jobs
 
     path = find_job(job)
-    config = jobs.load(path, overrides)
+    place = Place.of(os.environ)
+    say = say_on_stderr if place.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
+    config = jobs.load(path, overrides, say)
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
-    place = Place.of(os.environ)
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
     waiting = _choose_waiting(config, place)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
@@ -101,6 +105,10 @@ def _choose_waiting(config: Config, place: Place) -> str:
     return waiting.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
 
 
+def _another_rank_says(line: str) -> None:
+    """The first of the ranks, which are all started with the same arguments."""
+
+
 def _preview(config: Config, ranks: int) -> int:
     from offloadtrain import config as jobs
     from offloadtrain.commands.preview import preview
@@ -113,7 +121,7 @@ def _preview(config: Config, ranks: int) -> int:
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
     """Check before anything is started that the job can be shared out."""
-    from offloadtrain.share import shared
+    from offloadtrain.share import parse_ranks, shared
 
     if nproc == "auto":
         import torch
@@ -123,10 +131,8 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
             raise ConfigError(
                 "--nproc auto takes one rank per GPU, and this torch sees none: give a number"
             )
-    elif nproc.isdecimal() and int(nproc) > 0:
-        count = int(nproc)
     else:
-        raise ConfigError(f"--nproc {nproc}: give a number from 1 on, or auto")
+        count = parse_ranks("--nproc", nproc)
     shared(config, count)
     return count
 

@@ -256,10 +256,18 @@ def _parse_line(line: bytes, field: str) -> bytes:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if field not in record:
-        raise ValueError(f'no field "{field}"')
+        raise ValueError(f'no field "{field}"{_fields_of(record)}')
     if not isinstance(record[field], str):
         raise ValueError(f'field "{field}" is not a string')
     return str(record[field]).encode("utf-8", "surrogatepass")
+
+
+def _fields_of(record: dict[str, object]) -> str:
+    """Which could be meant instead."""
+    texts = [ascii(key) for key, value in record.items() if isinstance(value, str)]
+    if texts:
+        return f" (text is in {', '.join(texts[:4])}: choose one with --field)"
+    return " (nor a text in any other: write each conversation as one text)" if record else ""
 
 
 def _excerpt(line: bytes) -> str:

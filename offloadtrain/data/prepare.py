@@ -4,8 +4,12 @@
 Validation text is made of whole documents, chosen by a hash and not by position: of its relative
 name for a text file, of its content for a line of JSONL. So the choice does not depend on the
 machine, and hardly changes when the source grows. Where the fraction would leave one side without
-any document, the document nearest to it crosses over. The only document of a source that is a
-single text file is cut instead: its end is held out.
+any document, the document nearest to it crosses over.
+
+A few text files, or one among them that is most of the text, cannot be divided so: where the bytes
+of one side were less than half or more than twice what they should be, the end of every file is
+held out instead, that of an only one always. Where neither comes near, as with few lines of JSONL,
+`PreparedFiles.remark` says so.
 """
 
 from __future__ import annotations
@@ -41,16 +45,22 @@ from offloadtrain.data.documents import (
     Text,
     cut,
     find_files,
+    hash64,
     read_pieces,
 )
+from offloadtrain.data.sniff import refuse_binary
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
+from offloadtrain.errors import ConfigError
 
 Task = tuple[Piece, ...]
 
-_VERSION = 1  # of the rules in this file; another one makes cached files stale
+_VERSION = 2  # of the rules in this file; another one makes cached files stale
 _PROCESSES_FROM_BYTES = 64 << 20  # of JSONL; below, starting processes costs more than it saves
 _SHOWN_BAD_LINES = 10
+_MOST_JOBS = 4096
+_LEAST_PART = 256  # bytes of a text file on either side of a cut
+_FAR = 2.0  # a side with so many times more or fewer tokens than asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +69,7 @@ class PreparedFiles:
 
     Attributes:
         val: None if nothing was to be held out.
+        val_fraction: the share of all tokens that was to be.
         skipped_lines: bad JSONL lines left out by this call; 0 if the files were reused.
         skipped: the first few of them, as "file:line: what is wrong: how it begins".
         reused: the files were there already, made from the same source and settings.
@@ -70,9 +81,22 @@ class PreparedFiles:
     val_tokens: int
     train_documents: int
     val_documents: int
+    val_fraction: float
     skipped_lines: int = 0
     skipped: tuple[str, ...] = ()
     reused: bool = False
+
+    @property
+    def remark(self) -> str:
+        """What to know where the split is far from the one asked for; else empty."""
+        total, held = self.train_tokens + self.val_tokens, self.val_tokens
+        if not held or _near(held, self.val_fraction, total):
+            return ""
+        return (
+            f"{held} of {total} tokens are held out ({100 * held / total:.2g} %), and val_fraction "
+            f"= {self.val_fraction:g} asks for {100 * self.val_fraction:.2g} %: whole documents "
+            f"are held out, and of {self.train_documents + self.val_documents} none come nearer"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +142,16 @@ def prepare(
         progress: called in this thread with (bytes done, bytes in all).
 
     Raises:
+        ConfigError: an argument that has no meaning.
         DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` then
             holds what it held before.
     """
     if not 0.0 <= val_fraction < 1.0:
-        raise DataError(f"val_fraction = {val_fraction} must be in [0, 1)")
+        raise ConfigError(f"val_fraction = {val_fraction:g} must be in [0, 1)")
     if bad_lines not in ("error", "skip"):
-        raise DataError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
+        raise ConfigError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
+    if not 0 <= jobs <= _MOST_JOBS:
+        raise ConfigError(f"jobs = {jobs} must be from 1 to {_MOST_JOBS}, or 0: all CPUs")
     tokenizer_named(tokenizer)
     _refuse_unguarded_script()
     settings = _Settings(
@@ -133,6 +160,9 @@ def prepare(
     out = Path(out)
     try:
         files = find_files(source, excluded=out.resolve())
+        if found := _reuse(out, settings, settings.fingerprint(files)):
+            return found
+        refuse_binary(files)
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out):
             found = _reuse(out, settings, settings.fingerprint(files))
@@ -179,6 +209,7 @@ def _reuse(out: Path, settings: _Settings, fingerprint: str) -> PreparedFiles | 
         val_tokens=len(val) if val else 0,
         train_documents=train.header.documents,
         val_documents=val.header.documents if val else 0,
+        val_fraction=settings.val_fraction,
         reused=True,
     )
 
@@ -204,7 +235,7 @@ def _build(
                     tally.add(task, text, reading)
                     _append(text, train, val)
                 if train.count and bool(val.count) == bool(threshold):
-                    return _commit(train, val, tally)
+                    return _commit(train, val, tally, settings.val_fraction)
         if tally.lowest >= tally.highest:
             break
         threshold = _divide(threshold, tally.lowest, tally.highest)
@@ -222,12 +253,37 @@ def _writer(path: Path, settings: _Settings, files: Sequence[SourceFile]) -> Tok
 
 
 def _cut_all(files: Sequence[SourceFile], val_fraction: float) -> list[Piece]:
-    """Cut all files, the only one so that its end can be held out."""
-    only = files[0]
-    if len(files) > 1 or only.is_jsonl or not val_fraction or only.num_bytes < 2:
-        return [piece for file in files for piece in cut(file)]
-    tail_bytes = round(only.num_bytes * val_fraction)
-    return list(cut(only, min(max(tail_bytes, 1), only.num_bytes - 1)))
+    """Cut all files; where whole ones cannot be divided as asked, so that ends can be held out."""
+    tails = _tails(files, val_fraction)
+    return [piece for file in files for piece in cut(file, tails.get(file.name, 0))]
+
+
+def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
+    """Name → bytes at its end to hold out; empty where whole files are."""
+    if not val_fraction or any(file.is_jsonl for file in files):
+        return {}
+    ends = {file.name: round(file.num_bytes * val_fraction) for file in files}
+    if len(files) == 1:
+        size = files[0].num_bytes
+        return {name: min(max(end, 1), size - 1) for name, end in ends.items()}
+    hashes = {file.name: hash64(os.fsencode(file.name)) for file in files}
+    chosen = math.ceil(val_fraction * 2.0**64)
+    threshold = _divide(chosen, min(hashes.values()), max(hashes.values()))
+    total = sum(file.num_bytes for file in files)
+    whole = sum(file.num_bytes for file in files if hashes[file.name] < threshold)
+    if _near(whole, val_fraction, total):
+        return {}
+    sizes = {file.name: file.num_bytes for file in files}
+    tails = {
+        name: end for name, end in ends.items() if _LEAST_PART <= end <= sizes[name] - _LEAST_PART
+    }
+    return tails if _near(sum(tails.values()), val_fraction, total) else {}
+
+
+def _near(held: int, fraction: float, total: int) -> bool:
+    """Whether neither side is far from what it should be."""
+    sides = (held, fraction * total), (total - held, (1 - fraction) * total)
+    return all(asked / _FAR <= found <= asked * _FAR for found, asked in sides)
 
 
 def _divide(threshold: int, lowest: int, highest: int) -> int:
@@ -334,7 +390,9 @@ def _append(text: Text, train: TokenWriter, val: TokenWriter) -> None:
     val.documents += text.val_documents
 
 
-def _commit(train: TokenWriter, val: TokenWriter, tally: _Tally) -> PreparedFiles:
+def _commit(
+    train: TokenWriter, val: TokenWriter, tally: _Tally, val_fraction: float
+) -> PreparedFiles:
     """Publish both files; an old validation file that has no successor goes."""
     train.commit()
     if val.count:
@@ -348,6 +406,7 @@ def _commit(train: TokenWriter, val: TokenWriter, tally: _Tally) -> PreparedFile
         val_tokens=val.count,
         train_documents=train.documents,
         val_documents=val.documents,
+        val_fraction=val_fraction,
         skipped_lines=tally.skipped_lines,
         skipped=tuple(tally.skipped),
     )

@@ -24,7 +24,7 @@ class ByteTokenizer:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-_TOKENIZERS = {"bytes": ByteTokenizer()}
+TOKENIZERS = {"bytes": ByteTokenizer()}
 
 
 def tokenizer(name: str) -> ByteTokenizer:
@@ -33,6 +33,6 @@ def tokenizer(name: str) -> ByteTokenizer:
     Raises:
         DataError: there is no such tokenizer.
     """
-    if name not in _TOKENIZERS:
-        raise DataError(f"no tokenizer {name!r}; there is: {', '.join(_TOKENIZERS)}")
-    return _TOKENIZERS[name]
+    if name not in TOKENIZERS:
+        raise DataError(f"no tokenizer {name!r}; there is: {', '.join(TOKENIZERS)}")
+    return TOKENIZERS[name]

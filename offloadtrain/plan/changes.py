@@ -40,9 +40,11 @@ def nearest(job: Config, name: str, machine: Machine, ranks: int, most: int = 5)
     """Changes with which the job fits: the fewest keys that do, the fastest first.
 
     Weights and block inputs move between device and host, the state takes another format, the
-    microbatch becomes smaller and more of them; the tokens of a step stay.
+    microbatch becomes smaller and more of them; the tokens of a step stay. Where nothing of that
+    does, a step has fewer tokens: as many as fit in one microbatch, which needs no sums.
     """
     fitting = [one for one in _candidates(job, name, machine, ranks) if one.plan.fits]
+    fitting = fitting or _fewer_tokens(job, name, machine, ranks)
     fitting.sort(key=lambda one: len(one.keys))
     fewest = [one for one in fitting if not any(_within(two, one) for two in fitting)]
     return _fastest(fewest[:SIMULATED])[:most]
@@ -101,6 +103,23 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
 def _within(small: Change, large: Change) -> bool:
     """Whether the larger change is the smaller one and more."""
     return small is not large and small.keys.items() < large.keys.items()
+
+
+def _fewer_tokens(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
+    """With the largest single microbatch that fits, of those that are a power of two per rank."""
+    train = job.train
+    most = (train.micro_batch * train.grad_accum_steps - 1) // ranks
+    for sequences in (ranks << power for power in reversed(range(most.bit_length()))):
+        keys: dict[str, Any] = {"train.micro_batch": sequences}
+        if train.global_batch_tokens:
+            keys["train.global_batch_tokens"] = sequences * job.data.seq_len
+        one = applied(job, keys | {"train.grad_accum_steps": 1})
+        if not train.global_batch_tokens:
+            keys["train.grad_accum_steps"] = 1
+        found = list(_candidates(one, name, machine, ranks, free=("device", "optim")))
+        if fitting := [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]:
+            return fitting
+    return []
 
 
 def _candidates(

@@ -45,16 +45,20 @@ class Row:
         return num_params(self.plan.job.model) if self.plan else 0
 
 
-def largest(name: str, machine: Machine, micro_batch: int = 1) -> list[Row]:
+def largest(name: str, machine: Machine, ranks: int = 1, micro_batch: int = 1) -> list[Row]:
     """One row per placement and state format: weights on the device or streamed, layers' inputs
-    kept there or on the host."""
+    kept there or on the host.
+
+    Args:
+        micro_batch: sequences of each rank.
+    """
     precision = machine.auto_precision
     rows = []
     for working, activation in (("device", "recompute"), ("host", "offload")):
         for state, precisions in STATE_PRECISIONS.items():
             if precision in precisions:
-                job = _job(working, activation, state, micro_batch)
-                rows.append(Row(working, activation, state, _largest(job, name, machine)))
+                job = _job(working, activation, state, micro_batch * ranks)
+                rows.append(Row(working, activation, state, _largest(job, name, machine, ranks)))
     return rows
 
 
@@ -65,9 +69,11 @@ def table(rows: list[Row], machine: Machine) -> str:
         f"{'host':>10} {'tokens/s':>9}"
     )
     lines = [_line(row) for row in rows]
+    ranks = next((row.plan.placed.ranks for row in rows if row.plan), 1)
     note = (
         f"GPT, sequences of {SEQ_LEN}, vocabulary {VOCAB}, {machine.auto_precision}, activations "
         f"recomputed (streamed: their inputs on the host), a step of one microbatch"
+        + (f" on each of {ranks} GPUs; device: of each, host: of all" if ranks > 1 else "")
     )
     return "\n".join([head, *lines, note])
 
@@ -97,21 +103,21 @@ def _job(working: str, activation: str, state: str, micro_batch: int) -> Config:
     return applied(base, places)
 
 
-def _largest(job: Config, name: str, machine: Machine) -> Plan | None:
+def _largest(job: Config, name: str, machine: Machine, ranks: int) -> Plan | None:
     best: Plan | None = None
-    for found in _deepest(job, name, machine):
+    for found in _deepest(job, name, machine, ranks):
         if best is None or num_params(found.job.model) > num_params(best.job.model):
             best = found
     return best
 
 
-def _deepest(job: Config, name: str, machine: Machine) -> Iterator[Plan]:
+def _deepest(job: Config, name: str, machine: Machine, ranks: int) -> Iterator[Plan]:
     """At each width the plan with most layers that fits."""
 
     def planned(width: int, layers: int) -> Plan:
         heads = width // HEAD_WIDTH
         shape = replace(SHAPE, num_layers=layers, d_model=width, num_heads=heads)
-        return make(replace(job, model=shape), name, machine)
+        return make(replace(job, model=shape), name, machine, ranks)
 
     least, most = LAYERS
     for width in WIDTHS:

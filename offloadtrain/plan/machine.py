@@ -6,6 +6,7 @@ A machine file is TOML with one key per field of `Machine`. Files that come with
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -135,16 +136,15 @@ def find(name: str) -> tuple[str, Machine]:
     path, files = Path(name), shipped()
     if name in files:
         path = files[name]
-    elif path.suffix != ".toml" and not path.is_file():
+    elif path.suffix != ".toml" and not os.path.exists(path):  # Path.exists raises for some names
         raise MachineError(
-            f"{name}: no such file, and no machine of this name{toml.nearest(name, files)} "
+            f"{name}: no such file, and no machine of this name{toml.nearest(name, files) or '.'} "
             f"Known: {', '.join(files)}; or measure this one: offloadtrain doctor"
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise MachineError(f"{path}: cannot be read: {reason}") from None
+        text = toml.read(path)
+    except ConfigError as error:
+        raise MachineError(*error.problems) from None
     return path.stem, loads(text, str(path))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from offloadtrain.config import Config
 from offloadtrain.errors import OffloadTrainError
@@ -23,7 +24,7 @@ class PlanError(OffloadTrainError):
     """The job cannot be placed as it asks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """A job on so many ranks, as one of them sees it.
 
@@ -59,9 +60,14 @@ class Placement:
         """Streamed blocks come from shards on the devices."""
         return bool(self.streamed) and self.config.device.working == "device"
 
-    @property
+    @cached_property
     def buckets(self) -> list[Bucket]:
         return [bucket for block in self.blocks for bucket in block.buckets]
+
+    @cached_property
+    def largest_numel(self) -> int:
+        """Of any bucket; asked for by every operation of a step."""
+        return max(bucket.numel for bucket in self.buckets)
 
     @property
     def early(self) -> bool:
@@ -82,13 +88,13 @@ class Placement:
     @property
     def staging_bytes(self) -> int:
         """Of one slot for gradients on the device."""
-        largest = max(bucket.numel for bucket in self.buckets) * self.reduced_bytes
+        largest = self.largest_numel * self.reduced_bytes
         return max(min(largest, STAGING_BYTES), ALIGN * 4 * self.ranks)
 
     @property
     def staging_slots(self) -> int:
         """For gradients on the device: enough for a bucket that goes down in pieces."""
-        largest = max(bucket.numel for bucket in self.buckets) * self.reduced_bytes
+        largest = self.largest_numel * self.reduced_bytes
         pieces = -(-largest // self.staging_bytes)
         return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
 

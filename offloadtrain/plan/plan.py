@@ -21,6 +21,11 @@ PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20
 """Of temporaries where Adam runs on a GPU (`kernels.on_device`)."""
 
+ESTIMATE_FACTOR = 2
+"""Activations are refused for certain where even this part of their estimate is too much. The
+estimate is held to 5 % where it is tested; the rest is for other kernels, and for memory that other
+programs may give back."""
+
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 3 << 30}
 """Host memory of one process with torch loaded, and CUDA's libraries."""
 
@@ -130,10 +135,14 @@ class Plan:
 
     @property
     def certain_problems(self) -> list[str]:
-        """The same of what the engine itself holds, to the byte: activations, and what Python and
-        torch take, are estimates."""
+        """The same, where no error of the estimates could make it fit: what the engine holds is
+        known to the byte, of activations a part of their estimate is there for sure, and what
+        Python and torch take is left out."""
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
-        return self._problems(engine, memory.device(self.placed))
+        guessed = self.activations.owners()
+        sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}
+        cannot = self._problems(engine, memory.device(self.placed) | sure)
+        return self.problems if cannot else []
 
     def _problems(self, host: Mapping[str, int], device: Mapping[str, int]) -> list[str]:
         found = []

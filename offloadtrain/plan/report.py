@@ -21,6 +21,7 @@ LANES = {
     "comm": "collectives",
 }
 _WIDTH = 26
+SUMS = "gradient sums"
 
 
 def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
@@ -142,7 +143,15 @@ def _verdict(plan: Plan, changes: Sequence[Change]) -> str:
     lines = ["It does not fit:", *(f"  {problem}" for problem in plan.problems)]
     if not changes:
         return "\n".join([*lines, "No placement, format or microbatch makes it fit."])
-    lines.append("With these it does, the fastest first (--set KEY=VALUE ...):")
+    if (tokens := changes[0].plan.job.batch_tokens) < plan.job.batch_tokens:
+        sums = plan.host.get(SUMS, 0)
+        because = f": their sums in fp32 take {format_bytes(sums)}" if sums else ""
+        lines += [
+            f"No placement or format fits {plan.job.batch_tokens} tokens per step{because}.",
+            f"With fewer tokens ({tokens}, in one microbatch) it does:",
+        ]
+    else:
+        lines.append("With these it does, the fastest first (--set KEY=VALUE ...):")
     rate = [format_count(change.plan.prediction.tokens_per_s) for change in changes]
     lines += [f"  {r:>6} tokens/s  {one.text}" for r, one in zip(rate, changes, strict=True)]
     return "\n".join(lines)

@@ -142,7 +142,7 @@ class _Costs:
         if placed.ranks > machine.gpus and not machine.node_link_gbps:
             raise MachineError(
                 f"{placed.ranks} GPUs are asked for, and the machine has {machine.gpus} on its "
-                "only host: set node_link_gbps in its file, or take fewer"
+                "only host: take fewer, or a --machine file with more, or with node_link_gbps"
             )
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len

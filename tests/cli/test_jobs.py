@@ -63,3 +63,11 @@ def test_a_limit_of_the_gpu_is_refused_on_a_cpu() -> None:
     limited = replace(job, device=replace(job.device, process_memory_limit="8 GiB"))
     with pytest.raises(ConfigError, match="bounds the memory of a GPU"):
         assemble(limited)
+
+
+def test_one_override_shortens_a_job_and_says_what_it_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "gpt2_124m", "--machine", "rtx4090", "--set", "train.steps=40"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "optim.warmup_steps 700 -> 4 (train.steps = 40)\n" and "It fits." in out

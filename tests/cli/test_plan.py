@@ -133,10 +133,60 @@ def test_a_sweep(capsys: Captured) -> None:
 
 
 def test_a_sweep_beyond_the_only_host(capsys: Captured) -> None:
-    assert plan("demo", "--machine", "rtx4090", "--sweep", "gpus=1,2", "--json", *SMALL[:3]) == 0
+    assert plan("demo", "--machine", "rtx4090", "--sweep", "gpus=1,4", "--json", *SMALL[:3]) == 0
     points = found(capsys)["points"]
     ours = {p["gpus"]: p["problem"] for p in points if p["system"] == "offloadtrain"}
-    assert ours[1] == "" and "one host" in ours[2]
+    assert ours[1] == "" and "one host" in ours[4]
+
+
+@pytest.mark.parametrize("machine", ["rtx3090", "rtx4090"])
+def test_two_gpus_of_a_desktop(capsys: Captured, machine: str) -> None:
+    """They share its lanes: each of two has half the bandwidth of one alone."""
+    told = []
+    for gpus in (1, 2):
+        assert plan("llama_1b", "--machine", machine, "--gpus", gpus, "--json") == 0
+        told.append(found(capsys))
+    one, two = told
+    assert two["ranks"] == 2 and two["hosts"] == 1
+    rates = [run["step"]["d2h_bytes"] / run["step"]["busy_s"]["d2h"] / 1e9 for run in told]
+    assert rates == pytest.approx([24, 12], rel=0.02)
+    assert 1 < two["step"]["tokens_per_s"] / one["step"]["tokens_per_s"] <= 2
+    assert plan("llama_1b", "--machine", machine, "--gpus", 4) == 2
+    assert "has 2 on its only host" in capsys.readouterr().err
+
+
+def test_the_largest_model_of_two_gpus(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "WIDTHS", (4096,))
+    rows = []
+    for gpus in (1, 2):
+        assert plan("--largest", "--machine", "rtx3090", "--gpus", gpus, "--json") == 0
+        rows.append({(r["weights"], r["state"]): r for r in found(capsys)["rows"]})
+    one, two = rows
+    streamed = "host", "int8"
+    assert two[streamed]["plan"]["ranks"] == 2 and two[streamed]["plan"]["fits"]
+    for row in one:  # the host is the same, and its bytes are shared out
+        assert two[row]["params"] == pytest.approx(one[row]["params"], rel=0.2)
+    assert plan("--largest", "--machine", "rtx3090", "--gpus", 2) == 0
+    assert "on each of 2 GPUs" in capsys.readouterr().out
+
+
+def test_a_batch_whose_sums_do_not_fit_is_told_which_does(capsys: Captured) -> None:
+    """Microbatches are summed in fp32 on the host; a step of one microbatch has no sums."""
+    arguments = ["llama_1b", "--machine", "rtx4090", "--host-memory", "64GiB", "--set",
+                 "model.size=llama-8b", "data.seq_len=1024", "train.micro_batch=1",
+                 "train.global_batch_tokens=65536"]  # fmt: skip
+    assert plan(*arguments) == 4
+    out = capsys.readouterr().out
+    assert "fewer tokens" in out and "29.9 GiB" in out
+    changes = [line.split(" tokens/s  ")[1] for line in out.splitlines() if " tokens/s  " in line]
+    assert changes
+    for text in changes:
+        keys = dict(one.split("=") for one in text.split())
+        batch = int(keys["train.global_batch_tokens"])
+        assert batch == 1024 * int(keys.get("train.micro_batch", 1)) < 65536
+        assert plan(*arguments, *text.split()) == 0
+        keys |= {"train.global_batch_tokens": f"{2 * batch}", "train.micro_batch": "1"}
+        assert plan(*arguments, *(f"{key}={value}" for key, value in keys.items())) == 4
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -28,11 +28,11 @@ def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "message"),
+    ("source", "options", "code", "message"),
     [
-        ("absent", [], "absent"),
-        ("empty", [], "empty"),
-        ("empty", ["--val-fraction", "2"], "[0, 1)"),
+        ("absent", [], 1, "absent"),
+        ("empty", [], 1, "empty"),
+        ("empty", ["--val-fraction", "2"], 2, "[0, 1)"),
     ],
 )
 def test_what_cannot_be_prepared_is_told(
@@ -40,10 +40,11 @@ def test_what_cannot_be_prepared_is_told(
     capsys: pytest.CaptureFixture[str],
     source: str,
     options: list[str],
+    code: int,
     message: str,
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["prepare", str(tmp_path / source), str(tmp_path / "out"), *options]) == 1
+    assert main(["prepare", str(tmp_path / source), str(tmp_path / "out"), *options]) == code
     out, err = capsys.readouterr()
     assert out == "" and message in err and "Traceback" not in err
 

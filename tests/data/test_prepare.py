@@ -1,12 +1,15 @@
 """Preparing text: the same tokens for any number of jobs, held-out documents, clear errors."""
 
+import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from offloadtrain.data import documents
 from offloadtrain.data import prepare as prepare_module
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.tokens import DataError, TokenFile
+from offloadtrain.errors import ConfigError
 
 
 def tokens(path: Path | None) -> bytes:
@@ -247,7 +251,14 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "two objects": (b'{"text": "a"} {"text": "b"}', r"not JSON \(Extra data"),
     "a list": (b'["text"]', "not a JSON object"),
     "a number": (b"17", "not a JSON object"),
-    "no field": (b'{"txt": "abc"}', 'no field "text"'),
+    "no field": (
+        b'{"txt": "abc"}',
+        r'no field "text" \(text is in \'txt\': choose one with --field',
+    ),
+    "a conversation": (
+        b'{"messages": []}',
+        r'no field "text" \(nor a text in any other: write each',
+    ),
     "a number in the field": (b'{"text": 5}', 'field "text" is not a string'),
     "null": (b'{"text": null}', 'field "text" is not a string'),
     "not UTF-8": (b'{"text": "\xff"}', "not UTF-8"),
@@ -302,10 +313,13 @@ FAILURES: dict[str, tuple[Setup, dict[str, object], str]] = {
         "a single document",
     ),
     "one byte": (lambda t: written(t, {"a": b"x"}) / "a", {}, "a single document"),
-    "fraction": (lambda t: t, {"val_fraction": 1.0}, r"must be in \[0, 1\)"),
-    "no number": (lambda t: t, {"val_fraction": float("nan")}, r"must be in \[0, 1\)"),
     "tokenizer": (lambda t: t, {"tokenizer": "words"}, "no tokenizer"),
-    "policy": (lambda t: t, {"bad_lines": "ignore"}, '"error" or "skip"'),
+}
+WITHOUT_MEANING: dict[str, tuple[dict[str, Any], str]] = {
+    "fraction": ({"val_fraction": 1.0}, r"must be in \[0, 1\)"),
+    "no number": ({"val_fraction": float("nan")}, r"must be in \[0, 1\)"),
+    "policy": ({"bad_lines": "ignore"}, '"error" or "skip"'),
+    "jobs": ({"jobs": -1}, "jobs = -1 must be from 1"),
 }
 
 
@@ -316,6 +330,74 @@ def test_each_failure_is_one_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=message):
         prepare(source, tmp_path / "out", **options)  # type: ignore[arg-type]
     assert not list(tmp_path.glob("out/*.bin*"))
+
+
+BINARY: dict[str, tuple[bytes, str]] = {
+    "t.parquet": (b"PAR1\x15\x04\x15\x20" * 9 + b"PAR1", "a Parquet file, not text: write its"),
+    "t.txt.gz": (gzip.compress(b"some text\n" * 9), "compressed by gzip, not text: unpack it"),
+    "t.zip": (b"PK\x03\x04" + b"\0" * 40, "a zip archive"),
+    "t.db": (b"SQLite format 3\0" + b"\0" * 99, "an SQLite database"),
+    "t.txt": (("text\n" * 500).encode("utf-16"), "UTF-16, not text: convert it: iconv"),
+    "noise": (random.Random(0).randbytes(5000), "binary"),
+    "zeros": (b"text" * 500 + bytes(100), "binary"),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_a_binary_file_is_refused_by_what_it_is(tmp_path: Path, name: str) -> None:
+    raw, message = BINARY[name]
+    source = written(tmp_path / "s", {name: raw, "a.txt": b"a text\n" * 99})
+    for one in (source, source / name):
+        with pytest.raises(DataError, match=message) as caught:
+            prepare(one, tmp_path / "out")
+        assert str(caught.value).startswith(str(source / name))
+        assert not list(tmp_path.glob("out/*.bin"))
+
+
+def test_text_of_any_encoding_is_text(tmp_path: Path) -> None:
+    texts = {
+        "latin-1": "d\u00e9j\u00e0 vu\n".encode("latin-1") * 500,
+        "gbk": "\u4e2d\u6587\n".encode("gbk") * 500,
+        "log with colours": b"\x1b[31mred\x1b[0m\r\n" * 500,
+        "one zero": b"some text\n" * 500 + b"\0",
+        "short": bytes(range(256)),
+        "UTF-8 with a mark": b"\xef\xbb\xbftext\n" * 500,
+        "PARTS.txt": b"PARTS of speech\n" * 99,
+    }
+    files = prepare(written(tmp_path / "s", texts), tmp_path / "out", val_fraction=0.0)
+    assert tokens(files.train) == b"".join(texts[name] + b"\0" for name in sorted(texts))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction"),
+    [([100_000, 106_000], 0.05), ([900_000, 3_000, 3_000], 0.1), ([50_000] * 3, 0.9)],
+)
+def test_few_files_are_split_as_asked(tmp_path: Path, sizes: list[int], fraction: float) -> None:
+    texts = {f"{i}.txt": b"%d" % i * size for i, size in enumerate(sizes)}
+    files = prepare(written(tmp_path / "s", texts), tmp_path / "out", val_fraction=fraction)
+    share = files.val_tokens / (files.val_tokens + files.train_tokens)
+    assert share == pytest.approx(fraction, rel=0.02) and not files.remark
+    train, val = both(files)
+    for i, size in enumerate(sizes):  # of every file its end
+        assert val.count(b"%d" % i) == pytest.approx(size * fraction, abs=1)
+        assert train.count(b"%d" % i) + val.count(b"%d" % i) == size
+
+
+def test_a_split_far_from_the_one_asked_for_is_said(tmp_path: Path) -> None:
+    lines = [f"{i} " * 5000 for i in range(3)]
+    source = written(tmp_path / "s", {"a.jsonl": jsonl(lines)})
+    files = prepare(source, tmp_path / "out", val_fraction=0.01)
+    assert "33 %" in files.remark and "val_fraction = 0.01" in files.remark
+    assert prepare(source, tmp_path / "out", val_fraction=0.01).remark == files.remark
+    assert not prepare(source, tmp_path / "out", val_fraction=0.3).remark
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEANING)
+def test_an_argument_without_a_meaning_is_refused(tmp_path: Path, name: str) -> None:
+    options, message = WITHOUT_MEANING[name]
+    with pytest.raises(ConfigError, match=message):
+        prepare(written(tmp_path / "s", {"a": b"text"}), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:

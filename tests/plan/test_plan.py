@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadtrain import config as jobs
+from offloadtrain import dryrun
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.config import Config
 from offloadtrain.dryrun import DryRunError, check, laid_out, proved
@@ -32,6 +33,25 @@ from tests.plan.test_memory import job
 ROOT = Path(__file__).resolve().parents[2]
 V100 = find("v100_32gb")[1]
 DGX2 = find("dgx2")[1]
+
+
+def test_an_estimate_refuses_only_what_it_cannot_be_wrong_about() -> None:
+    """What autograd keeps is estimated: where twice the room might do, a run is warned, and tried;
+    the engine's own bytes are known, and refused at once."""
+    plan = make(small(), "v100", V100)
+    held, guessed = sum(memory.device(plan.placed).values()), plan.activations.total
+    reserved = V100.gpu_reserved_bytes
+
+    def problems(room: int) -> tuple[list[str], list[str]]:
+        less = make(small(), "v100", replace(V100, gpu_memory=f"{reserved + room}"))
+        return less.problems, less.certain_problems
+
+    assert problems(held + guessed) == ([], [])
+    maybe, certain = problems(held + guessed // 2 + 1)
+    assert maybe and not certain
+    maybe, certain = problems(held + guessed // 2 - 1)
+    assert maybe == certain != []
+    assert problems(held - 1)[1]
 
 
 def small(**keys: Any) -> Config:
@@ -422,3 +442,17 @@ def test_a_dry_run_of_13b_takes_little_memory() -> None:
     status, kib = map(int, done.stderr.splitlines()[-1].split())
     assert status == 0 and kib < 2 << 20
     assert "free of races" in done.stderr
+
+
+@pytest.mark.parametrize(("stay", "kept"), [(-1, 0), (3, 1), (8, 3)])
+def test_of_very_many_blocks_some_are_proved(
+    monkeypatch: pytest.MonkeyPatch, stay: int, kept: int
+) -> None:
+    """A job of 5,000 layers took minutes. The layout is checked of all of them."""
+    monkeypatch.setattr(dryrun, "MOST_LAYERS", 4)
+    keys = {"device__working": "host", "device__resident_blocks": stay}
+    plan = make(job({"num_layers": 10}, **keys), "cpu2", find("cpu2")[1])
+    small = place(dryrun.twin(plan))
+    assert small.config.model.num_layers == 4 and len(small.streamed) == 4 - kept
+    said = check(plan)
+    assert "laid out 10 blocks" in said and "of 4 of the blocks free of races" in said

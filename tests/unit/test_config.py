@@ -220,7 +220,7 @@ def test_a_bad_value_is_told_in_one_sentence(override: str, sentence: str) -> No
 
 BAD_TOGETHER = [
     (
-        ["data.train=a.bin"],
+        ["data.train=a.bin", "data.source=python-stdlib"],
         "data.source = 'python-stdlib' and data.train or data.val are both set; "
         "leave one of them out",
     ),
@@ -275,7 +275,7 @@ BAD_TEXTS = [
     ("name = ", "job.toml: this is not valid TOML: Invalid value (at end of document)"),
     ("name = 'a'\nname = 'b'", "job.toml: this is not valid TOML: Cannot overwrite a value"),
     ("[train]\nsteps=1\n[train]\nseed=1", "job.toml: this is not valid TOML: Cannot declare"),
-    (f"a = {'[' * 5000}", "job.toml: this is not valid TOML"),
+    (f"a = {'[' * 900}", "job.toml: this is not valid TOML"),
     (f"a = {'9' * 5000}", "job.toml: this is not valid TOML"),
     (JOB.replace("steps = 100", f"steps = 0x{'f' * 5000}"),
      "job.toml: train.steps = (a very large number) must be a whole number of at most 64 bits"),
@@ -310,6 +310,78 @@ def test_a_bad_text_is_told_in_one_sentence(text: str, start: str) -> None:
 )
 def test_a_bad_override_is_told_in_one_sentence(override: str, sentence: str) -> None:
     assert problems(JOB, override) == (sentence,)
+
+
+LONG_JOB = """
+name = "long"
+[model]
+size = "debug"
+[data]
+source = "corpus"
+seq_len = 128
+[optim]
+warmup_steps = 700
+[train]
+steps = 20000
+global_batch_tokens = 4096
+eval_every = 500
+sample_tokens = 300
+sample_prompt = "def "
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "kept"),
+    [
+        (
+            ["train.steps=40"],
+            ["optim.warmup_steps 700 -> 4 (train.steps = 40)"],
+            {"optim.warmup_steps": 4, "train.steps": 40},
+        ),
+        (["train.steps=5"], ["optim.warmup_steps 700 -> 0 (train.steps = 5)"], {}),
+        (["train.steps=700"], [], {"optim.warmup_steps": 700}),
+        (["train.steps=40", "optim.warmup_steps=9"], [], {"optim.warmup_steps": 9}),
+        (
+            ["train.sample_tokens=0"],
+            ["train.sample_prompt = 'def ' of the job gives way to train.sample_tokens = 0"],
+            {"train.sample_prompt": ""},
+        ),
+        (
+            ["data.train=a.bin", "data.val=b.bin"],
+            ["data.source = 'corpus' of the job gives way to data.train = 'a.bin'"],
+            {"data.source": "", "data.train": "a.bin"},
+        ),
+        (
+            ["train.grad_accum_steps=2"],
+            ["train.global_batch_tokens = 4096 of the job gives way to train.grad_accum_steps = 2"],
+            {"train.grad_accum_steps": 2, "train.global_batch_tokens": 0},
+        ),
+        (
+            ["data.val_fraction=0"],
+            ["train.eval_every = 500 of the job gives way to data.val_fraction = 0"],
+            {"train.eval_every": 0},
+        ),
+        (["optim.lr=1e-4"], [], {"optim.warmup_steps": 700, "data.source": "corpus"}),
+    ],
+    ids=str,
+)
+def test_what_an_override_makes_impossible_gives_way_aloud(
+    overrides: list[str], told: list[str], kept: dict[str, object]
+) -> None:
+    said: list[str] = []
+    found = config.loads(LONG_JOB, "job.toml", overrides, said.append)
+    assert said == told
+    assert {key: attrgetter(key)(found) for key in kept} == kept
+    again: list[str] = []
+    assert config.loads(config.dump(found), "resolved.toml", [], again.append) == found
+    assert not again
+
+
+def test_a_file_that_contradicts_itself_is_refused_all_the_same() -> None:
+    (only,) = problems(LONG_JOB.replace("steps = 20000", "steps = 40"))
+    assert only == "job.toml: optim.warmup_steps = 700 must be at most train.steps = 40"
+    (only,) = problems(LONG_JOB, "optim.warmup_steps=900", "train.steps=800")
+    assert only == "--set: optim.warmup_steps = 900 must be at most train.steps = 800"
 
 
 def test_all_problems_are_told_at_once_and_with_their_origin() -> None:

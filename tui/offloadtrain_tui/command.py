@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.source import NEWS_OVER_SSH_S, NEWS_S, Reader
+from offloadtrain_tui.text import clean
 
 ONCE_SIZE = (120, 40)
 
@@ -66,7 +67,7 @@ def tui(
     try:
         found = runs.find(run or [], runs_dir)
     except runs.RunError as error:
-        return _refuse(str(error))
+        return _refuse(clean(str(error)))
     clock: Clock = LiveClock()
     if replay:
         if not found:

@@ -73,9 +73,9 @@ def devices(view: View, machine: events.System | None) -> list[Tier]:
     system = machine or view.system
     gpus = system.gpus if system else ()
     if not gpus:
-        state = system.gpu_state if system else ""
-        on_cpu = bool(parts) and _is_on_cpu(view)
-        return [Tier("DEVICE (CPU)" if on_cpu else "DEVICE", parts, note=state)]
+        if parts and _is_on_cpu(view):  # why no GPU could be asked is nothing to it
+            return [Tier("DEVICE (CPU)", parts)]
+        return [Tier("DEVICE", parts, note=system.gpu_state if system else "")]
     bars, uuid = [], view.start.plan.get("gpu_uuid") if view.start else None
     owner = next((gpu.index for gpu in gpus if gpu.uuid == uuid), gpus[0].index)
     for gpu in gpus:

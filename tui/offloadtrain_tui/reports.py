@@ -241,7 +241,7 @@ def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
     try:
         found = runs.find([run] if run is not None else [], runs_dir)
     except runs.RunError as error:
-        print(error, file=sys.stderr)
+        print(clean(str(error)), file=sys.stderr)
         return None
     if not found:
         print(f"no runs in {runs_dir}: give a run folder", file=sys.stderr)

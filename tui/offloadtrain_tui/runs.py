@@ -67,7 +67,7 @@ def all_runs(runs_dir: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    return (path / "events").is_dir()
+    return os.path.isdir(path / "events")
 
 
 def open_run(path: Path) -> RunPath:
@@ -75,13 +75,13 @@ def open_run(path: Path) -> RunPath:
 
 
 def _named(path: Path) -> RunPath:
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises for some names
         return RunPath(None, (path,))
     if is_run(path):
         return open_run(path.resolve())
     if newest := all_runs(path)[:1]:
         return open_run(newest[0])
-    what = "a folder without runs" if path.is_dir() else "not there"
+    what = "a folder without runs" if os.path.isdir(path) else "not there"
     raise RunError(
         f"{path} is {what}: give a run folder (with events/rank000.jsonl), a folder of runs, or an "
         "event file"

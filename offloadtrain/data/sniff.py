@@ -1,0 +1,68 @@
+"""What a file is that is not text: by how it begins, or by bytes that text has not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offloadtrain.data.documents import SourceFile
+from offloadtrain.data.tokens import DataError
+
+_HEAD_BYTES = 1 << 16
+_JUDGED_BYTES = 1 << 10
+"""Fewer bytes say too little: a short text may hold anything."""
+
+_MOST_ZEROS, _MOST_CONTROLS = 0.01, 0.05
+"""Shares. Bytes of no encoding of text (compressed ones, say) are 11 % controls."""
+
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b")) + b"\x7f"
+
+_TO_TEXT = 'write its texts as JSONL, one {"text": ...} per line'
+_UNPACK = "unpack it first"
+
+# (at, how it begins there, what it is, what to do)
+_KNOWN = [
+    (0, b"PAR1", "a Parquet file", _TO_TEXT),
+    (0, b"ARROW1", "an Arrow file", _TO_TEXT),
+    (0, b"SQLite format 3\0", "an SQLite database", _TO_TEXT),
+    (0, b"\x89HDF\r\n", "an HDF5 file", _TO_TEXT),
+    (0, b"\x93NUMPY", "a NumPy array", _TO_TEXT),
+    (0, b"%PDF-", "a PDF document", "extract its text"),
+    (0, b"\x1f\x8b", "compressed by gzip", _UNPACK),
+    (0, b"BZh", "compressed by bzip2", _UNPACK),
+    (0, b"\xfd7zXZ\0", "compressed by xz", _UNPACK),
+    (0, b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNPACK),
+    (0, b"PK\x03\x04", "a zip archive (.docx and .epub are, too)", _UNPACK),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (257, b"ustar", "a tar archive", _UNPACK),
+    (0, b"\x89PNG\r\n", "a PNG image", "leave it out"),
+    (0, b"\xff\xd8\xff", "a JPEG image", "leave it out"),
+    (0, b"GGUF", "a file of weights (GGUF)", "leave it out"),
+    (0, b"\x7fELF", "a program", "leave it out"),
+    (0, b"OTTOKENS", "a token file", "name it as data.train"),
+]
+
+
+def refuse_binary(files: Sequence[SourceFile]) -> None:
+    """Raises DataError for files that are no text; JSONL is judged line by line when it is read."""
+    told = [(file, why) for file in files if not file.is_jsonl and (why := _binary(file))]
+    if told:
+        file, (what, advice) = told[0]
+        more = f" (and {len(told) - 1} more files that are not text)" if len(told) > 1 else ""
+        raise DataError(f"{file.path} is {what}, not text: {advice}{more}")
+
+
+def _binary(file: SourceFile) -> tuple[str, str] | None:
+    """(what it is, what to do), or None for text."""
+    with open(file.path, "rb") as opened:
+        head = opened.read(_HEAD_BYTES)
+    for at, begins, what, advice in _KNOWN:
+        if head[at:].startswith(begins):
+            return what, advice
+    zeros, controls = head.count(0), len(head) - len(head.translate(None, _CONTROLS))
+    if len(head) < _JUDGED_BYTES or not zeros:
+        return None
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"
+    if zeros > _MOST_ZEROS * len(head) or controls > _MOST_CONTROLS * len(head):
+        return "binary (it has zero and control bytes)", "leave it out, or extract its text"
+    return None

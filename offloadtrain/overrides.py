@@ -1,0 +1,62 @@
+"""What an override changes beside its own key: keys of the job file that go by it give way, aloud.
+
+Who shortens a job, or names other data for it, says what is wanted. What the file's author wrote
+for the long run, or the other data, would only make it impossible. A key that was overridden itself
+never gives way, and what contradicts itself within the file is refused as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from offloadtrain.config_toml import Job, shown
+
+WARMUP_SHARE = 10
+"""Of a run that is shorter than the file's warm-up, one step in so many is warm-up."""
+
+_Wins = Callable[[Any], bool]
+
+# (overridden key, the values that count, the file's key that has no meaning beside them)
+_GIVES_WAY: list[tuple[str, _Wins, str]] = [
+    ("data.source", bool, "data.train"),
+    ("data.source", bool, "data.val"),
+    ("data.train", bool, "data.source"),
+    ("data.val_fraction", lambda share: share == 0, "train.eval_every"),
+    ("train.global_batch_tokens", bool, "train.grad_accum_steps"),
+    ("train.grad_accum_steps", bool, "train.global_batch_tokens"),
+    ("train.sample_tokens", lambda count: count == 0, "train.sample_prompt"),
+    ("optim.update", lambda update: update != "delayed", "optim.delay_warmup_steps"),
+]
+
+
+def settle(job: Job) -> Iterator[str]:
+    """Take out of the job's tables what its overrides leave without a meaning; a line for each."""
+    for key, wins, other in _GIVES_WAY:
+        value = _value(job, key)
+        if key in job.overridden and wins(value) and _of_the_file(job, other):
+            section, name = other.split(".")
+            left = job.tables[section].pop(name)
+            yield f"{other} = {shown(left)} of the job gives way to {key} = {shown(value)}"
+    yield from _shorter_warmup(job)
+
+
+def _shorter_warmup(job: Job) -> Iterator[str]:
+    steps, warmup = _value(job, "train.steps"), _of_the_file(job, "optim.warmup_steps")
+    if "train.steps" not in job.overridden or type(steps) is not int or type(warmup) is not int:
+        return
+    if 0 < steps < warmup:
+        fitting = job.tables["optim"]["warmup_steps"] = steps // WARMUP_SHARE
+        yield f"optim.warmup_steps {warmup} -> {fitting} (train.steps = {steps})"
+
+
+def _of_the_file(job: Job, key: str) -> Any:
+    """The key's value, if the file has set it and no override has."""
+    section = key.split(".")[0]
+    return None if {key, section} & job.overridden else _value(job, key)
+
+
+def _value(job: Job, key: str) -> Any:
+    section, name = key.split(".")
+    table = job.tables.get(section)
+    return table.get(name) if isinstance(table, dict) else None

@@ -1,0 +1,228 @@
+"""Bad input: one line on stderr, the exit code of its kind, nothing made, nothing obeyed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+from offloadtrain.cli import main
+from offloadtrain.commands.prepare import prepare
+from offloadtrain.data.tokenizer import TOKENIZERS
+from offloadtrain.data.tokens import TokenWriter
+
+Captured = pytest.CaptureFixture[str]
+
+JOB = """
+name = "small"
+[model]
+size = "debug"
+[data]
+source = "text"
+seq_len = 128
+[device]
+kind = "cpu"
+[train]
+steps = 2
+"""
+LONG = "x" * 300
+NINES = "9" * 5000
+HOSTILE = "a\x1b]52;c;AAAA\x07\u202e\x9bb"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text("some text\n" * 100)
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def files() -> set[str]:
+    return {str(path) for path in Path().rglob("*")}
+
+
+def refused(capsys: Captured, arguments: list[str], code: int) -> str:
+    """The one line that is said; nothing has been made."""
+    before = files()
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == "" and files() == before
+    (line,) = err.splitlines()
+    assert line.isprintable() and len(line) < 1000
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["train", LONG], 2, "no such file"),
+        (["train", LONG + ".toml"], 2, "File name too long"),
+        (["train", HOSTILE], 2, "no such file"),
+        (["train", "job.toml", "--nproc", NINES], 2, "--nproc 999"),
+        (["train", "job.toml", "--nproc", "70000"], 2, "--nproc 70000"),
+        (["train", "job.toml", "--nproc", "2", "--max-restarts", "-1"], 2, "--max-restarts -1"),
+        (["train", "job.toml", "--max-restarts", "-1"], 2, "--max-restarts -1"),
+        (["train", "job.toml", "--resume", LONG], 2, "no checkpoint"),
+        (["train", "job.toml", "--resume", HOSTILE], 2, "no checkpoint"),
+        (["train", "job.toml", "--run-dir", LONG], 1, "File name too long"),
+        (["plan", LONG], 2, "no such file"),
+        (["plan", "job.toml", "--machine", LONG], 2, "no such file"),
+        (["plan", "job.toml", "--machine", HOSTILE], 2, "no such file"),
+        (["plan", "job.toml", "--machine", "/dev/zero"], 2, "not a regular file"),
+        (["plan", "job.toml", "--machine", "cpu2", "--host-memory", NINES], 2, "--host-memory"),
+        (["plan", "job.toml", "--machine", "h100", "--gpu-memory", NINES], 2, "--gpu-memory"),
+        (["plan", "job.toml", "--machine", "cpu2", "--sweep", f"gpus={NINES}"], 2, "--sweep"),
+        (["plan", "job.toml", "--machine", "cpu2", "--gpus", "70000"], 2, "--gpus 70000"),
+        (["cp", LONG], 2, "no such file"),
+        (["cp", "demo", LONG], 1, "File name too long"),
+        (["prepare", "text", "out", "--jobs", "-1"], 2, "jobs = -1"),
+        (["prepare", "text", "out", "--jobs", "100000"], 2, "jobs = 100000"),
+        (["prepare", "text", "out", "--val-fraction", "2"], 2, "val_fraction = 2"),
+        (["prepare", "text", "out", "--val-fraction", "nan"], 2, "val_fraction = nan"),
+        (["prepare", HOSTILE, "out"], 1, "no such file"),
+        (["prepare", LONG, "out"], 1, "File name too long"),
+        (["status", LONG], 2, "not there"),
+        (["events", LONG], 2, "not there"),
+        (["ctl", LONG, "stop"], 2, "not there"),
+        (["tui", LONG, "--once"], 2, "not there"),
+        (["status", HOSTILE], 2, "not there"),
+        (["tui", HOSTILE, "--once"], 2, "not there"),
+        (["trace", LONG], 1, "not a run folder"),
+        (["trace", HOSTILE], 1, "not a run folder"),
+    ],
+    ids=lambda value: ascii(" ".join(value))[:40] if isinstance(value, list) else "",
+)
+def test_a_bad_argument_is_told_in_one_line(
+    capsys: Captured, arguments: list[str], code: int, said: str
+) -> None:
+    assert said in refused(capsys, arguments, code)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0'"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE = '999"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "MASTER_PORT = 'x'",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "RANK = '2'",
+        ),
+    ],
+)
+def test_an_environment_that_is_no_launchers_is_told_in_one_line(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    assert said in refused(capsys, ["train", "job.toml"], 2)
+
+
+def test_the_choices_of_a_tokenizer_are_those_there_are(capsys: Captured) -> None:
+    assert main(["prepare", "text", "out", "--tokenizer", "gpt2"]) == 2
+    assert "bytes" in capsys.readouterr().err and not Path("out").exists()
+    assert main(["prepare", "--help"]) == 0
+    assert "[choices: bytes]" in capsys.readouterr().out
+    annotated = get_type_hints(prepare, include_extras=True)["tokenizer"]
+    assert get_args(annotated) == tuple(TOKENIZERS)
+
+
+def test_what_the_argument_parser_quotes_is_not_obeyed(capsys: Captured) -> None:
+    """It says what is wrong in a frame of several lines."""
+    for arguments in ([f"trai{HOSTILE}"], ["train", "demo", f"--{HOSTILE}", "1"]):
+        assert main(arguments) == 2
+        told = capsys.readouterr().err
+        assert all(line.isprintable() for line in told.splitlines()), told
+
+
+BOMBS = {
+    "a deep key": ".".join("a" * 20_000) + " = 1",
+    "deep keys": "\n".join(f"{'.'.join('a' * 400)}.b{n} = 1" for n in range(60)),
+    "many sections": "\n".join(f"[s{n}]" for n in range(60_000)),
+    "many keys": "\n".join(f"k{n} = 1" for n in range(60_000)),
+    "many keys in one line": "model = {" + ", ".join(f"k{n} = 1" for n in range(9_000)) + "}",
+    "deep lists": f"a = {'[' * 30_000}",
+    "deep tables": "a = " + "{a = " * 30_000,
+}
+
+
+@pytest.fixture
+def parsed_if_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser takes minutes for some of them: it must not be asked."""
+    parse = tomllib.loads
+
+    def loads(text: str) -> dict[str, object]:
+        assert len(text) < 2000, "a bomb is on the way to the parser"
+        return parse(text)
+
+    monkeypatch.setattr(tomllib, "loads", loads)
+
+
+@pytest.mark.usefixtures("parsed_if_short")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_file_that_is_no_job_is_refused_in_one_line_at_once(
+    capsys: Captured, bomb: str, folder: Path
+) -> None:
+    (folder / "bomb.toml").write_text(BOMBS[bomb])
+    assert "too large for a job" in refused(capsys, ["train", "bomb.toml"], 2)
+    told = refused(capsys, ["plan", "job.toml", "--machine", "bomb.toml"], 2)
+    assert "bomb.toml" in told
+
+
+@pytest.mark.usefixtures("parsed_if_short")
+def test_a_bomb_in_an_override(capsys: Captured) -> None:
+    deep = ".".join("a" * 20_000)
+    assert "too large" in refused(capsys, ["train", "job.toml", "--set", f"optim={{{deep}=1}}"], 2)
+    told = refused(capsys, ["train", "job.toml", "--set", f"optim.lr.{deep}=1"], 2)
+    assert "section.key=value" in told
+
+
+def test_many_unknown_keys_are_counted(capsys: Captured, folder: Path) -> None:
+    (folder / "job.toml").write_text(JOB + "".join(f"key{n} = 1\n" for n in range(500)))
+    assert main(["train", "job.toml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) < 20 and "490 more" in lines[-1]
+
+
+def test_a_token_file_that_cannot_be_sampled_from_is_told_before_the_first_step(
+    capsys: Captured, folder: Path
+) -> None:
+    with TokenWriter(Path("t.bin"), vocab_size=256, tokenizer="words", fingerprint="") as tokens:
+        tokens.write(np.zeros(4096, dtype=np.uint8))
+        tokens.commit()
+    (folder / "job.toml").write_text(JOB.replace('source = "text"', 'train = "t.bin"'))
+    arguments = ["train", "job.toml", "--set", "train.sample_tokens=5", 'train.sample_prompt="a"']
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert "train.sample_tokens = 5" in err and "no tokenizer 'words'" in err
+    assert out == "" and "step 1" not in err
+
+
+@pytest.mark.parametrize("size", [10**9, 10**18])
+def test_a_microbatch_beyond_all_memory_is_refused_before_it_is_allocated(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    def offload_job(*arguments: object) -> None:
+        pytest.fail("it is on the way to allocate")
+
+    monkeypatch.setattr("offloadtrain.assembly.offload_job", offload_job)
+    assert main(["train", "job.toml", "--set", f"train.micro_batch={size}"]) == 4
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and "PlanError: small does not fit: the host (step) needs" in line
+    assert "activations" in line and "offloadtrain plan" in line

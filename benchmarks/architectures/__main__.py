@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offloadtrain.telemetry import probe
+
 if TYPE_CHECKING:
     from benchmarks.architectures.cells import Cell
 
@@ -75,7 +77,8 @@ def _explain(cells: list[Cell]) -> None:
     """Below the table: how many passed, and why the others did not."""
     failed = [cell for cell in cells if not cell.passed]
     refused = [cell for cell in cells if cell.passed and cell.why]
-    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells pass, {len(refused)} as refused.")
+    passed = len(cells) - len(failed)
+    print(f"\n{passed} of {len(cells)} cells pass, {len(refused)} of them refused.")
     for cell in [*refused, *failed]:
         why = " ".join(cell.why.split())
         print(f"{cell.architecture} {cell.cell}: {cell.shown}: {why[:LONGEST_REASON]}")
@@ -84,7 +87,7 @@ def _explain(cells: list[Cell]) -> None:
 def _record(cells: list[Cell], steps: int) -> dict[str, object]:
     packages = ("torch", "transformers", "diffusers", "offloadtrain")
     return {
-        "machine": {"cpu": platform.machine(), "system": platform.platform()},
+        "machine": {"cpu": probe().cpu, "system": platform.platform()},
         "versions": {name: version(name) for name in packages},
         "steps": steps,
         "cells": [asdict(cell) for cell in cells],

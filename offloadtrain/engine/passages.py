@@ -15,7 +15,7 @@ from offloadtrain.engine.audit import Audit
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.hooks import watch
 from offloadtrain.engine.parking import Parking
-from offloadtrain.engine.recompute import Recomputed, make_no_caches
+from offloadtrain.engine.recompute import Recomputed, Written
 from offloadtrain.engine.saved import SavedTensors
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.transfer import Lanes, Span
@@ -79,7 +79,8 @@ class Passages:
         self._audit: Audit | None = None
         self._audited = _has_compiled(model)
         self._saved = _saved_tensors(blocks, streamer)
-        self._recomputed = {m: Recomputed(m, weakref.ref(self)) for m in recomputed}
+        written = Written()
+        self._recomputed = {m: Recomputed(m, weakref.ref(self), written) for m in recomputed}
         self._attach(entries)
 
     @property
@@ -151,7 +152,6 @@ class Passages:
                 self._passage_of(module, inner=True).waits += waits
         for recomputed in self._recomputed.values():
             recomputed.put()
-        self._handles += make_no_caches(self._model, self._recomputed)
 
     def _enter_root(self) -> None:
         self.on_root()

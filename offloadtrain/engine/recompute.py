@@ -7,26 +7,25 @@ same. What runs again is no module call: no hook fires. So the replacement itsel
 that the module's forward begins and ends; in the first forward it says so a second time, inside the
 hooks. Saved weights stay handles: the engine's hooks are innermost in both runs. What the first run
 changed in its inputs is as before for the second one: [Note: Rewound inputs] in `rewind.py`.
-
-A key-value cache that is made in a training forward and never read holds on to keys and values of
-every layer, which recompute is there to let go of. Models that follow the convention of a
-`use_cache` argument are asked for none where the caller says nothing.
+What it wrote there, a key-value cache for instance, lives until backward: that is told, once.
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.hooks import OfOneModel, Watcher
+from offloadtrain.engine.hooks import Watcher
 from offloadtrain.engine.rewind import Rewind
+from offloadtrain.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 
 class _Runs:
@@ -45,11 +44,36 @@ class _Runs:
         return self._run(*args, **kwargs)
 
 
+class Written:
+    """Tells once for a model how much a layer writes into its inputs."""
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    def look(self, before: Rewind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After the first forward of the first layer."""
+        if self._looked:
+            return
+        self._looked = True
+        known = {id(tensor) for tensor in before.tensors()}
+        new = [one for one in Rewind(args, kwargs).tensors() if id(one) not in known]
+        if new:
+            _log.warning(
+                "a layer has written %s into its inputs, which is held until backward though its "
+                "activations are not: if that is a key-value cache, call the model with "
+                "use_cache=False",
+                format_bytes(sum(tensor.nbytes for tensor in new)),
+            )
+
+
 class Recomputed:
     """Stands in for `module.forward`; a copy of the module has the forward of its class again."""
 
-    def __init__(self, module: nn.Module, watcher: Callable[[], Watcher | None]) -> None:
+    def __init__(
+        self, module: nn.Module, watcher: Callable[[], Watcher | None], written: Written
+    ) -> None:
         self._module = module
+        self._written = written
         self._watcher = watcher
         self._original: Callable[..., Any] = module.forward
         self._own = "forward" in module.__dict__  # e.g. a compiled forward that the user assigned
@@ -57,8 +81,11 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
-        run = _Runs(self._run, Rewind(args, kwargs))
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        inputs = Rewind(args, kwargs)
+        run = _Runs(self._run, inputs)
+        found = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        self._written.look(inputs, args, kwargs)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self._module)]
@@ -87,30 +114,3 @@ class Recomputed:
             return self._original(*args, **kwargs)
         finally:
             watcher.leave(self._module)
-
-
-def make_no_caches(model: nn.Module, recomputed: Collection[nn.Module]) -> list[RemovableHandle]:
-    """Ask every module around the recomputed ones that can make a cache for none, in forwards with
-    a graph."""
-    inside = {module for one in recomputed for module in one.modules()}
-    handles = []
-    for module in model.modules() if recomputed else ():
-        names = list(inspect.signature(module.forward).parameters)
-        if _USE_CACHE in names and module not in inside:
-            hook = _NoCache(names.index(_USE_CACHE))
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    return handles
-
-
-_USE_CACHE = "use_cache"
-
-
-class _NoCache(OfOneModel):
-    def __init__(self, position: int) -> None:
-        self._position = position
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        said = len(args) > self._position or kwargs.get(_USE_CACHE) is not None
-        if said or not torch.is_grad_enabled():
-            return None
-        return args, kwargs | {_USE_CACHE: False}

@@ -63,6 +63,10 @@ class Rewind:
             else:
                 todo += self._note(one)
 
+    def tensors(self) -> list[Tensor]:
+        """Those that the arguments reach, as far as they live."""
+        return [tensor for held, _ in self._tensors if (tensor := held()) is not None]
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around the second run.

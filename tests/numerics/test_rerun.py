@@ -225,17 +225,15 @@ class Remembering(Layer):
 
 
 class Caching(Chain):
-    """Makes a cache in every forward, unless it is given one."""
+    """Makes a cache in every forward."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.layers = nn.ModuleList(Remembering(index) for index in range(DEPTH))
         self.cache = Cache()
         self.seen: dict[str, Any] = {}
-        self.asked: list[bool | None] = []
 
-    def forward(self, tokens: Tensor, use_cache: bool | None = None) -> Tensor:
-        self.asked.append(use_cache)
+    def forward(self, tokens: Tensor) -> Tensor:
         self.cache, self.seen = Cache(), {}
         x = self.embed(tokens)
         self.cache.keys[2].append(x.detach())  # a prefix
@@ -258,22 +256,20 @@ def test_a_forward_that_changes_its_inputs_runs_again_over_what_it_got(
     assert_same(resident, optimizer, model)
 
 
-def test_recompute_asks_for_no_cache_where_nobody_asks_for_one() -> None:
+def test_what_layers_write_into_their_inputs_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is held until backward, which recompute is there to avoid."""
     model = Caching()
     optimizer = ot.offload(model, device="cpu", activation="recompute")
-    tokens = batches(1)[0]
-    model(tokens)
-    model(tokens, use_cache=True)
-    model(tokens, True)
-    with torch.no_grad():
-        model(tokens)
-    assert model.asked == [False, True, True, None]
-    copied = copy.deepcopy(model)
-    copied(tokens)
-    assert copied.asked[-1] is None
-    optimizer.close()
-    model(tokens)
-    assert model.asked[-1] is None
+    for tokens in batches(2):
+        train(optimizer, model, [tokens])
+    (record,) = [r for r in caplog.records if "written" in r.message]
+    assert "1.4 KiB into its inputs" in record.message and "use_cache=False" in record.message
+    caplog.clear()
+    optimizer = ot.offload(model := Chain(), device="cpu", activation="recompute")
+    train(optimizer, model, batches(1))
+    assert not caplog.records
 
 
 def test_an_input_tensor_changed_in_place_is_told() -> None:

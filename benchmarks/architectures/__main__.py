@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"| architecture | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}", flush=True)
     cells: list[Cell] = []
     for name in asked.only:
-        case = Case(name, asked.steps)
+        architecture = ARCHITECTURES[name]
+        if asked.defaults:
+            architecture = replace(architecture, options={})
+        case = Case(name, asked.steps, architecture)
         row = [case.fill(cell) for cell in columns]
         print(f"| {name} | {' | '.join(map(_shown, row))} |", flush=True)
         cells += row
@@ -62,6 +65,9 @@ def _parse(argv: list[str] | None, names: list[str], cells: list[str]) -> argpar
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--cells", nargs="+", choices=cells, default=cells, metavar="CELL")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps, {STEPS}")
+    parser.add_argument(
+        "--defaults", action="store_true", help="without the options that docs name for a row"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     asked = parser.parse_args(argv)
     if asked.steps < 1:

@@ -3,10 +3,7 @@
 * fp32: losses of the plain loop, to FP32_LIMIT.
 * bf16: losses of the plain fp32 loop, to BF16_LIMIT, or to a little more than what torch.autocast
   over fp32 weights makes of them.
-* host, speculative: losses, norms and masters of the bf16 run, bit for bit.
-* recompute, offload: those of the bf16 run of a model that is told to make no key-value cache.
-  Recompute asks for none, and what passes through a cache lies otherwise in memory and is summed in
-  another order.
+* host, recompute, offload, speculative: losses, norms and masters of the bf16 run, bit for bit.
 
 A cell may also refuse an architecture, by a ModelError, for the reason that `models.py` gives.
 """
@@ -14,12 +11,11 @@ A cell may also refuse an architecture, by a ModelError, for the reason that `mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from benchmarks.architectures.training import (
@@ -53,9 +49,9 @@ class Cell:
 class Case:
     """One architecture; what several cells compare with is trained once."""
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, architecture: Architecture | None = None) -> None:
         self.name = name
-        self.architecture: Architecture = ARCHITECTURES[name]
+        self.architecture = architecture or ARCHITECTURES[name]
         self.steps = steps
 
     @cached_property
@@ -70,20 +66,6 @@ class Case:
     def base(self) -> Trained:
         return train_offloaded(self.architecture, self.steps)
 
-    @cached_property
-    def without_cache(self) -> Trained:
-        """`base`, with the model told to make no key-value cache; the same where it makes none."""
-        makes_one = any(map(_caching, self.architecture.build().modules()))
-        if not makes_one:
-            return self.base
-        return train_offloaded(replace(self.architecture, build=self._cacheless), self.steps)
-
-    def _cacheless(self) -> nn.Module:
-        model = self.architecture.build()
-        for config in filter(None, map(_caching, model.modules())):
-            config.use_cache = False
-        return model
-
     def fill(self, cell: str) -> Cell:
         """Run what `cell` compares; whatever is raised is told in the cell."""
         try:
@@ -97,12 +79,6 @@ class Case:
 
     def found(self, cell: str, shown: str, passed: bool, **more: Any) -> Cell:
         return Cell(architecture=self.name, cell=cell, shown=shown, passed=passed, **more)
-
-
-def _caching(module: nn.Module) -> Any:
-    """The module's configuration if that asks for a cache."""
-    config = getattr(module, "config", None)
-    return config if getattr(config, "use_cache", False) else None
 
 
 def deviation(losses: list[float], reference: list[float]) -> float:
@@ -138,8 +114,7 @@ def same_bits(**options: Any) -> Callable[[Case, str], Cell]:
 
     def compare(case: Case, cell: str) -> Cell:
         trained = train_offloaded(case.architecture, case.steps, **options)
-        base = case.without_cache if "activation" in options else case.base
-        why = first_difference(trained, base)
+        why = first_difference(trained, case.base)
         return case.found(cell, "differs" if why else SAME, not why, why=why)
 
     return compare

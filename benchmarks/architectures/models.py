@@ -7,7 +7,7 @@ losses are the defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,14 @@ class Architecture:
         batch: what one microbatch is made of, drawn from the generator given.
         loss_of: the model's loss on it, as its users compute it.
         impossible: cell → why the library refuses it.
+        options: of `offload` in every cell.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[Generator], Batch]
     loss_of: Callable[[nn.Module, Batch], Tensor]
     impossible: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -126,17 +128,24 @@ def of_transformers(
     *,
     config: str = "",
     impossible: Mapping[str, str] | None = None,
-    **options: Any,
+    keep_fp32: Sequence[str] = (),
+    **configured: Any,
 ) -> Architecture:
     """A class of `transformers` by name; its configuration's name follows from it if not given."""
     family, _, _ = model.partition("For")
 
     def build() -> nn.Module:
-        made = getattr(transformers, config or f"{family}Config")(**options)
+        made = getattr(transformers, config or f"{family}Config")(**configured)
         built: nn.Module = getattr(transformers, model)(made)
         return built
 
-    return Architecture(build=build, batch=draw, loss_of=loss_of, impossible=impossible or {})
+    return Architecture(
+        build=build,
+        batch=draw,
+        loss_of=loss_of,
+        impossible=impossible or {},
+        options={"keep_fp32": keep_fp32} if keep_fp32 else {},
+    )
 
 
 def decoder(model: str, *, config: str = "", **options: Any) -> Architecture:
@@ -325,6 +334,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         draw_captioned_image,
         contrastive_loss,
         config="CLIPConfig",
+        keep_fp32=("*norm*", "logit_scale"),
         **text_and_vision(),
     ),
     "llava": of_transformers(

@@ -91,7 +91,7 @@ def train_offloaded(architecture: Architecture, steps: int, **options: Any) -> T
         device="cpu",
         clip_norm=CLIP_NORM,
         grad_accum_steps=GRAD_ACCUM_STEPS,
-        **options,
+        **{**architecture.options, **options},
     )
     losses: list[float] = []
     norms: list[float] = []

@@ -1,8 +1,8 @@
 # make help lists the targets. Only relative paths: the clone's own path may hold spaces.
 
 PYTHON ?= python3
-# More arguments for pip. Without a GPU: PIP_ARGS="--extra-index-url
-# https://download.pytorch.org/whl/cpu" takes torch's CPU build, which makes .venv 3.5 GB smaller.
+# More arguments for pip. Without a GPU: PIP_ARGS="--extra-index-url ADDRESS", the address of torch's
+# CPU builds, which its install page names; they make .venv 3.5 GB smaller.
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -222,7 +222,7 @@ def open_tokens(
         raise DataError(
             f"data.source = {data.source} is not there. Set it to a text or JSONL file or a folder "
             "of them (--set data.source=my_texts), or name token files made by `offloadtrain "
-            "prepare my_texts data` (--set data.source= data.train=data/train.bin "
+            "prepare my_texts data` (--set data.train=data/train.bin "
             "data.val=data/val.bin)"
         )
     folder = Path(data.cache) / (Path(data.source).stem or "source")

@@ -212,14 +212,15 @@ class RunFolder:
             self.path = _make_dated(self.path)
             self._made.append(self.path)
         elif not self.path.exists():
-            self.path.mkdir(mode=_MODE)
-            self._made.append(self.path)
+            with suppress(FileExistsError):
+                self.path.mkdir(mode=_MODE)
+                self._made.append(self.path)
         self._refuse_what_is_taken()
-        inside = (self.path / name for name in _CONTENT)
-        self._made += [path for path in inside if not path.exists()]
+        lacking = [path for name in _CONTENT if not (path := self.path / name).exists()]
+        self._lock = _lock(self.path / "lock")
+        self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
         for child in ("events", "checkpoints"):
             (self.path / child).mkdir(mode=_MODE, exist_ok=True)
-        self._lock = _lock(self.path / "lock")
 
 
 def holds_run(path: Path) -> bool:
@@ -297,7 +298,16 @@ def _lock(path: Path) -> int:
         raise RunFolderError(
             f"{path.parent} is already running, pid {owner}: stop it, or take another --run-dir"
         )
+    if not _is_at(path, fd):  # who held it has taken the file away: a lock that nobody sees
+        os.close(fd)
+        return _lock(path)
     return fd
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    return False
 
 
 def _taken(fd: int) -> bool:

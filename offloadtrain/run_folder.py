@@ -160,7 +160,11 @@ class RunFolder:
         self.path = path
 
     def keep(self) -> None:
-        """There is a step or a checkpoint in it: it stays, whatever becomes of this start."""
+        """There is a step or a checkpoint in it: it stays, whatever becomes of this start.
+
+        Raises:
+            OSError: it stays, and runs_dir/latest cannot be pointed to it.
+        """
         if self._kept or self._lock < 0:
             return
         self._kept = True
@@ -327,7 +331,11 @@ def _point_latest(folder: Path) -> None:
         return  # somebody's own file of that name
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
-    fresh.replace(link)
+    try:
+        fresh.replace(link)
+    except OSError:  # somebody else's link in a folder of all
+        fresh.unlink()
+        raise
 
 
 def _write(path: Path, text: str) -> None:

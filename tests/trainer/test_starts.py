@@ -3,6 +3,7 @@ with."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -118,6 +119,19 @@ def test_a_failure_in_the_first_step_leaves_nothing_either(
                 started(small_job(tmp_path), run_dir=run_dir)
     assert tree(complete.parent) == before
     assert list(mine.iterdir()) == [] and not (tmp_path / "new").exists()
+
+
+def test_a_link_that_cannot_be_made_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(link: Path, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(link))
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    assert started(small_job(tmp_path)) == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    told = [e.message for e in events_of(path, events.Warning_) if e.code == "latest-failed"]
+    assert len(told) == 1 and "Operation not permitted" in told[0]
 
 
 def test_a_failure_after_the_first_step_is_kept(

@@ -232,6 +232,12 @@ def holds_run(path: Path) -> bool:
     return (path / "run.json").exists()
 
 
+def itself(path: Path) -> Path:
+    """The folder that a link such as runs/latest points to now: while a run is in it, another one
+    may begin, and the link points there."""
+    return path.resolve() if path.is_symlink() else path
+
+
 def how_to_go_on(path: Path) -> str:
     """What to do about a folder that holds a run, by whether there is anything to go on from."""
     if _has_checkpoint(path):

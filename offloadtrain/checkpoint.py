@@ -182,9 +182,14 @@ def prune(folder: Path, keep_last: int) -> list[Path]:
 
 def clean(folder: Path) -> None:
     """Remove what an interrupted save or prune left. Only for the one who may write `folder`."""
-    for name in sorted(os.listdir(folder)):
-        if _UNFINISHED.fullmatch(name):
-            durable.remove_folder(folder / name)
+    for path in unfinished(folder):
+        durable.remove_folder(path)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What an interrupted save or prune left: the next save begins with `clean`."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [folder / name for name in sorted(names) if _UNFINISHED.fullmatch(name)]
 
 
 def find(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from offloadtrain.distributed import Ranks
@@ -10,12 +11,15 @@ from offloadtrain.manifest import CheckpointError
 from offloadtrain.units import format_bytes
 
 
-def require(folder: Path, num_bytes: int, ranks: Ranks) -> tuple[int, int]:
+def require(
+    folder: Path, num_bytes: int, ranks: Ranks, unfinished: Iterable[Path] = ()
+) -> tuple[int, int]:
     """Compare what is free in `folder`, which need not be there yet, with what one checkpoint
     takes. Every rank calls this: all of them write to one disk.
 
     Args:
         num_bytes: of this rank's tensors.
+        unfinished: folders there that the save removes first: their room counts as free.
 
     Returns:
         (bytes that a checkpoint of all ranks needs, bytes that are free).
@@ -26,7 +30,7 @@ def require(folder: Path, num_bytes: int, ranks: Ranks) -> tuple[int, int]:
     needed = int(int(ranks.exchange([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = os.statvfs(there)
-    free = disk.f_bavail * disk.f_frsize
+    free = disk.f_bavail * disk.f_frsize + sum(map(_held_bytes, unfinished))
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
@@ -36,19 +40,32 @@ def require(folder: Path, num_bytes: int, ranks: Ranks) -> tuple[int, int]:
     return needed, free
 
 
+def _held_bytes(folder: Path) -> int:
+    """On the disk, which for a file cut short may be less than its size."""
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
 def shortage(
-    folder: Path, num_bytes: int, ranks: Ranks, *, there: int, saves: int, keep_last: int
+    folder: Path,
+    num_bytes: int,
+    ranks: Ranks,
+    *,
+    there: int,
+    saves: int,
+    keep_last: int,
+    unfinished: Iterable[Path] = (),
 ) -> str:
     """What there is no room for, "" where there is room for all.
 
     Args:
         there: checkpoints that the folder holds already.
         saves: checkpoints to come.
+        unfinished: see `require`.
 
     Raises:
         CheckpointError: not even one fits.
     """
-    needed, free = require(folder, num_bytes, ranks)
+    needed, free = require(folder, num_bytes, ranks, unfinished)
     at_once = min(saves, keep_last + 1 - min(there, keep_last))
     if free >= at_once * needed:
         return ""

@@ -160,7 +160,11 @@ class RunFolder:
         self.path = path
 
     def keep(self) -> None:
-        """There is a step or a checkpoint in it: it stays, whatever becomes of this start."""
+        """There is a step or a checkpoint in it: it stays, whatever becomes of this start.
+
+        Raises:
+            OSError: it stays, and runs_dir/latest cannot be pointed to it.
+        """
         if self._kept or self._lock < 0:
             return
         self._kept = True
@@ -212,19 +216,26 @@ class RunFolder:
             self.path = _make_dated(self.path)
             self._made.append(self.path)
         elif not self.path.exists():
-            self.path.mkdir(mode=_MODE)
-            self._made.append(self.path)
+            with suppress(FileExistsError):
+                self.path.mkdir(mode=_MODE)
+                self._made.append(self.path)
         self._refuse_what_is_taken()
-        inside = (self.path / name for name in _CONTENT)
-        self._made += [path for path in inside if not path.exists()]
+        lacking = [path for name in _CONTENT if not (path := self.path / name).exists()]
+        self._lock = _lock(self.path / "lock")
+        self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
         for child in ("events", "checkpoints"):
             (self.path / child).mkdir(mode=_MODE, exist_ok=True)
-        self._lock = _lock(self.path / "lock")
 
 
 def holds_run(path: Path) -> bool:
     """Whether a run has begun there, however it ended."""
     return (path / "run.json").exists()
+
+
+def itself(path: Path) -> Path:
+    """The folder that a link such as runs/latest points to now: while a run is in it, another one
+    may begin, and the link points there."""
+    return path.resolve() if path.is_symlink() else path
 
 
 def how_to_go_on(path: Path) -> str:
@@ -297,7 +308,16 @@ def _lock(path: Path) -> int:
         raise RunFolderError(
             f"{path.parent} is already running, pid {owner}: stop it, or take another --run-dir"
         )
+    if not _is_at(path, fd):  # who held it has taken the file away: a lock that nobody sees
+        os.close(fd)
+        return _lock(path)
     return fd
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    return False
 
 
 def _taken(fd: int) -> bool:
@@ -317,7 +337,11 @@ def _point_latest(folder: Path) -> None:
         return  # somebody's own file of that name
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
-    fresh.replace(link)
+    try:
+        fresh.replace(link)
+    except OSError:  # somebody else's link in a folder of all
+        fresh.unlink()
+        raise
 
 
 def _write(path: Path, text: str) -> None:

@@ -253,7 +253,7 @@ class RunLog:
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )
         self._writer.emit(step)
-        self._run.keep()
+        self._keep_run()
         if self._rank == 0:
             self._alerts.step(step)
         for interval in report.timeline:
@@ -264,6 +264,13 @@ class RunLog:
         if self._hindsight is not None:
             self._hindsight.step(report, clock.total_ms)
         self._console.step(self._line(step), force=number in (1, self._config.train.steps))
+
+    def _keep_run(self) -> None:
+        """A link that a disk has not, or that is somebody else's, is no reason to end."""
+        try:
+            self._run.keep()
+        except OSError as error:
+            self.warn("latest-failed", f"runs_dir/latest does not point to this run: {error}")
 
     def _line(self, step: events.Step) -> StepLine:
         held = {tier.value: 0 for tier in Tier}
@@ -344,7 +351,7 @@ class RunLog:
             self.warn("loss-not-finite", message, progress.step)
 
     def saved(self, step: int, saved: Saved) -> None:
-        self._run.keep()
+        self._keep_run()
         self._alerts.checkpoint(saved.num_bytes)
         self._writer.emit(
             events.Checkpoint(

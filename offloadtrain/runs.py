@@ -132,9 +132,9 @@ def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice
     if resume == "never":
         return _Choice()
     if resume != "auto":
-        return _Choice((_named(Path(resume), run_dir),), required=True)
+        return _Choice((_named(run_folder.itself(Path(resume)), run_dir),), required=True)
     if run_dir is not None:
-        return _of_folder(run_dir, say)
+        return _of_folder(run_folder.itself(run_dir), say)
     candidates, skipped = [], []
     for path in run_folder.of_job(Path(job.runs_dir), job.name):
         saved = checkpoint.find(path / "checkpoints")

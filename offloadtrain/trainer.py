@@ -150,6 +150,7 @@ class Trainer:
             checkpoint.tensor_bytes(self.model, self.optimizer, self._ranks),
             self._ranks,
             there=len(checkpoint.find(folder)),
+            unfinished=checkpoint.unfinished(folder),
             saves=saves,
             keep_last=config.keep_last,
         )

@@ -65,6 +65,26 @@ def test_a_disk_too_small_for_keep_last_is_told_before_training(
         assert "which is 2 times" in told[0] and "keep_last = 2 takes 3 times" in told[0]
 
 
+def test_room_that_the_next_save_makes_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path), path) == 0
+    torn = path / "checkpoints" / "step-00000014.tmp-0123abcd"
+    torn.mkdir()
+    (torn / "tensors-00000.safetensors").write_bytes(bytes(3 << 20))
+    real = os.statvfs
+
+    def statvfs(path: object) -> os.statvfs_result:
+        block, fragment, blocks, *_ = found = real(path)  # type: ignore[arg-type]
+        left = (1 << 20 if torn.exists() else 4 << 20) // fragment
+        return os.statvfs_result((block, fragment, blocks, left, left, *found[5:]))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
+    assert not torn.exists() and (path / "checkpoints" / "step-00000014").is_dir()
+
+
 class Full:
     """The disk of a run's log: full while `full` says so.."""
 

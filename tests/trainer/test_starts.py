@@ -3,7 +3,9 @@ with."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from offloadtrain_tui.listing import list_runs
+from torch import Tensor
 
 from offloadtrain import checkpoint, config, events
 from offloadtrain.cli import main
@@ -118,6 +121,43 @@ def test_a_failure_in_the_first_step_leaves_nothing_either(
                 started(small_job(tmp_path), run_dir=run_dir)
     assert tree(complete.parent) == before
     assert list(mine.iterdir()) == [] and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("by", ["--resume", "--run-dir"])
+def test_a_run_named_by_a_link_stays_in_its_folder_when_the_link_moves(
+    tmp_path: Path, complete: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    link, other = complete.parent / "latest", complete.parent / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    before, forward = tree(other), Transformer.forward
+
+    def moves(*arguments: Tensor) -> Tensor:
+        link.unlink()
+        link.symlink_to(other.name)
+        return forward(*arguments)
+
+    monkeypatch.setattr(Transformer, "forward", moves)
+    longer = small_job(tmp_path, "train.steps=14")
+    if by == "--resume":
+        assert started(longer, resume=str(link)) == 0
+    else:
+        assert started(longer, resume="auto", run_dir=link) == 0
+    assert tree(other) == before
+    assert (complete / "checkpoints" / "step-00000014").is_dir()
+    assert json.loads((complete / "run.json").read_text())["run_id"] == complete.name
+
+
+def test_a_link_that_cannot_be_made_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(link: Path, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(link))
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    assert started(small_job(tmp_path)) == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    told = [e.message for e in events_of(path, events.Warning_) if e.code == "latest-failed"]
+    assert len(told) == 1 and "Operation not permitted" in told[0]
 
 
 def test_a_failure_after_the_first_step_is_kept(

@@ -254,6 +254,42 @@ def test_a_named_folder_in_which_a_run_begins_is_left_as_it_is(tmp_path: Path) -
         assert (mine / "job.toml").read_text() == "job = 1\n"
 
 
+def test_of_two_starts_at_once_the_second_takes_nothing_of_the_first_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunFolder.new(tmp_path, "job", tmp_path / "mine")
+    second = RunFolder.new(tmp_path, "job", tmp_path / "mine")
+    real = run_folder._lock
+
+    def first_is_faster(path: Path) -> int:
+        monkeypatch.setattr(run_folder, "_lock", real)
+        first.begin("", "")
+        return real(path)
+
+    monkeypatch.setattr(run_folder, "_lock", first_is_faster)
+    with pytest.raises(RunFolderError, match="already running"), second:
+        second.begin("", "")
+    found = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert found == {"lock", "job.toml", "resolved.toml", "events", "checkpoints"}
+    assert is_running(tmp_path / "mine")
+
+
+def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "lock", run_folder._taken
+
+    def taken_away(fd: int) -> bool:
+        monkeypatch.setattr(run_folder, "_taken", real)
+        path.unlink()
+        return real(fd)
+
+    monkeypatch.setattr(run_folder, "_taken", taken_away)
+    fd = run_folder._lock(path)
+    assert is_running(tmp_path)
+    os.close(fd)
+
+
 def test_what_is_no_run_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunFolderError, match="is no run folder"):

@@ -190,7 +190,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # inside of torch.func's transforms there is none to be asked for
+        return id(tensor)
 
 
 class _FullLosses(TorchFunctionMode):

@@ -268,3 +268,10 @@ def test_losses_that_run_again_are_those_of_a_resident_model(options: dict[str, 
     optimizer.step()
     gradients = torch.cat([param.grad.flatten().double() for param in resident.parameters()])
     assert optimizer.grad_norm == pytest.approx(gradients.norm().item(), rel=1e-9)
+
+
+def test_fp32_inputs_inside_of_vmap() -> None:
+    model = make(Layer)
+    ot.offload(model, device="cpu")
+    x = torch.randn(2, 3, WIDTH)
+    assert torch.func.vmap(model)(x).shape == x.shape

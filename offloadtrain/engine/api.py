@@ -65,7 +65,8 @@ def offload(
     moved and cast with the rest and have no state. Norms with running statistics keep fp32
     parameters; buffers keep their dtype. fp32 inputs are cast where they meet 16-bit weights (see
     `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`; of
-    16-bit logits that it returns take the loss of `logits.float()`.
+    16-bit logits that it returns, or inside of a `checkpoint` of its own, take the loss of
+    `logits.float()`.
 
     Gradients are taken from `.grad` during backward: what reads `.grad` afterwards finds None. So
     torch's `clip_grad_norm_`, and with it Accelerate's, the Trainer's `max_grad_norm` and

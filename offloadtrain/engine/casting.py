@@ -9,7 +9,8 @@ with matrices of their own, and the layers of a list, get their first input cast
 of the model as it was given: what is computed in fp32 on purpose stays so.
 Loss functions inside the model compute in fp32, as under `torch.autocast`: three digits of a 16-bit
 loss are too few to see it fall. Layers of a list hold no losses; they run past the mode that finds
-them, which costs a microsecond for every operation.
+them, which costs a microsecond for every operation. What a user's checkpoint runs again in backward
+runs past it too, and must be what it was: losses in there are computed in the dtype they get.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.hooks import OfOneModel
+from offloadtrain.engine.saved import in_checkpoint
 
 _REFUSE = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
@@ -188,7 +190,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # inside of torch.func's transforms there is none to be asked for
+        return id(tensor)
 
 
 class _FullLosses(TorchFunctionMode):
@@ -204,7 +209,7 @@ class _FullLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES:
+        if func in _LOSSES and not in_checkpoint():
             args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
         return func(*args, **kwargs)
 

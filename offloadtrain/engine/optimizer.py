@@ -87,6 +87,8 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         moving = [slot.param for bucket in streamed for slot in bucket.slots]
         self._seal = ModelSeal(model, moving)
         self._given: Given | None = None
+        self._written_before: set[nn.Parameter] = set()
+        """By others, before the values came that `_given` tells of."""
         self._clip_norm = settings.clip_norm
         self._told_of_clipping = self._told_of_local_norm = False
         if settings.clip_norm is not None:
@@ -348,21 +350,23 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         """Masters of the parameters that others wrote; moments stay.
 
         After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
-        16-bit ones that the model had already change nothing. Otherwise they are what the
-        parameters hold.
+        16-bit ones that the model had already change nothing. Otherwise, and where somebody had
+        written them before that, they are what the parameters hold.
         """
         self.synchronize()
         given, self._given = self._given, None
-        if given is None or given.new:
-            written = set(self._seal.written())
-            if adopt_loaded(self._slots(), written, given, self._rule):
-                self._engine.emit()
+        written, before = set(self._seal.written()), self._written_before
+        if given is not None and not given.new:
+            given, written = None, before
+        if adopt_loaded(self._slots(), written, given, self._rule):
+            self._engine.emit()
         self._seal.renew()
 
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:
         """These are about to be written into the model, by its own names."""
         self._given = Given(self._model, values)
+        self._written_before = set(self._seal.written())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after `offload()`, which fixes the layout of host memory."""

@@ -82,15 +82,16 @@ class Rewind:
                     f"{tuple(tensor.shape)} that was changed in place since its first run. Make a "
                     "new tensor (x = x + y in place of x += y), or set activation = 'keep'"
                 )
-        changed = [(one, kind, kind.read(one), then) for one, kind, then in self._noted]
-        changed = [entry for entry in changed if not _same(entry[2], entry[3])]
-        for one, kind, _, then in changed:
-            kind.write(one, then)
+        before = [kind.read(one) for one, kind, _ in self._noted]
+        for (one, kind, then), now in zip(self._noted, before, strict=True):
+            if not _same(now, then):
+                kind.write(one, then)
         try:
             yield
         finally:
-            for one, kind, now, _ in changed:
-                kind.write(one, now)
+            for (one, kind, _), now in zip(self._noted, before, strict=True):
+                if not _same(kind.read(one), now):
+                    kind.write(one, now)
 
     def _note(self, one: Any) -> list[Any]:
         """Note the state of one object; returns what it refers to."""

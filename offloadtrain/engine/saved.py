@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
@@ -170,12 +171,9 @@ class SavedTensors:
         needed. `parking`: what is not a weight, and wants to, is parked."""
         if not torch.is_grad_enabled():
             return False
-        outer: _Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
-        innermost = getattr(outer[0], "__self__", None) if outer is not None else None
-        if isinstance(innermost, _Chain):
-            if innermost.parking is parking:
-                return False
-            outer = innermost.outer
+        own, outer = _innermost()
+        if own is not None and own.parking is parking:
+            return False
         chain = _Chain(self, outer, parking)
         _autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
         return True
@@ -220,6 +218,19 @@ class SavedTensors:
         if found is None and self._streamer is not None:
             found = self._streamer.owner(tensor)
         return found
+
+
+def in_checkpoint() -> bool:
+    """Whether a user's recompute (torch's non-reentrant checkpoint) sees what is saved now."""
+    outer = _innermost()[1]
+    return outer is not None and outer[0].__module__ == checkpoint.__module__
+
+
+def _innermost() -> tuple[_Chain | None, _Hooks | None]:
+    """The engine's hooks, where they are the innermost of this thread, and those around them."""
+    hooks: _Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
+    own = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return (own, own.outer) if isinstance(own, _Chain) else (None, hooks)
 
 
 def _address(tensor: Tensor) -> int:

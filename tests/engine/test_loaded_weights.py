@@ -144,3 +144,20 @@ def test_fp16_cannot_hold_large_loaded_weights() -> None:
     with pytest.raises(ModelError, match=r"'head.weight' has values beyond the range of fp16"):
         net.load_state_dict(weights)
     optimizer.close()
+
+
+@pytest.mark.parametrize("placement", ["on the device", "streamed"])
+def test_weights_written_before_a_load_that_says_nothing_new_count(placement: str) -> None:
+    net = made()
+    optimizer = offloaded(net, **PLACEMENTS[placement])
+    optimizer.synchronize()
+    written = ["head.weight", "layers.1.down.weight"]
+    with torch.no_grad():
+        for name in written:
+            net.get_parameter(name).add_(1)
+    weights = net.state_dict()
+    del weights["head.weight"]
+    net.load_state_dict(weights, strict=False)
+    masters = {name: tensors["master"] for name, tensors in optimizer.named_state()}
+    for name in written:
+        assert torch.equal(masters[name], net.get_parameter(name).float())

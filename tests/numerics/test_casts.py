@@ -238,3 +238,40 @@ def test_a_pattern_that_names_nothing_or_half_of_a_module_is_told() -> None:
         ot.offload(make(Chain), device="cpu", keep_fp32=["nrom"])
     with pytest.raises(ModelError, match=r"name all of them, 'layers\.0\.norm\.\*'"):
         ot.offload(make(Chain), device="cpu", keep_fp32=["*norm.weight"])
+
+
+class ScoredInPieces(Chain):
+    """Head and loss run again in backward, so that never all logits are there."""
+
+    def score(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        pieces = zip(self.norm(x), tokens, strict=True)
+        scores = [checkpoint(self.score, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(scores).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"working": "host", "activation": "recompute"}])
+def test_losses_that_run_again_are_those_of_a_resident_model(options: dict[str, Any]) -> None:
+    model, tokens = make(ScoredInPieces), batches(1)[0]
+    resident = copy.deepcopy(model).bfloat16()
+    expected = resident(tokens)
+    expected.backward()
+    optimizer = ot.offload(model, device="cpu", **options)
+    loss = model(tokens)
+    assert torch.equal(loss, expected)
+    optimizer.backward(loss)
+    optimizer.step()
+    gradients = torch.cat([param.grad.flatten().double() for param in resident.parameters()])
+    assert optimizer.grad_norm == pytest.approx(gradients.norm().item(), rel=1e-9)
+
+
+def test_fp32_inputs_inside_of_vmap() -> None:
+    model = make(Layer)
+    ot.offload(model, device="cpu")
+    x = torch.randn(2, 3, WIDTH)
+    assert torch.func.vmap(model)(x).shape == x.shape

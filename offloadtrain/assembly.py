@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.units import format_bytes, parse_bytes
 from offloadtrain.world import Place
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +230,7 @@ def open_tokens(
     folder = Path(data.cache) / (Path(data.source).stem or "source")
     made = prepare(data.source, folder, val_fraction=data.val_fraction, progress=on_prepare)
     if made.remark:
-        warnings.warn(made.remark, stacklevel=2)
+        _log.warning(made.remark)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 

@@ -23,6 +23,9 @@ class Kept:
     threads: int
 
 
-def kept_of(found: Checkpoint) -> Kept:
+def kept_of(found: Checkpoint | None) -> Kept | None:
+    """None: a new run, that keeps nothing."""
+    if found is None:
+        return None
     state = found.state
     return Kept(state["precision"], len(state["rng"]), state.get("threads", 0))

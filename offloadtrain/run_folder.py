@@ -201,7 +201,7 @@ class RunFolder:
 
     def _refuse_what_is_taken(self) -> None:
         """Raises RunFolderError where somebody's run is, or begins."""
-        if self._dated or not self.path.exists():
+        if self._dated or not os.path.exists(self.path):
             return
         if holds_run(self.path):
             raise RunFolderError(f"{self.path} holds a run already: {how_to_go_on(self.path)}")
@@ -229,13 +229,13 @@ class RunFolder:
 
 def holds_run(path: Path) -> bool:
     """Whether a run has begun there, however it ended."""
-    return (path / "run.json").exists()
+    return os.path.exists(path / "run.json")  # a name too long for the disk is that of no run
 
 
 def itself(path: Path) -> Path:
     """The folder that a link such as runs/latest points to now: while a run is in it, another one
     may begin, and the link points there."""
-    return path.resolve() if path.is_symlink() else path
+    return path.resolve() if os.path.islink(path) else path
 
 
 def how_to_go_on(path: Path) -> str:
@@ -274,9 +274,11 @@ def _missing(path: Path) -> list[Path]:
 
 def _check_can_be_made(path: Path) -> None:
     """Refuse now what `begin` could not make minutes later, when the model is built."""
-    above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    above = next(at for at in (path, *path.absolute().parents) if os.path.exists(at))
     if not above.is_dir():
         code = errno.EEXIST if above == path else errno.ENOTDIR
+    elif any(len(os.fsencode(part)) > os.pathconf(above, "PC_NAME_MAX") for part in path.parts):
+        code = errno.ENAMETOOLONG
     elif not os.access(above, os.W_OK | os.X_OK):
         code = errno.EACCES
     else:

@@ -199,11 +199,10 @@ def _run(
         if team is not None:
             stack.enter_context(team.telling(log))
         console.doing("preparing data and model")
-        place = None if team is None else team.place
-        kept = None if opened.found is None else kept_of(opened.found)
+        place, kept = None if team is None else team.place, kept_of(opened.found)
         with bar, verified:
             parts = assemble(config, bar.show, ranks, place, kept, verified.show)
-        if not ranks.alone:
+        if team is not None:
             console.say(explain(config, parts.local, ranks.size))
         trainer = Trainer(config, parts, run, log)
         if opened.found is not None:
@@ -213,9 +212,8 @@ def _run(
             log.warn("checkpoint-damaged", done)
         if team is not None:
             team.began(run)
-        requests = Requests(run.path) if first else None
         log.started(parts, trainer.progress, waiting)
-        outcome = trainer.train(requests)
+        outcome = trainer.train(Requests(run.path) if first else None)
         log.ended(outcome.status)
         parts.optimizer.close()
         if not first:

@@ -145,10 +145,7 @@ def offload(
             host has, is too small.
         ValueError, TypeError: an argument out of range, or not what it should be.
     """
-    rule = AdamW() if rule is None else rule
     check_arguments(model, rule)
-    _check_choice("state", state, tuple(FORMATS))
-    _check_choice("update", update, UPDATES)
     _check_choice("reduction", reduction, ("working", "fp32"))
     on = _resolve_device(device)
     _place_kernels(on)  # before the first collective: NUMA, and pinning beside it
@@ -160,9 +157,9 @@ def offload(
         skip_nonfinite=skip_nonfinite,
         grad_accum_steps=_positive("grad_accum_steps", grad_accum_steps) or 1,
         pin_memory=pin_memory,
-        state=state,
+        state=_check_choice("state", state, tuple(FORMATS)),
         seed=seed,
-        update=update,
+        update=_check_choice("update", update, UPDATES),
         warmup_steps=_not_negative("warmup_steps", warmup_steps) or 0,
         host_memory_limit=_positive("host_memory_limit", host_memory_limit),
         state_on=_check_choice("state_on", state_on, ("host", "device")),
@@ -177,8 +174,7 @@ def offload(
         cast_inputs=cast_inputs,
         keep_fp32=tuple(keep_fp32),
     )
-    _check_support(settings)
-    return _offloaded(model, rule, params, settings, param_init_fn)
+    return _offloaded(model, rule or AdamW(), params, settings, param_init_fn)
 
 
 def _offloaded(
@@ -188,6 +184,7 @@ def _offloaded(
     settings: Settings,
     param_init_fn: ParamInit | None,
 ) -> OffloadOptimizer:
+    _check_support(settings)
     if model in offloaded:
         raise ModelError("the model is offloaded already: close() its optimizer first")
     check_model(model, may_be_meta=param_init_fn is not None)

@@ -43,7 +43,7 @@ def check_arguments(model: object, rule: object) -> None:
         torchs = issubclass(rule, torch.optim.Optimizer)
         found = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
         raise TypeError(f"rule is {found}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
-    if not callable(getattr(rule, "update", None)):
+    if rule is not None and not callable(getattr(rule, "update", None)):
         raise TypeError(f"rule is {rule!r:.80}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
 
 

@@ -15,6 +15,7 @@ class Watcher(Protocol):
     """What the hooks call."""
 
     def enter(self, module: nn.Module, *, again: bool = False) -> None: ...
+    def enter_inside(self, module: nn.Module) -> bool: ...
     def leave(self, module: nn.Module) -> None: ...
 
 
@@ -38,31 +39,46 @@ class OfOneModel:
 
 
 class _Hook(OfOneModel):
-    __slots__ = ("_traced", "_watcher")
+    __slots__ = ("_watcher",)
 
-    def __init__(self, watcher: Watcher, traced: bool) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         self._watcher = weakref.ref(watcher)
-        self._traced = traced
-
-    def _alive(self) -> Watcher | None:
-        """Who is to be told; nobody while the compiler traces the module, if it is not to see."""
-        return self._watcher() if self._traced or not torch.compiler.is_compiling() else None
 
 
 class _Enter(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        watcher = self._alive()
+        watcher = self._watcher()
         if watcher is not None:
             _call(watcher.enter, module)
 
 
-class _Leave(_Hook):
+class _EnterInside(_Hook):
+    """Where the hooks of an enclosing module have mostly fired. The compiler does not see it."""
+
     __slots__ = ()
 
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        watcher = None if torch.compiler.is_compiling() else self._watcher()
+        if watcher is not None and watcher.enter_inside(module):
+            leave = _Leave(watcher)
+            leave.handle = module.register_forward_hook(leave, always_call=True)
+
+
+class _Leave(_Hook):
+    """`handle`: of one that is there for one forward only."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__(watcher)
+        self.handle: RemovableHandle | None = None
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        watcher = self._alive()
+        if self.handle is not None:
+            self.handle.remove()
+        watcher = self._watcher()
         if watcher is not None:
             _call(watcher.leave, module)
 
@@ -80,12 +96,14 @@ def _uncompiled(method: Callable[[nn.Module], None], module: nn.Module) -> None:
     method(module)
 
 
-def watch(module: nn.Module, watcher: Watcher, *, traced: bool = True) -> list[RemovableHandle]:
-    """Call the watcher around each forward of the module, also when forward raises.
-
-    `traced`: also where the compiler traces that forward as a part of a larger one.
-    """
+def watch(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
+    """Call the watcher around each forward of the module, also when forward raises."""
     return [
-        module.register_forward_pre_hook(_Enter(watcher, traced), prepend=True),
-        module.register_forward_hook(_Leave(watcher, traced), always_call=True),
+        module.register_forward_pre_hook(_Enter(watcher), prepend=True),
+        module.register_forward_hook(_Leave(watcher), always_call=True),
     ]
+
+
+def watch_inside(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
+    """The same where the watcher says so each time."""
+    return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.audit import Audit
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.hooks import watch
+from offloadtrain.engine.hooks import watch, watch_inside
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.recompute import Recomputed, Written
 from offloadtrain.engine.saved import SavedTensors
@@ -37,14 +37,10 @@ class _Passage:
 
     name: str
     waits: list[Block]
-    inner: bool = False
-    """A module inside of a streamed block: its own hooks matter where the block's have not fired,
-    in a forward that somebody calls past them, or runs again ([Note: Recompute without hooks])."""
     handles: bool = False
     """Its own hooks made handles of the weights that its last forward outside of a backward saved:
     when that forward runs again they must do the same."""
-    running: list[_Running | None] = field(default_factory=list)
-    """None: nothing was to be done for this one."""
+    running: list[_Running] = field(default_factory=list)
     held: list[_Running] = field(default_factory=list)
     """Forwards inside of it that are over, whose blocks it reads afterwards."""
 
@@ -97,12 +93,8 @@ class Passages:
             self._enter_root()
         passage = self._passages[module]
         blocks = tuple(passage.waits)
-        inside = passage.inner and all(block.forwards for block in blocks)
         if not _in_backward():
-            passage.handles = not inside
-        if inside:  # the hooks of its blocks have fired
-            passage.running.append(None)
-            return
+            passage.handles = True
         self._use(blocks)
         if not passage.handles and not again:
             for block in blocks:
@@ -114,14 +106,24 @@ class Passages:
         pushed = passage.handles and self._saved.push(parking)
         passage.running.append(_Running(span, pushed, blocks, outside))
 
+    def enter_inside(self, module: nn.Module) -> bool:
+        """Pre-forward of a module inside of a streamed block, which matters where the block's hooks
+        have not fired: in a forward that somebody calls past them, or runs again ([Note: Recompute
+        without hooks]). Returns whether `leave` is to follow."""
+        passage = self._passages[module]
+        for block in passage.waits:
+            if not block.forwards:
+                self.enter(module)
+                return True
+        passage.handles = passage.handles and _in_backward()
+        return False
+
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
         passage = self._passages[module]
         if not passage.running:
             return
         running = passage.running.pop()
-        if running is None:
-            return
         self._saved.within = running.outside
         if running.pushed:
             self._saved.pop()
@@ -209,8 +211,8 @@ class Passages:
     def _passage_of(self, module: nn.Module, *, inner: bool = False) -> _Passage:
         if module not in self._passages:
             name = next(name for name, m in self._model.named_modules() if m is module)
-            self._passages[module] = _Passage(name or "root", [], inner)
-            self._handles += watch(module, self, traced=not inner)
+            self._passages[module] = _Passage(name or "root", [])
+            self._handles += (watch_inside if inner else watch)(module, self)
         return self._passages[module]
 
 

@@ -254,6 +254,8 @@ def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[Re
     around += [(module, mode.enter_layer, mode.leave_layer) for module in repeated]
     handles = []
     for module, enter, leave in around:
-        handles.append(module.register_forward_pre_hook(_Call(enter)))
+        # Off before the engine's own hook: what that computes is none of the mode's business.
+        first = module is not model
+        handles.append(module.register_forward_pre_hook(_Call(enter), prepend=first))
         handles.append(module.register_forward_hook(_Call(leave), always_call=True))
     return handles

@@ -106,14 +106,21 @@ class PassedOn:
         return self._unpack(self._packed)
 
 
-class InBlocks:
-    """Stands for a tensor saved in the forward of streamed blocks: [Note: Recompute without
-    hooks]."""
+class WhileStreaming:
+    """Stands for a tensor that is no weight, and tells how far backward is; saved in the forward of
+    streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
 
-    __slots__ = ("_blocks", "_clock", "_generations", "_packed")
+    __slots__ = ("_blocks", "_clock", "_generations", "_packed", "_streamer")
 
-    def __init__(self, packed: Kept | PassedOn, blocks: tuple[Block, ...], clock: int) -> None:
+    def __init__(
+        self,
+        packed: Kept | PassedOn | Parked,
+        streamer: Streamer,
+        blocks: tuple[Block, ...],
+        clock: int,
+    ) -> None:
         self._packed = packed
+        self._streamer = streamer
         self._blocks = blocks
         self._clock = clock
         self._generations = [block.generation for block in blocks]
@@ -121,9 +128,12 @@ class InBlocks:
             block.packed()
 
     def unpack(self) -> Tensor:
+        self._streamer.passed(self._clock)
+        # First, since it may run other blocks again, which need their turn in the slots.
+        tensor = self._packed.unpack()
         for block, generation in zip(self._blocks, self._generations, strict=True):
             block.unpacked(generation, self._clock)
-        return self._packed.unpack()
+        return tensor
 
     def __del__(self) -> None:
         for block in self._blocks:
@@ -196,10 +206,14 @@ class SavedTensors:
         found = self._find(tensor)
         if found is not None and tensor.dtype == found[1].dtype:
             return Handle(*found, tensor, self._clock)
+        packed: Kept | PassedOn | Parked
         if parking is not None and parking.wants(tensor):
-            return parking.park(tensor)
-        packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
-        return InBlocks(packed, self.within, self._clock) if self.within else packed
+            packed = parking.park(tensor)
+        else:
+            packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
+        if self._streamer is None:
+            return packed
+        return WhileStreaming(packed, self._streamer, self.within, self._clock)
 
     def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -251,5 +265,5 @@ class _Chain:
         return self._saved.pack(tensor, self.outer, self.parking)
 
     @staticmethod
-    def unpack(packed: Handle | Parked | Kept | PassedOn | InBlocks) -> Tensor:
+    def unpack(packed: Handle | Parked | Kept | PassedOn | WhileStreaming) -> Tensor:
         return packed.unpack()

@@ -100,13 +100,18 @@ class Streamer:
         self._load_ahead(block)
         self._latest = block
 
-    def unpacked(self, block: Block, clock: int) -> None:
-        """A node of the graph is about to read something saved in a forward of the block, and may
-        be about to run that forward again."""
+    def passed(self, clock: int) -> dict[Block, int]:
+        """Backward is at a node that saved something then; what was saved later is done with.
+        Returns what is pinned in it."""
         pinned = self._running.setdefault(torch._C._current_graph_task_id(), {})
         for other in [other for other, saved in pinned.items() if saved > clock]:
             del pinned[other]
-        pinned.setdefault(block, clock)
+        return pinned
+
+    def unpacked(self, block: Block, clock: int) -> None:
+        """A node of the graph is about to read something saved in a forward of the block, and may
+        be about to run that forward again."""
+        self.passed(clock).setdefault(block, clock)
         if block is not self._latest:
             self.use(block)
 

@@ -108,6 +108,35 @@ def test_a_recompute_behind_the_hooks_streams_with_the_same_bits(
             assert_same(resident, optimizer, model)
 
 
+class EveryOther(Chain):
+    """Every other layer recomputed by a parent, the reentrant way: nothing of it is in a layer."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x) if index % 2 else checkpoint(layer, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+class InPairs(Chain):
+    """One recompute around two layers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = checkpoint(lambda x, a=first, b=second: b(a(x)) * 1.5, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("model", [EveryOther, InPairs])
+def test_one_slot_is_enough_where_layers_take_turns(model: Callable[[int], Chain]) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, offloaded = pair(model(6), working="host", device_slots=1, clip=0.5)
+    for tokens in batches(3):
+        assert train(optimizer, offloaded, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, offloaded)
+
+
 @each_recompute
 @pytest.mark.parametrize("activation", ["keep", "recompute"])
 def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: str) -> None:

@@ -232,7 +232,7 @@ def test_a_source_that_is_not_there_says_what_to_set(texts: Path, capfd: Capture
     assert main(small("offloadtrain train my.toml", 2)) == 1
     told = capfd.readouterr().err
     assert "data.source = corpus is not there" in told
-    assert "--set data.source= data.train=data/train.bin data.val=data/val.bin" in told
+    assert "--set data.train=data/train.bin data.val=data/val.bin" in told
 
 
 def test_every_test_path_in_the_readme_exists() -> None:

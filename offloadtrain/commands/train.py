@@ -146,6 +146,9 @@ def _run_in_team(
         return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
 
 
+_BARS = ("preparing the data", "verifying the tokens")
+
+
 def run_job(
     config: Config,
     job_text: str,
@@ -190,8 +193,7 @@ def _run(
         opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
     else:
         opened = team.open_run(config, run_dir, resume, console.say)
-    bar = ProgressBar("preparing the data", on_shown=console.spoken)
-    verified = ProgressBar("verifying the tokens", on_shown=console.spoken)
+    bar, verified = (ProgressBar(label, on_shown=console.spoken) for label in _BARS)
     run, ranks = opened.run, ALONE if team is None else team.ranks
     with ExitStack() as stack:
         stack.enter_context(run)
@@ -212,8 +214,9 @@ def _run(
             log.warn("checkpoint-damaged", done)
         if team is not None:
             team.began(run)
+        requests = Requests(run.path) if first else None  # what was asked before is refused
         log.started(parts, trainer.progress, waiting)
-        outcome = trainer.train(Requests(run.path) if first else None)
+        outcome = trainer.train(requests)
         log.ended(outcome.status)
         parts.optimizer.close()
         if not first:

@@ -130,7 +130,8 @@ class WhileStreaming:
     def unpack(self) -> Tensor:
         self._streamer.passed(self._clock)
         # First, since it may run other blocks again, which need their turn in the slots.
-        tensor = self._packed.unpack()
+        with self._streamer.unpacking():
+            tensor = self._packed.unpack()
         for block, generation in zip(self._blocks, self._generations, strict=True):
             block.unpacked(generation, self._clock)
         return tensor

@@ -19,7 +19,8 @@ same order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,7 @@ class Streamer:
         self._running: dict[int, dict[Block, int]] = {}
         """Graph task → blocks whose backward it is in, and when the oldest of what it has unpacked
         of them was saved."""
+        self._unpacking = 0
         self._latest: Block | None = None
         """Used last: in its slot, waited for, and what follows it is on its way."""
         for block in blocks:
@@ -104,9 +106,20 @@ class Streamer:
         """Backward is at a node that saved something then; what was saved later is done with.
         Returns what is pinned in it."""
         pinned = self._running.setdefault(torch._C._current_graph_task_id(), {})
-        for other in [other for other, saved in pinned.items() if saved > clock]:
-            del pinned[other]
+        if not self._unpacking:
+            for other in [other for other, saved in pinned.items() if saved > clock]:
+                del pinned[other]
         return pinned
+
+    @contextmanager
+    def unpacking(self) -> Iterator[None]:
+        """What is unpacked meanwhile are the inputs of a recompute: it lies before the node that
+        backward is at, and does not tell where that is."""
+        self._unpacking += 1
+        try:
+            yield
+        finally:
+            self._unpacking -= 1
 
     def unpacked(self, block: Block, clock: int) -> None:
         """A node of the graph is about to read something saved in a forward of the block, and may

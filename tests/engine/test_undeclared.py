@@ -180,7 +180,7 @@ def test_a_block_evicted_in_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Streamer, "pinned", lambda self, block: False)
     torch.manual_seed(0)
     model = Several(False)
-    with watched(model, working="host", device_slots=1) as (optimizer, watch):
+    with watched(model, working="host", device_slots=2) as (optimizer, watch):
         with watch:
             steps(optimizer, model)
         assert watch.undeclared

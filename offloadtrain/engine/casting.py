@@ -15,6 +15,7 @@ runs past it too, and must be what it was: losses in there are computed in the d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -146,18 +148,25 @@ def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Given(OfOneModel):
-    """Of the model: notes which memory its fp32 inputs are in."""
+    """Of the model: notes which memory its fp32 inputs are in, as long as they live: a recompute
+    may meet them in backward, and what is allocated after them may lie where they did."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._memory: set[int] = set()
+        self._gone: dict[int, Callable[[], bool]] = {}
+        """Address → whether the input there is gone."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf))
-        self._memory = {_memory(leaf) for leaf in leaves if leaf.dtype is not self.dtype}
+        self._gone = {address: gone for address, gone in self._gone.items() if not gone()}
+        for leaf in tree_leaves((args, kwargs)):
+            if _is_floating(leaf) and leaf.dtype is not self.dtype:
+                self._gone[_memory(leaf)] = _when_gone(leaf)
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.dtype is not self.dtype and _memory(tensor) in self._memory
+        if tensor.dtype is self.dtype:
+            return False
+        gone = self._gone.get(_memory(tensor))
+        return gone is not None and not gone()
 
 
 class _CastGiven(OfOneModel):
@@ -194,6 +203,14 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # inside of torch.func's transforms there is none to be asked for
         return id(tensor)
+
+
+def _when_gone(tensor: Tensor) -> Callable[[], bool]:
+    try:
+        return StorageWeakRef(tensor.untyped_storage()).expired
+    except RuntimeError:
+        alive = weakref.ref(tensor)
+        return lambda: alive() is None
 
 
 class _FullLosses(TorchFunctionMode):

@@ -143,9 +143,14 @@ def _write_set(one: set[Any], references: list[Any]) -> None:
 
 
 def _slots(one: Any) -> list[str]:
-    declared = (cls.__dict__.get("__slots__", ()) for cls in type(one).__mro__)
-    names = chain.from_iterable((x,) if isinstance(x, str) else x for x in declared)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    """Names of its slots, private ones as Python mangles them."""
+    found = []
+    for cls in type(one).__mro__:
+        declared = cls.__dict__.get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _read_slots(one: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
+from offloadtrain.engine.casting import _Given
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -275,3 +276,16 @@ def test_fp32_inputs_inside_of_vmap() -> None:
     ot.offload(model, device="cpu")
     x = torch.randn(2, 3, WIDTH)
     assert torch.func.vmap(model)(x).shape == x.shape
+
+
+def test_only_living_inputs_of_the_model_are_known_by_their_memory() -> None:
+    """What is allocated where one was may be fp32 on purpose; an older graph may run again."""
+    given, memory = _Given(torch.bfloat16), bytearray(16)
+    first, later = torch.frombuffer(memory, dtype=torch.float32), torch.ones(2, 2)
+    given(nn.Identity(), (first,), {})
+    given(nn.Identity(), (), {"hidden": [later]})
+    assert first in given and later.t() in given and torch.ones(4) not in given
+    there = torch.frombuffer(memory, dtype=torch.float32)
+    assert there.data_ptr() == first.data_ptr()
+    del first
+    assert there not in given and later in given

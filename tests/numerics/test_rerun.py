@@ -330,10 +330,16 @@ def test_an_input_tensor_changed_in_place_is_told() -> None:
 
 
 class Slotted:
-    __slots__ = ("late", "value")
+    __slots__ = ("__private", "late", "value")
 
     def __init__(self) -> None:
-        self.value = 1
+        self.value = self.__private = 1
+
+    def set(self, to: int) -> None:
+        self.value = self.late = self.__private = to
+
+    def __repr__(self) -> str:
+        return f"{self.value} {self.__private} {getattr(self, 'late', None)}"
 
 
 def test_every_kind_of_object_is_rewound_and_put_back() -> None:
@@ -353,14 +359,13 @@ def test_every_kind_of_object_is_rewound_and_put_back() -> None:
         held["set"].add(to)
         held["ordered"].move_to_end("a")
         held["ordered"][f"new {to}"] = to
-        slotted.value, slotted.late = to, to
+        slotted.set(to)
         plain.calls = to
         held["added"] = to
 
     def state() -> str:
-        late = getattr(slotted, "late", None)
         return f"{held['list']} {held['deque']} {held['set']} {list(held['ordered'].items())}" + (
-            f"{slotted.value} {late} {plain.calls} {sorted(held)}"
+            f"{slotted} {plain.calls} {sorted(held)}"
         )
 
     before, rewind = state(), Rewind((held,), {})

@@ -51,9 +51,9 @@ def _facts(tokens: TokenFile) -> dict[str, Any]:
 
 def _memory(tokens: TokenFile) -> Path | None:
     """The file that remembers it; None: there is no place for one."""
-    folder = os.environ.get("OFFLOADTRAIN_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "offloadtrain"
-    )
+    asked = os.environ.get("OFFLOADTRAIN_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.abspath(asked) if asked else os.path.join(caches, "offloadtrain")
     if not os.path.isabs(folder):  # there is no home
         return None
     name = hashlib.blake2b(bytes(tokens.path.resolve()), digest_size=16).hexdigest()

@@ -101,11 +101,25 @@ def test_progress_counts_every_byte(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert told == [(4096, 10000), (8192, 10000), (10000, 10000)]
 
 
-@pytest.mark.parametrize("folder", ["/dev/null/cache", "relative"])
-def test_without_a_place_to_remember_it_is_read_every_time(
-    path: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch, folder: str
+def test_a_relative_cache_is_where_the_user_is(
+    path: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OFFLOADTRAIN_CACHE", folder)
+    monkeypatch.setenv("OFFLOADTRAIN_CACHE", "relative")
+    monkeypatch.chdir(path.parent)
+    for _ in range(2):
+        verify(TokenFile(path))
+    assert len(scans) == 1
+    assert len(list(Path("relative", "tokens").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "folder"), [("OFFLOADTRAIN_CACHE", "/dev/null/cache"), ("XDG_CACHE_HOME", "relative")]
+)
+def test_without_a_place_to_remember_it_is_read_every_time(
+    path: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch, key: str, folder: str
+) -> None:
+    monkeypatch.delenv("OFFLOADTRAIN_CACHE")
+    monkeypatch.setenv(key, folder)
     monkeypatch.chdir(path.parent)
     for _ in range(2):
         verify(TokenFile(path))

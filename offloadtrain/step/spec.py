@@ -1,0 +1,252 @@
+"""StepSpec: blocks, buckets, shards, staging, and where the bytes of each of them live.
+
+Built from a module by the engine (also on the meta device), from a model's shape by the plan; the
+rules over sizes are written here and nowhere else. Sizes are of one rank.
+
+[Note: Pieces of a shard]
+A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
+*every* rank's shard, one behind the other in the slot, so that a reduce-scatter of the slot leaves
+each rank the part of its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.step.formats import ITEMSIZE, StateFormat
+
+ALIGN = 128
+"""Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
+
+RING_SLOTS = 2
+"""One is filled while the other is copied."""
+
+STAGING_SLOTS_MOST = 8
+"""For gathered gradients on the device."""
+
+STAGING_BYTES = 64 << 20
+"""Enough for the bus's full speed; staging does not grow with the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Parameters of one block with one working dtype and one set of hyperparameters.
+
+    Attributes:
+        numel: of the whole, padding included.
+        params: without padding.
+        dtype: of the working weights, by torch's name.
+        format: how the state is kept.
+        ranks: who shares it.
+    """
+
+    name: str
+    numel: int
+    params: int
+    dtype: str
+    format: StateFormat
+    ranks: int = 1
+
+    @property
+    def shard_numel(self) -> int:
+        """Of this rank, and of each of its buffers on the host."""
+        return self.numel // self.ranks
+
+    @property
+    def weight_bytes(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole's working weights."""
+        return self.numel * self.weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """Parameters that move together: those that one module's forward uses as one.
+
+    Attributes:
+        buckets: of what is trained.
+        frozen: of what is not, where the block may be streamed.
+        repeated: one of several of its kind, and used one after the other: it can be streamed.
+    """
+
+    name: str
+    buckets: tuple[BucketSpec, ...]
+    frozen: tuple[BucketSpec, ...] = ()
+    repeated: bool = False
+
+    @property
+    def held(self) -> tuple[BucketSpec, ...]:
+        """All that a forward of the block reads."""
+        return self.buckets + self.frozen
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Device memory of the working weights; every bucket starts on 256 bytes."""
+        return sum(bucket.nbytes for bucket in self.held)
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What one rank holds and moves in a step.
+
+    Attributes:
+        blocks: in the order of registration.
+        config: what `offload` was asked for, "auto" resolved.
+        ranks: who shares the state.
+        num_tensors: parameters of the model as tensors; a tied one counts once.
+        streamed: names of blocks that come to a slot of the device when they are used.
+        second_copies: names of blocks with a second copy of their state, which speculative updates
+            are written into.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    config: OffloadConfig
+    ranks: int
+    num_tensors: int
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    streamed: frozenset[str] = frozenset()
+    second_copies: frozenset[str] = frozenset()
+
+    @property
+    def alone(self) -> bool:
+        return self.ranks == 1
+
+    @property
+    def zero_stage(self) -> int:
+        """What ranks share out; 0: there is one."""
+        if self.alone:
+            return 0
+        return self.config.zero_stage or (3 if self.config.working == "host" else 2)
+
+    @property
+    def streams(self) -> bool:
+        """Whether repeated blocks may come to the device for their use: from the host, or from
+        shards on the devices."""
+        return self.config.working == "host" or self.zero_stage == 3
+
+    @property
+    def offloaded(self) -> bool:
+        """Gradients and state are on the host."""
+        return self.config.state_on == "host"
+
+    @property
+    def accumulates(self) -> bool:
+        """Microbatches are summed beside the state."""
+        return self.config.grad_accum_steps > 1
+
+    @property
+    def updates_early(self) -> bool:
+        """In mode "exact": nothing global has to be known before a bucket is updated."""
+        config = self.config
+        return config.update == "exact" and config.clip_norm is None and not config.skip_nonfinite
+
+    @property
+    def weights_wait(self) -> bool:
+        """New weights wait for their upload longer than their gradient's memory is free."""
+        return self.config.update != "exact" or (self.updates_early and self.accumulates)
+
+    @cached_property
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        """Of what is trained."""
+        return tuple(bucket for block in self.blocks for bucket in block.buckets)
+
+    @cached_property
+    def block_of(self) -> dict[str, BlockSpec]:
+        """Bucket → its block, frozen ones included."""
+        return {bucket.name: block for block in self.blocks for bucket in block.held}
+
+    # Where the weights of streamed blocks are between their uses.
+
+    def is_streamed(self, bucket: BucketSpec) -> bool:
+        return self.block_of[bucket.name].name in self.streamed
+
+    def loads_from_host(self, bucket: BucketSpec) -> bool:
+        """Streamed from the host."""
+        return self.config.working == "host" and self.is_streamed(bucket)
+
+    def loads_from_shard(self, bucket: BucketSpec) -> bool:
+        """Streamed from shards on the devices."""
+        return self.config.working == "device" and self.is_streamed(bucket)
+
+    def has_snapshot(self, bucket: BucketSpec) -> bool:
+        """Loads cannot read where an update writes, which may run inside backward: they read a
+        snapshot of the forward's weights."""
+        return self.loads_from_host(bucket) and (
+            self.config.update != "exact" or self.updates_early
+        )
+
+    def has_pending(self, bucket: BucketSpec, *, copied: bool | None = None) -> bool:
+        """New weights need memory of their own until their upload.
+
+        Args:
+            copied: whether the bucket has a second copy of its state; None: as the spec says.
+        """
+        if bucket.format.holds_weight:
+            return False
+        shard_bytes = bucket.shard_numel * bucket.weight_bytes
+        too_large = self.accumulates and shard_bytes > STAGING_BYTES  # for a slot of host staging
+        if self.loads_from_host(bucket) or too_large:
+            return True
+        if copied is None:
+            copied = self.has_second_copy(bucket)
+        return self.weights_wait and (copied or self.config.update != "speculative")
+
+    def has_second_copy(self, bucket: BucketSpec) -> bool:
+        return self.block_of[bucket.name].name in self.second_copies
+
+    # Staging of gradients.
+
+    def reduced_bytes(self, bucket: BucketSpec) -> int:
+        """Of an element of a gradient while ranks sum it."""
+        wide = not self.alone and self.config.reduction == "fp32"
+        return 4 if wide else bucket.weight_bytes
+
+    @cached_property
+    def _largest_gradient(self) -> int:
+        return max(bucket.numel * self.reduced_bytes(bucket) for bucket in self.buckets)
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Of one slot for gathered gradients on the device: a larger bucket goes through it in
+        pieces, which hold at least one alignment of every rank's shard."""
+        return max(min(self._largest_gradient, STAGING_BYTES), ALIGN * 4 * self.ranks)
+
+    @cached_property
+    def staging_slots(self) -> int:
+        """One per piece of the largest bucket and one that is copied meanwhile, so that compute
+        need not wait for the copies of its own block; at most `STAGING_SLOTS_MOST`."""
+        pieces = -(-self._largest_gradient // self.staging_bytes)
+        return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
+
+    @cached_property
+    def host_staging_bytes(self) -> int:
+        """Of one slot for gradients and weights on the host."""
+        largest = max(bucket.shard_numel * bucket.weight_bytes for bucket in self.buckets)
+        return max(min(largest, STAGING_BYTES), ALIGN * 4)
+
+    def pieces(self, bucket: BucketSpec) -> list[tuple[int, int]]:
+        """Ranges [lo, hi) of the shard that go down one after the other."""
+        per_shard = self.staging_bytes // (self.reduced_bytes(bucket) * self.ranks)
+        step = per_shard // ALIGN * ALIGN
+        numel = bucket.shard_numel
+        return [(lo, min(lo + step, numel)) for lo in range(0, numel, step)] or [(0, 0)]
+
+    @property
+    def slots(self) -> int:
+        """Of the device, for streamed blocks."""
+        return min(self.config.device_slots, len(self.streamed))
+
+
+def padded(sizes: Sequence[int], ranks: int = 1) -> int:
+    """Elements of a bucket of parameters of these sizes: each is aligned, and so is every shard."""
+    return _up(sum(_up(size, ALIGN) for size in sizes), ALIGN * ranks)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

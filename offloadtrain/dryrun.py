@@ -26,9 +26,10 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.plan import memory
 from offloadtrain.plan.plan import Plan
+from offloadtrain.step.prove import prove
+from offloadtrain.step.trace import Launched
 from offloadtrain.transfer import SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import prove
-from offloadtrain.transfer.recorder import Launched, RecordingLanes
+from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.units import parse_bytes
 
 STEPS, MOST_MICRO_STEPS = 3, 3

@@ -13,29 +13,32 @@ from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
-from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
     RING_SLOTS,
     host_staging_bytes,
-    make_reduction,
-    make_streamer,
     map_resident,
+    map_slots,
+    map_staging,
     streamed_blocks,
 )
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.host_memory import check_room, map_host
-from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
+from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.memory_map import MemoryMap, Staging
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
-from offloadtrain.engine.reduce import Reduction
-from offloadtrain.engine.ring import Ring
+from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.settings import Settings
-from offloadtrain.engine.streamer import Streamer
-from offloadtrain.engine.update import Updates
 from offloadtrain.memory import Arena, Ledger, Request
+from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import LossScaler, UpdateRule, format_for
+from offloadtrain.step.formats import format_for as format_for_spec
+from offloadtrain.step.operations import Memory
+from offloadtrain.step.program import Program
+from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec
 from offloadtrain.transfer import Buffer, Lanes
 
 
@@ -57,25 +60,23 @@ def build(
     in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
     streamed blocks, which are in the arena. `inputs`: host memory for block inputs.
     """
-    laid = lay_out(model, rule, groups, settings, lanes=lanes, arena=arena, ledger=ledger)
-    blocks, streamer, collectives = laid.blocks, laid.streamer, laid.collectives
+    laid = lay_out(model, rule, groups, settings, arena=arena, ledger=ledger, lanes=lanes)
+    blocks, ranks = laid.blocks, settings.ranks
+    program = Program(spec_of(blocks, rule, settings, laid.squares.flat.numel()), ranks.rank)
+    memory = MemoryMap(blocks, norms=laid.squares, slots=laid.slots, staging=laid.staging)
+    functions = Functions(blocks, lanes, ranks, rule, groups, seed=settings.seed)
+    residency = Residency(blocks, program, memory)
+    interpreter = residency.interpreter = Interpreter(lanes, memory, functions, residency)
     gradients = Gradients(
-        lanes,
-        blocks,
-        ranks=settings.ranks,
-        reduction=laid.reduction,
-        host_ring=laid.host_ring,
-        squares=laid.squares,
-        grad_accum_steps=settings.grad_accum_steps,
+        blocks, program, interpreter, functions, ranks=ranks, squares=laid.squares
     )
     adopt_weights(model, laid.parts, blocks, rule, settings, param_init_fn)
-    updates = Updates(lanes, rule, groups, laid.host_ring, collectives, seed=settings.seed)
     passages = Passages(
         model,
         blocks,
         laid.entries,
         lanes,
-        streamer=streamer,
+        residency=residency,
         recomputed=_recomputed(laid.parts, settings),
         parking=_parking(inputs, ledger, lanes, settings),
     )
@@ -83,17 +84,53 @@ def build(
         blocks,
         passages,
         lanes=lanes,
+        program=program,
+        interpreter=interpreter,
+        functions=functions,
         gradients=gradients,
-        updates=updates,
-        mode=_mode(lanes, updates, settings),
-        streamer=streamer,
-        collectives=collectives,
-        clip_norm=settings.clip_norm,
-        skip_nonfinite=settings.skip_nonfinite,
+        residency=residency,
+        ranks=ranks,
         scaler=LossScaler() if settings.dtype is torch.float16 else None,
-        grad_accum_steps=settings.grad_accum_steps,
     )
     return engine, blocks
+
+
+def spec_of(
+    blocks: Sequence[Block], rule: UpdateRule, settings: Settings, num_tensors: int
+) -> StepSpec:
+    def bucket(b: Bucket) -> BucketSpec:
+        dtype = str(b.dtype).removeprefix("torch.")
+        params = sum(slot.numel for slot in b.slots)
+        form = format_for_spec(settings.state, dtype)
+        return BucketSpec(b.name, b.numel, params, dtype, form, settings.ranks.size)
+
+    config = OffloadConfig(
+        state=settings.state,  # type: ignore[arg-type]
+        state_on=settings.state_on,  # type: ignore[arg-type]
+        update=settings.update,  # type: ignore[arg-type]
+        warmup_steps=settings.warmup_steps,
+        clip_norm=settings.clip_norm,
+        skip_nonfinite=settings.skip_nonfinite,
+        grad_accum_steps=settings.grad_accum_steps,
+        working=settings.working,  # type: ignore[arg-type]
+        device_slots=settings.device_slots,
+        zero_stage=settings.zero_stage,
+        reduction="fp32" if settings.reduction is torch.float32 else "working",
+    )
+    return StepSpec(
+        tuple(
+            BlockSpec(
+                b.name, tuple(map(bucket, b.buckets)), tuple(map(bucket, b.frozen)), b.repeated
+            )
+            for b in blocks
+        ),
+        config,
+        settings.ranks.size,
+        num_tensors,
+        tuple(rule.moments),
+        frozenset(b.name for b in blocks if b.streamed),
+        frozenset(b.name for b in blocks if any(bucket.other for bucket in b.buckets)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +141,8 @@ class Laid:
     blocks: list[Block]
     entries: dict[nn.Module, list[Block]]
     squares: Buffer
-    streamer: Streamer | None
-    collectives: Collectives
-    host_ring: Ring
-    reduction: Reduction
+    slots: list[Tensor]
+    staging: dict[Memory, Staging]
 
 
 def lay_out(
@@ -128,20 +163,10 @@ def lay_out(
     streamed = streamed_blocks(blocks, settings)
     squares = map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
     map_resident([block for block in blocks if block not in streamed], ledger, settings)
-    collectives = Collectives(lanes, settings.ranks)
-    streamer = None
-    if streamed:
-        streamer = make_streamer(streamed, lanes, collectives, ledger, settings)
-    return Laid(
-        parts,
-        blocks,
-        entries,
-        squares,
-        streamer,
-        collectives,
-        _host_ring(arena, buckets, lanes, settings),
-        make_reduction(buckets, lanes, collectives, ledger, settings),
-    )
+    slots = map_slots(streamed, ledger, settings)
+    staging = map_staging(buckets, ledger, settings)
+    staging[Memory.HOST_STAGING] = _host_staging(arena, buckets, settings)
+    return Laid(parts, blocks, entries, squares, slots, staging)
 
 
 def _blocks(
@@ -239,21 +264,17 @@ def _parking(arena: Arena, ledger: Ledger, lanes: Lanes, settings: Settings) -> 
     return Parking(lanes, settings.device, map_input)
 
 
-def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:
-    if settings.update == "delayed":
-        return Delayed(lanes, updates, settings.warmup_steps, alone=settings.ranks.alone)
-    if settings.update == "speculative":
-        return Speculative(lanes, updates)
-    return (Early if settings.updates_early else Exact)(lanes, updates)
+def _host_staging(arena: Arena, buckets: Sequence[Bucket], settings: Settings) -> Staging:
+    """For gradients that are summed, and for weights that have nowhere else to wait; otherwise it
+    is mapped when a slot is first asked for."""
+    pieces: list[Tensor] = []
 
+    def slot(number: str | int, _: int = 0) -> tuple[str, Tensor]:
+        if not pieces:
+            request = Request("host staging", host_staging_bytes(buckets), torch.uint8)
+            pieces.extend(arena.map([request] * RING_SLOTS))
+        return f"host staging[{number}]", pieces[int(number)]
 
-def _host_ring(arena: Arena, buckets: Sequence[Bucket], lanes: Lanes, settings: Settings) -> Ring:
-    """Staging for gradients that are summed, and for weights that have nowhere else to wait."""
-
-    def slots(nbytes: int) -> list[Tensor]:
-        return arena.map([Request("host staging", nbytes, torch.uint8)] * RING_SLOTS)
-
-    ring = Ring("host staging", lanes, host_staging_bytes(buckets), slots)
     if settings.accumulates:
-        ring.prepare()
-    return ring
+        slot(0)
+    return slot

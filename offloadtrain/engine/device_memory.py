@@ -9,14 +9,13 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import ALIGN, Bucket
-from offloadtrain.engine.collectives import Collectives
-from offloadtrain.engine.reduce import Reduction, TakeStaging
-from offloadtrain.engine.ring import Reserved, Ring
+from offloadtrain.engine.memory_map import Staging
 from offloadtrain.engine.settings import Settings
-from offloadtrain.engine.streamer import Streamer, block_bytes
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.memory import Ledger
-from offloadtrain.transfer import Buffer, Lane, Lanes
+from offloadtrain.step import spec
+from offloadtrain.step.operations import Memory
+from offloadtrain.transfer import Buffer
 from offloadtrain.units import format_bytes
 
 RING_SLOTS = 2
@@ -24,9 +23,6 @@ RING_SLOTS = 2
 
 STAGING_SLOTS_MOST = 8
 """For gathered gradients."""
-
-STAGING_BYTES = 64 << 20
-"""Enough for the bus's full speed; staging does not grow with the model."""
 
 
 class DeviceMemoryError(OffloadTrainError):
@@ -93,6 +89,11 @@ def _resident_within(
     return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)
 
 
+def block_bytes(block: Block) -> int:
+    """Device memory of a block's working weights; every bucket starts on 256 bytes."""
+    return sum(bucket.numel * bucket.dtype.itemsize for bucket in block.held)
+
+
 def map_resident(blocks: Sequence[Block], ledger: Ledger, settings: Settings) -> None:
     """Flat working weights of blocks that stay on the device."""
     for bucket in (bucket for block in blocks for bucket in block.buckets):
@@ -100,32 +101,25 @@ def map_resident(blocks: Sequence[Block], ledger: Ledger, settings: Settings) ->
         bucket.working = Buffer(f"working {bucket.name}", flat)
 
 
-def make_streamer(
-    blocks: Sequence[Block],
-    lanes: Lanes,
-    collectives: Collectives,
-    ledger: Ledger,
-    settings: Settings,
-) -> Streamer:
-    """Slots of the largest block's size; until its first load a block's weights are nowhere."""
+def map_slots(blocks: Sequence[Block], ledger: Ledger, settings: Settings) -> list[Tensor]:
+    """Slots of the largest block's size, and the shards that are gathered into them; until its
+    first load a streamed block's weights are nowhere."""
     for bucket in (bucket for block in blocks for bucket in block.held if bucket.kept_on_device):
         numel, dtype = bucket.shard_numel, bucket.dtype
         flat = ledger.device_tensor("weight shards", numel, dtype, settings.device)
-        bucket.kept = Buffer(f"shard {bucket.name}", flat)
-    nbytes = max(map(block_bytes, blocks))
-    count = min(settings.device_slots, len(blocks))
-    memories = [
+        bucket.device_shard = Buffer(f"shard {bucket.name}", flat)
+    nbytes = max(map(block_bytes, blocks), default=0)
+    return [
         ledger.device_tensor("streaming slots", nbytes, torch.uint8, settings.device)
-        for _ in range(count)
+        for _ in range(min(settings.device_slots, len(blocks)))
     ]
-    return Streamer(lanes, collectives, blocks, memories)
 
 
 def staging_bytes(buckets: Sequence[Bucket], settings: Settings) -> int:
     """Of one slot for gathered gradients: a larger bucket goes through it in pieces, which hold at
     least one alignment of every rank's shard."""
     sizes = [bucket.numel * _reduced_in(bucket, settings).itemsize for bucket in buckets]
-    return max(min(max(sizes), STAGING_BYTES), ALIGN * 4 * settings.ranks.size)
+    return max(min(max(sizes), spec.STAGING_BYTES), ALIGN * 4 * settings.ranks.size)
 
 
 def staging_slots(buckets: Sequence[Bucket], settings: Settings) -> int:
@@ -140,47 +134,32 @@ def staging_slots(buckets: Sequence[Bucket], settings: Settings) -> int:
 def host_staging_bytes(buckets: Sequence[Bucket]) -> int:
     """Of one slot for gradients and weights on the host."""
     largest = max(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets)
-    return max(min(largest, STAGING_BYTES), ALIGN * 4)
+    return max(min(largest, spec.STAGING_BYTES), ALIGN * 4)
 
 
-def make_reduction(
-    buckets: Sequence[Bucket],
-    lanes: Lanes,
-    collectives: Collectives,
-    ledger: Ledger,
-    settings: Settings,
-) -> Reduction:
-    """Gathers gradients in a few slots, or in a place for each of them (ZeRO stage 1)."""
+def map_staging(
+    buckets: Sequence[Bucket], ledger: Ledger, settings: Settings
+) -> dict[Memory, Staging]:
+    """A few slots for gathered gradients, or a place for each of them (ZeRO stage 1)."""
 
-    def map_one(owner: str, nbytes: int) -> Tensor:
-        return ledger.device_tensor(owner, nbytes, torch.uint8, settings.device)
+    def slots(owner: str, nbytes: int) -> Staging:
+        pieces = [
+            ledger.device_tensor(owner, nbytes, torch.uint8, settings.device)
+            for _ in range(staging_slots(buckets, settings))
+        ]
+        return lambda slot, _: (f"{owner}[{slot}]", pieces[int(slot)])
 
-    slots_of_ring = staging_slots(buckets, settings)
-
-    def ring(owner: str, nbytes: int) -> Ring:
-        many = range(slots_of_ring)
-        made = Ring(owner, lanes, nbytes, lambda n: [map_one(owner, n) for _ in many])
-        made.prepare()
-        return made
+    def own(owner: str | int, nbytes: int) -> tuple[str, Tensor]:
+        flat = ledger.device_tensor("gradients", nbytes, torch.uint8, settings.device)
+        return f"gradients {owner}[0]", flat
 
     ranks, slot_bytes = settings.ranks, staging_bytes(buckets, settings)
-    narrows = any(_reduced_in(bucket, settings) is not bucket.dtype for bucket in buckets)
-    rounded = ring("rounded gradients", slot_bytes // ranks.size // 2) if narrows else None
-    take: TakeStaging
-    if settings.zero_stage == 1 and not ranks.alone:
-        whole = Reserved("gradients", lanes, lambda nbytes: map_one("gradients", nbytes))
-        take = lambda key, numel, dtype: whole.take(key, numel, dtype, Lane.COMPUTE)  # noqa: E731
-    else:
-        slots = ring("gradient staging", slot_bytes)
-        take = lambda key, numel, dtype: slots.take(numel, dtype, Lane.COMPUTE)  # noqa: E731
-    return Reduction(
-        lanes,
-        collectives,
-        take,
-        piece_bytes=slot_bytes,
-        dtype=settings.reduction,
-        rounded=rounded,
-    )
+    found: dict[Memory, Staging] = {}
+    if any(_reduced_in(bucket, settings) is not bucket.dtype for bucket in buckets):
+        found[Memory.ROUNDED] = slots("rounded gradients", slot_bytes // ranks.size // 2)
+    stage_1 = settings.zero_stage == 1 and not ranks.alone
+    found[Memory.STAGING] = own if stage_1 else slots("gradient staging", slot_bytes)
+    return found
 
 
 def _staging_total(buckets: Sequence[Bucket], settings: Settings) -> int:

@@ -21,6 +21,7 @@ from offloadtrain.memory import (
     largest_owners,
 )
 from offloadtrain.optim import UpdateRule
+from offloadtrain.step import spec
 from offloadtrain.transfer import Buffer
 from offloadtrain.units import format_bytes
 
@@ -54,7 +55,7 @@ def map_host(
     for bucket in buckets:
         _give_host(bucket, tensors, rule, settings, doubled=bucket in doubled)
     for bucket in frozen:
-        bucket.shown = Buffer(f"frozen weights {bucket.name}", next(tensors))
+        bucket.snapshot = Buffer(f"frozen weights {bucket.name}", next(tensors))
     return squares
 
 
@@ -69,12 +70,11 @@ def _give_host(
     """Take a bucket's memory in the order of `_requests`."""
     fields = bucket.format.fields(rule.moments)
     bucket.state = tuple(Buffer(f"{f.name} {bucket.name}", next(tensors)) for f in fields)
-    gradient = Buffer(f"gradient {bucket.name}", next(tensors))
-    bucket.grad_sum, bucket.grad = (gradient, None) if settings.accumulates else (None, gradient)
+    bucket.gradient = Buffer(f"gradient {bucket.name}", next(tensors))
     if _pends(bucket, settings, doubled):
         bucket.pending = Buffer(f"pending weights {bucket.name}", next(tensors))
     if _is_shown(bucket, settings):
-        bucket.shown = Buffer(f"shown weights {bucket.name}", next(tensors))
+        bucket.snapshot = Buffer(f"shown weights {bucket.name}", next(tensors))
     if doubled:
         other = (Buffer(f"other {f.name} {bucket.name}", next(tensors)) for f in fields)
         bucket.other = tuple(other)
@@ -84,10 +84,7 @@ def _pends(bucket: Bucket, settings: Settings, doubled: bool) -> bool:
     """Whether new weights need memory of their own until their upload."""
     if bucket.from_host:
         return not bucket.format.holds_weight
-    if (
-        settings.accumulates
-        and bucket.shard_numel * bucket.dtype.itemsize > device_memory.STAGING_BYTES
-    ):
+    if settings.accumulates and bucket.shard_numel * bucket.dtype.itemsize > spec.STAGING_BYTES:
         return not bucket.format.holds_weight  # no slot of the ring holds them
     early = doubled or settings.update != "speculative"
     return settings.weights_wait and early and not bucket.format.holds_weight

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ITEMSIZE = {
+    "float64": 8,
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import device_memory, modes
+from offloadtrain.step import modes, spec
+from offloadtrain.step.prove import prove
 from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
@@ -84,8 +84,8 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
     model = Tower(depth, tied=kept.pop("tied"), frozen=kept.pop("frozen"))
     if kept["precision"] == "fp16":
         kept["skip_nonfinite"] = True
-    patch.setattr(modes.Odds, "good", lambda odds: True)
-    patch.setattr(device_memory, "STAGING_BYTES", 256 if pieces else 64 << 20)
+    patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+    patch.setattr(spec, "STAGING_BYTES", 256 if pieces else 64 << 20)
     with on_lanes(lanes):
         optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)
     for _ in range(steps):

@@ -17,9 +17,10 @@ import offloadtrain as ot
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
 from offloadtrain.memory import HostMemoryError, Tier
+from offloadtrain.step.prove import prove
+from offloadtrain.step.trace import Waited
 from offloadtrain.transfer import SequentialLanes
-from offloadtrain.transfer.prover import prove
-from offloadtrain.transfer.recorder import RecordingLanes, Waited
+from offloadtrain.transfer.recorder import RecordingLanes
 from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import modes
 from offloadtrain.memory import HostMemoryError
+from offloadtrain.step import modes
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
@@ -134,7 +134,7 @@ def test_wrong_guesses_change_no_bit(
     state: str, pattern: str, accum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong where the loss is made large; every step guesses, whatever the odds."""
-    monkeypatch.setattr(modes.Odds, "good", lambda odds: True)
+    monkeypatch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
     steps = 6
     wrong = wrong_at(pattern, steps)
     found = {}
@@ -222,7 +222,7 @@ def test_a_second_gradient_undoes_the_guess_of_its_block() -> None:
 
 def test_it_stops_guessing_where_guesses_are_wrong_and_begins_again() -> None:
     _, optimizer, model = pair(make("chain"), clip=1e4, **SPECULATIVE)
-    window = modes.Odds.WINDOW
+    window = modes.SpeculationPolicy.WINDOW
     guesses = []
     for number, tokens in enumerate(batches(4 * window)):
         wrong = number < 2 * window

@@ -28,9 +28,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from offloadtrain.transfer import Lane
-from offloadtrain.transfer.prover import Clock, order
-from offloadtrain.transfer.recorder import (
+from offloadtrain.step.prove import Clock, order
+from offloadtrain.step.trace import (
     Bytes,
     Closed,
     Entry,
@@ -40,6 +39,7 @@ from offloadtrain.transfer.recorder import (
     Undefined,
     Waited,
 )
+from offloadtrain.transfer import Lane
 
 END = "the program ends"
 

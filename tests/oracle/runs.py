@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.engine import device_memory, modes
 from offloadtrain.memory import Tier
+from offloadtrain.step import modes, spec
 from offloadtrain.transfer import Lane, Operation, Range, SequentialLanes, Span, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from tests.numerics.models import MODELS, Chain, Layer, MixedReentrant, batches
@@ -123,9 +123,9 @@ def _as_asked(case: Case) -> Iterator[None]:
     """Without the collector of garbage, which would end graphs at any moment."""
     with pytest.MonkeyPatch.context() as patch:
         if case.script != "the odds decide":
-            patch.setattr(modes.Odds, "good", lambda odds: True)
+            patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
         if case.staging == "pieces":
-            patch.setattr(device_memory, "STAGING_BYTES", PIECE_BYTES)
+            patch.setattr(spec, "STAGING_BYTES", PIECE_BYTES)
         gc.disable()
         try:
             yield

@@ -9,19 +9,19 @@ from functools import cache
 import pytest
 import torch
 
-from offloadtrain.transfer import Buffer, Lane, SequentialLanes
-from offloadtrain.transfer.prover import prove
-from offloadtrain.transfer.recorder import (
+from offloadtrain.step.prove import prove
+from offloadtrain.step.trace import (
     Bytes,
     Closed,
     Entry,
     Launched,
     Opened,
     Recorded,
-    RecordingLanes,
     Undefined,
     Waited,
 )
+from offloadtrain.transfer import Buffer, Lane, SequentialLanes
+from offloadtrain.transfer.recorder import RecordingLanes
 from tests.oracle import runs
 from tests.oracle.canonical import END, canonical
 from tests.oracle.cases import CASES, MODES, Case

@@ -27,6 +27,7 @@ from offloadtrain.transfer.recorder import (
 )
 
 _LANES = tuple(Lane)
+_INDEX = {lane: index for index, lane in enumerate(_LANES)}
 _PAGE = 1 << 16
 Clock = tuple[int, ...]
 
@@ -39,7 +40,7 @@ class Fault:
     message: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Access:
     bytes: Bytes
     writes: bool
@@ -57,14 +58,14 @@ class _Memory:
     def __init__(self) -> None:
         self._pages: dict[int, list[_Access]] = {}
 
-    def overlapping(self, bytes_: Bytes) -> list[_Access]:
-        found = {
-            id(access): access
+    def overlapping(self, bytes_: Bytes) -> dict[_Access, None]:
+        """Each once, in the order in which they were added to a page."""
+        return {
+            access: None
             for page in _pages(bytes_)
             for access in self._pages.get(page, ())
             if access.bytes.overlaps(bytes_)
         }
-        return list(found.values())
 
     def add(self, access: _Access) -> None:
         for page in _pages(access.bytes):
@@ -102,7 +103,7 @@ class _Proof:
                 self.clocks.append(clock)
                 self._touch(lane, name, reads, writes, clock)
             case Recorded(lane, event):
-                self._events[event] = _merged(self._lanes[_index(lane)], self._thread)
+                self._events[event] = _merged(self._lanes[_INDEX[lane]], self._thread)
             case Waited(lane, event, why):
                 self._wait(lane, event, why)
             case Opened(span, name, reads, writes):
@@ -121,7 +122,7 @@ class _Proof:
                 self.faults.append(Fault("unclosed", f"{accesses[0].name} was never closed"))
 
     def _advance(self, lane: Lane) -> Clock:
-        index = _index(lane)
+        index = _INDEX[lane]
         clock = list(_merged(self._lanes[index], self._thread))
         clock[index] += 1
         self._lanes[index] = tuple(clock)
@@ -134,12 +135,12 @@ class _Proof:
         elif lane is None:
             self._thread = _merged(self._thread, seen)
         else:
-            self._lanes[_index(lane)] = _merged(self._lanes[_index(lane)], seen)
+            self._lanes[_INDEX[lane]] = _merged(self._lanes[_INDEX[lane]], seen)
 
     def _close(self, span: int) -> None:
         clock = self._advance(Lane.COMPUTE)
         for access in self._spans.pop(span):
-            access.open, access.time = False, clock[_index(Lane.COMPUTE)]
+            access.open, access.time = False, clock[_INDEX[Lane.COMPUTE]]
 
     def _touch(
         self,
@@ -151,7 +152,7 @@ class _Proof:
         *,
         open: bool = False,
     ) -> list[_Access]:
-        index, made = _index(lane), []
+        index, made = _INDEX[lane], []
         for bytes_, is_write in [*((r, False) for r in reads), *((w, True) for w in writes)]:
             access = _Access(bytes_, is_write, index, clock[index], name, open)
             self._check(access, clock)
@@ -205,7 +206,3 @@ def _before(access: _Access, clock: Clock) -> bool:
 
 def _merged(a: Clock, b: Clock) -> Clock:
     return tuple(map(max, a, b))
-
-
-def _index(lane: Lane) -> int:
-    return _LANES.index(lane)

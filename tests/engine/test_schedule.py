@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import offloadtrain as ot
@@ -20,6 +20,7 @@ from offloadtrain.schedule import program as scheduled
 from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.virtual import operations
+from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 
 STEPS = 6
@@ -125,6 +126,7 @@ KINDS |= {"reduce-scatter", "all-gather"}
 each_mode = pytest.mark.parametrize("mode", OPTIONS)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("slots", [None, 1, 2, 3])
 @pytest.mark.parametrize("accum", [1, 3])
 @each_mode
@@ -163,7 +165,7 @@ def period(ops: list[Op], seconds: Callable[[Op], float]) -> float:
     return decided[-1] - decided[-2]
 
 
-@settings(max_examples=80, deadline=None)
+@levels.examples(40)
 @given(
     depth=st.integers(2, 9),
     mode=st.sampled_from(sorted(OPTIONS)),
@@ -181,6 +183,7 @@ def test_the_engine_takes_the_time_of_its_schedule(
     assert period(recorded, seconds) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("accum", [1, 2])
 def test_blocks_that_are_not_guessed(accum: int) -> None:
     """There is memory for a second copy of some blocks' state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = _without_gpu(config, kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Modules are here to stay: a collection during a test looks at what the tests have made."""
+    gc.collect()
+    gc.freeze()
 
 
 def _without_gpu(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,6 +19,7 @@ from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLane
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
+from tests import levels
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 
 CASES = [
@@ -112,6 +113,7 @@ def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatc
     assert prove(program("unusual", accum=accum, steps=4, **MODES[mode])) == []
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("state", "precision"), CASES[::2])
 @pytest.mark.parametrize("placement", sorted(set(PLACEMENTS) - {"on the device"}))
 @each_mode
@@ -123,7 +125,7 @@ def test_no_race_with_streamed_weights(
     assert prove(program(name, state, precision, accum=2, steps=4, **options)) == []
 
 
-@settings(max_examples=120, deadline=None)
+@levels.examples(120)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
@@ -150,7 +152,7 @@ def test_any_legal_order_has_the_same_bits(
         assert torch.equal(found[key], value), key
 
 
-@settings(max_examples=24, deadline=None)
+@levels.examples(24)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
@@ -184,6 +186,7 @@ def test_a_failure_on_a_lane_is_raised_and_close_does_not_hang() -> None:
     lanes.close()
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(("state", "accum"), [("fp32", 1), ("split16", 2)])
 @pytest.mark.parametrize("placement", ["on the device", "streamed"])
 @each_mode

@@ -26,6 +26,7 @@ LANES: dict[str, Any] = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize(
     ("name", "precision"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from offloadtrain.engine.residency import Residency
 from offloadtrain.step import spec
 from offloadtrain.step.streaming import StreamError
 from offloadtrain.transfer import on_lanes
+from tests import levels
 from tests.numerics.models import STREAMED, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, poisoned, train
 from tests.numerics.test_update_modes import assert_equal, delayed_pair, everything, follow
@@ -34,6 +35,7 @@ each_model = pytest.mark.parametrize("name", STREAMED)
 each_precision = pytest.mark.parametrize("precision", DTYPES)
 
 
+@pytest.mark.cover(1)
 @each_precision
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @each_model
@@ -42,7 +44,7 @@ def test_streaming_changes_no_bit(name: str, slots: int, precision: str) -> None
     compare(name, precision, clip=0.5, steps=steps, working="host", device_slots=slots)
 
 
-@settings(max_examples=60, deadline=None)
+@levels.examples(60)
 @given(
     name=st.sampled_from(STREAMED),
     precision=st.sampled_from(sorted(DTYPES)),

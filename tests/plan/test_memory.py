@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import offloadtrain as ot
@@ -19,6 +19,7 @@ from offloadtrain.plan import memory
 from offloadtrain.plan.layout import num_tensors
 from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.shapes import ModelShape
+from tests import levels
 
 JOB = """
 name = "planned"
@@ -85,7 +86,7 @@ MODELS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@levels.examples(60)
 @given(
     shape=MODELS,
     state=st.sampled_from(["fp32", "split16", "int8"]),

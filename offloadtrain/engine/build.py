@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.distributed import Ranks
+from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
@@ -16,12 +18,10 @@ from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
 from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
-    RING_SLOTS,
-    host_staging_bytes,
+    DeviceMemory,
     make_reduction,
     make_streamer,
-    map_resident,
-    streamed_blocks,
+    map_weights,
 )
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
@@ -31,11 +31,14 @@ from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.reduce import Reduction
 from offloadtrain.engine.ring import Ring
-from offloadtrain.engine.settings import Settings
 from offloadtrain.engine.streamer import Streamer
 from offloadtrain.engine.update import Updates
-from offloadtrain.memory import Arena, Ledger, Request
-from offloadtrain.optim import LossScaler, UpdateRule, format_for
+from offloadtrain.memory import Arena, Ledger, available_bytes
+from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.optim import LossScaler, UpdateRule
+from offloadtrain.step import memory
+from offloadtrain.step.memory import Request
+from offloadtrain.step.spec import BlockSpec, StepSpec
 from offloadtrain.transfer import Buffer, Lanes
 
 
@@ -43,8 +46,10 @@ def build(
     model: nn.Module,
     rule: UpdateRule,
     groups: Sequence[Mapping[str, Any]],
-    settings: Settings,
+    config: OffloadConfig,
     *,
+    device: torch.device,
+    ranks: Ranks,
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
@@ -57,27 +62,29 @@ def build(
     in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
     streamed blocks, which are in the arena. `inputs`: host memory for block inputs.
     """
-    laid = lay_out(model, rule, groups, settings, lanes=lanes, arena=arena, ledger=ledger)
-    blocks, streamer, collectives = laid.blocks, laid.streamer, laid.collectives
+    parts = cut(model)
+    blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
+    spec = lay_out(model, rule, blocks, config, ranks, available_bytes())
+    laid = map_memory(blocks, spec, ranks, device, lanes=lanes, arena=arena, ledger=ledger)
     gradients = Gradients(
         lanes,
         blocks,
-        ranks=settings.ranks,
+        ranks=ranks,
         reduction=laid.reduction,
         host_ring=laid.host_ring,
         squares=laid.squares,
-        grad_accum_steps=settings.grad_accum_steps,
+        grad_accum_steps=config.grad_accum_steps,
     )
-    adopt_weights(model, laid.parts, blocks, rule, settings, param_init_fn)
-    updates = Updates(lanes, rule, groups, laid.host_ring, collectives, seed=settings.seed)
+    adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
+    updates = Updates(lanes, rule, groups, laid.host_ring, laid.collectives, seed=config.seed)
     passages = Passages(
         model,
         blocks,
-        laid.entries,
+        entries,
         lanes,
-        streamer=streamer,
-        recomputed=_recomputed(laid.parts, settings),
-        parking=_parking(inputs, ledger, lanes, settings),
+        streamer=laid.streamer,
+        recomputed=_recomputed(parts, config),
+        parking=_parking(inputs, ledger, lanes, config, device),
     )
     engine = Engine(
         blocks,
@@ -85,24 +92,21 @@ def build(
         lanes=lanes,
         gradients=gradients,
         updates=updates,
-        mode=_mode(lanes, updates, settings),
-        streamer=streamer,
-        collectives=collectives,
-        clip_norm=settings.clip_norm,
-        skip_nonfinite=settings.skip_nonfinite,
-        scaler=LossScaler() if settings.dtype is torch.float16 else None,
-        grad_accum_steps=settings.grad_accum_steps,
+        mode=_mode(lanes, updates, spec),
+        streamer=laid.streamer,
+        collectives=laid.collectives,
+        clip_norm=config.clip_norm,
+        skip_nonfinite=config.skip_nonfinite,
+        scaler=LossScaler() if config.precision == "fp16" else None,
+        grad_accum_steps=config.grad_accum_steps,
     )
     return engine, blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A model cut into blocks, with memory for all of it and no values."""
+    """Memory for all that a spec asks for, and no values in it."""
 
-    parts: list[Part]
-    blocks: list[Block]
-    entries: dict[nn.Module, list[Block]]
     squares: Buffer
     streamer: Streamer | None
     collectives: Collectives
@@ -113,59 +117,89 @@ class Laid:
 def lay_out(
     model: nn.Module,
     rule: UpdateRule,
-    groups: Sequence[Mapping[str, Any]],
-    settings: Settings,
+    blocks: Sequence[Block],
+    config: OffloadConfig,
+    ranks: Ranks,
+    available_bytes: int,
+) -> StepSpec:
+    """The spec of the model's step; its blocks know afterwards which of them are streamed.
+
+    Raises:
+        HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
+    """
+    spec = memory.lay_out(
+        [_spec_of(block) for block in blocks],
+        config,
+        ranks=ranks.size,
+        num_tensors=sum(1 for _ in model.parameters()),
+        moments=rule.moments,
+        available_bytes=available_bytes,
+    )
+    memory.check_host_limit(spec)
+    for block in blocks:
+        if block.name not in spec.streamed:
+            block.frozen = ()  # these stay where the rest of the model's frozen weights are
+        for bucket in block.held:
+            bucket.streamed = spec.is_streamed(bucket.spec)
+            bucket.kept_on_device = spec.loads_from_shard(bucket.spec)
+    return spec
+
+
+def _spec_of(block: Block) -> BlockSpec:
+    trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
+    return BlockSpec(block.name, trained, frozen, block.repeated)
+
+
+def map_memory(
+    blocks: Sequence[Block],
+    spec: StepSpec,
+    ranks: Ranks,
+    device: torch.device,
     *,
     lanes: Lanes,
     arena: Arena,
     ledger: Ledger,
 ) -> Laid:
-    """Cut the model and map what the engine holds, but for block inputs, whose size only the first
-    forward shows."""
-    parts = cut(model)
-    blocks, entries = _blocks(parts, model, groups, settings, lanes)
-    buckets = [bucket for block in blocks for bucket in block.buckets]
-    streamed = streamed_blocks(blocks, settings)
-    squares = map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
-    map_resident([block for block in blocks if block not in streamed], ledger, settings)
-    collectives = Collectives(lanes, settings.ranks)
-    streamer = None
-    if streamed:
-        streamer = make_streamer(streamed, lanes, collectives, ledger, settings)
+    """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
+    collectives, on_device = Collectives(lanes, ranks), DeviceMemory(ledger, device)
+    squares = map_host(arena, blocks, spec)
+    map_weights(on_device, blocks, spec)
     return Laid(
-        parts,
-        blocks,
-        entries,
         squares,
-        streamer,
+        make_streamer(on_device, blocks, lanes, collectives, spec),
         collectives,
-        _host_ring(arena, buckets, lanes, settings),
-        make_reduction(buckets, lanes, collectives, ledger, settings),
+        _host_ring(arena, lanes, spec),
+        make_reduction(on_device, lanes, collectives, spec),
     )
 
 
-def _blocks(
+def make_blocks(
     parts: Sequence[Part],
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
-    settings: Settings,
+    config: OffloadConfig,
+    ranks: Ranks,
     lanes: Lanes,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
-    """A parameter belongs to the first part that refers to it; later ones wait for its block."""
+    """All blocks, and by module those that its forward waits for.
+
+    A parameter belongs to the first part that refers to it; later ones wait for its block.
+    """
     order = {param: index for index, param in enumerate(model.parameters())}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-    full = keeps_fp32(model, settings.keep_fp32)
+    full = keeps_fp32(model, config.keep_fp32)
+    streams = config.streams_among(ranks.size)
+    root = "(root)" if any(part.name == "root" for part in parts) else "root"
     owner: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
-        buckets = _buckets(part.name, owned, order, group_of, full, settings)
-        still = _streamable_frozen(part, owner, settings)
-        frozen = _buckets(f"{part.name} frozen", still, order, {}, full, settings)
+        label = part.name or root
+        buckets = _buckets(label, owned, order, group_of, full, config, ranks)
+        still = _streamable_frozen(part, owner) if streams else []
+        frozen = _buckets(f"{label} frozen", still, order, {}, full, config, ranks)
         if buckets or frozen:
-            block = Block(
-                part.name, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated
-            )
+            block = Block(label, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
     entries = {
@@ -176,10 +210,10 @@ def _blocks(
 
 
 def _streamable_frozen(
-    part: Part, owner: Mapping[nn.Parameter, Block], settings: Settings
+    part: Part, owner: Mapping[nn.Parameter, Block]
 ) -> list[tuple[str, nn.Parameter]]:
     """Frozen parameters of a repeated part, which come and go with its trained ones."""
-    if not settings.streams or not part.repeated:
+    if not part.repeated:
         return []
     return [
         (name, param)
@@ -197,63 +231,55 @@ def _buckets(
     order: Mapping[nn.Parameter, int],
     group_of: Mapping[nn.Parameter, int],
     full: set[nn.Parameter],
-    settings: Settings,
+    config: OffloadConfig,
+    ranks: Ranks,
 ) -> tuple[Bucket, ...]:
     """One bucket per (hyperparameters, working dtype) among a block's parameters."""
+    dtype = PRECISIONS[config.precision]
     sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
-        key = (group_of.get(param, 0), torch.float32 if param in full else settings.dtype)
+        key = (group_of.get(param, 0), torch.float32 if param in full else dtype)
         sorted_in.setdefault(key, []).append((full_name, param))
-    label = name or "root"
     several = len(sorted_in) > 1
     return tuple(
-        pack(
-            f"{label}/{i}" if several else label,
-            group,
-            dtype,
-            params,
-            order,
-            format_for(settings.state, dtype),
-            settings.ranks,
-        )
+        pack(f"{name}/{i}" if several else name, group, dtype, params, order, config.state, ranks)
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
 
 
-def _recomputed(parts: Sequence[Part], settings: Settings) -> list[nn.Module]:
-    chosen = [part for part in parts if part.repeated and settings.activation != "keep"]
+def _recomputed(parts: Sequence[Part], config: OffloadConfig) -> list[nn.Module]:
+    chosen = [part for part in parts if part.repeated and config.activation != "keep"]
     for part in chosen:
         check_runs_twice(part.name, part.module)
     return [part.module for part in chosen]
 
 
-def _parking(arena: Arena, ledger: Ledger, lanes: Lanes, settings: Settings) -> Parking | None:
-    if settings.activation != "offload":
+def _parking(
+    arena: Arena, ledger: Ledger, lanes: Lanes, config: OffloadConfig, device: torch.device
+) -> Parking | None:
+    if config.activation != "offload":
         return None
 
     def map_input(nbytes: int) -> Tensor:
-        request = Request("block inputs", nbytes, torch.uint8)
-        check_room(request, ledger, settings.host_memory_limit)
+        request = Request("block inputs", nbytes, "uint8")
+        check_room(request, ledger, config.host_memory_limit)
         return arena.map([request])[0]
 
-    return Parking(lanes, settings.device, map_input)
+    return Parking(lanes, device, map_input)
 
 
-def _mode(lanes: Lanes, updates: Updates, settings: Settings) -> Exact:
-    if settings.update == "delayed":
-        return Delayed(lanes, updates, settings.warmup_steps, alone=settings.ranks.alone)
-    if settings.update == "speculative":
+def _mode(lanes: Lanes, updates: Updates, spec: StepSpec) -> Exact:
+    if spec.config.update == "delayed":
+        return Delayed(lanes, updates, spec.config.warmup_steps, alone=spec.alone)
+    if spec.config.update == "speculative":
         return Speculative(lanes, updates)
-    return (Early if settings.updates_early else Exact)(lanes, updates)
+    return (Early if spec.updates_early else Exact)(lanes, updates)
 
 
-def _host_ring(arena: Arena, buckets: Sequence[Bucket], lanes: Lanes, settings: Settings) -> Ring:
+def _host_ring(arena: Arena, lanes: Lanes, spec: StepSpec) -> Ring:
     """Staging for gradients that are summed, and for weights that have nowhere else to wait."""
-
-    def slots(nbytes: int) -> list[Tensor]:
-        return arena.map([Request("host staging", nbytes, torch.uint8)] * RING_SLOTS)
-
-    ring = Ring("host staging", lanes, host_staging_bytes(buckets), slots)
-    if settings.accumulates:
+    slots = memory.host_staging(spec)
+    ring = Ring("host staging", lanes, spec.host_staging_bytes, lambda _: arena.map(slots))
+    if slots:
         ring.prepare()
     return ring

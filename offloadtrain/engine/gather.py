@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.bucket import ALIGN, Slot
+from offloadtrain.engine.bucket import Slot
+from offloadtrain.step.spec import ALIGN
 
 Delivered = Sequence[tuple[Slot, Tensor]]
 """Parameters of a bucket, in its order, with the gradients that they received."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.distributed import RankError
 from offloadtrain.engine import GradientError, ModelError
-from offloadtrain.engine.bucket import ALIGN
 from offloadtrain.memory import Tier
+from offloadtrain.step.spec import ALIGN
 from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import Launched, RecordingLanes

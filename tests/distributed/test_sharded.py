@@ -13,7 +13,7 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.distributed import RankError
-from offloadtrain.engine import device_memory
+from offloadtrain.step import spec
 from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
@@ -248,7 +248,7 @@ def test_loaded_weights_are_masters_as_given(ranks: Run, state: str) -> None:
 
 def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:
     """Train on this rank; every bit that can be asked for, as bytes."""
-    device_memory.STAGING_BYTES = pieces
+    spec.STAGING_BYTES = pieces
     torch.manual_seed(0)
     model = Chain(4)
     accum = options.get("grad_accum_steps", 1)
@@ -263,7 +263,7 @@ def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:
     }
     assert optimizer.last_step is not None
     optimizer.close()
-    device_memory.STAGING_BYTES = 64 << 20
+    spec.STAGING_BYTES = 64 << 20
     return {"losses": losses, "norm": optimizer.last_step.grad_norm, "state": kept}
 
 

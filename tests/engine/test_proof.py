@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.engine import device_memory, modes
+from offloadtrain.engine import modes
+from offloadtrain.step import spec
 from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.prover import order, prove
 from offloadtrain.transfer.recorder import Entry, RecordingLanes, Waited
@@ -107,7 +108,7 @@ def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -
 @each_mode
 def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets larger than a staging slot."""
-    monkeypatch.setattr(device_memory, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
     assert prove(program("unusual", accum=accum, steps=4, **MODES[mode])) == []
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import device_memory, modes
+from offloadtrain.engine import modes
+from offloadtrain.step import spec
 from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
@@ -85,7 +86,7 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
     if kept["precision"] == "fp16":
         kept["skip_nonfinite"] = True
     patch.setattr(modes.Odds, "good", lambda odds: True)
-    patch.setattr(device_memory, "STAGING_BYTES", 256 if pieces else 64 << 20)
+    patch.setattr(spec, "STAGING_BYTES", 256 if pieces else 64 << 20)
     with on_lanes(lanes):
         optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)
     for _ in range(steps):

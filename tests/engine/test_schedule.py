@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offloadtrain as ot
-from offloadtrain.engine import device_memory
-from offloadtrain.memory import HostMemoryError
 from offloadtrain.schedule import DECIDE, BlockShape, Op, StepShape, simulate
 from offloadtrain.schedule import program as scheduled
+from offloadtrain.step import spec
+from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.virtual import operations
@@ -31,11 +31,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=[device_memory.STAGING_BYTES, 4096], ids=["whole", "pieces"])
+@pytest.fixture(autouse=True, params=[spec.STAGING_BYTES, 4096], ids=["whole", "pieces"])
 def staging(request: pytest.FixtureRequest) -> Iterator[int]:
     """Bytes of a staging slot: as they are, and so few that every layer goes in two pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "STAGING_BYTES", request.param)
+        patch.setattr(spec, "STAGING_BYTES", request.param)
         yield request.param
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine.streamer import block_bytes
-from offloadtrain.memory import HostMemoryError, Tier
+from offloadtrain.memory import Tier
+from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.engine import StaleGraphError, device_memory
+from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block, Residence
-from offloadtrain.engine.device_memory import DeviceMemoryError
 from offloadtrain.engine.streamer import Streamer, StreamError, block_bytes
+from offloadtrain.step import spec
+from offloadtrain.step.memory import DeviceMemoryError
 from offloadtrain.transfer import on_lanes
 from tests.numerics.models import STREAMED, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, poisoned, train
@@ -394,7 +395,7 @@ def test_buckets_larger_than_a_staging_slot_go_in_pieces(
 ) -> None:
     """Slots of 1,000 bytes cut every bucket and parameter. There are as many as the largest bucket
     has pieces, and one more, and no more than a few."""
-    monkeypatch.setattr(device_memory, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
     steps = 10 if precision == "fp16" else 3
     compare(name, precision, accum=accum, clip=0.5, steps=steps)
     _, optimizer, _ = pair(make(name), precision, accum=accum)
@@ -407,7 +408,7 @@ def test_buckets_larger_than_a_staging_slot_go_in_pieces(
 
 def test_pieces_of_other_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transposed and a channels-last parameter, whose gradients come in other strides."""
-    monkeypatch.setattr(device_memory, "STAGING_BYTES", 512)
+    monkeypatch.setattr(spec, "STAGING_BYTES", 512)
 
     class Odd(Chain):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine import modes
-from offloadtrain.memory import HostMemoryError
+from offloadtrain.step.memory import HostMemoryError
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train

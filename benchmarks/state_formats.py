@@ -27,7 +27,7 @@ Curve = list[tuple[int, float]]
 def curve_of(state: str, seed: int, steps: int) -> Curve:
     """Train the demo in a process of its own and return (step, validation loss)."""
     settings = (
-        f"optim.state={state}",
+        f"offload.state={state}",
         f"train.seed={seed}",
         f"train.steps={steps}",
         "train.eval_every=50",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offloadtrain.engine import OffloadOptimizer, StepReport, offload
+    from offloadtrain.offload_config import OffloadConfig
     from offloadtrain.optim import Adam, AdamW
 
 __version__ = "0.1.0"
@@ -20,13 +21,22 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adam": "offloadtrain.optim",
     "AdamW": "offloadtrain.optim",
+    "OffloadConfig": "offloadtrain.offload_config",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.errors",
     "StepReport": "offloadtrain.engine",
     "offload": "offloadtrain.engine",
 }
 
-__all__ = ["Adam", "AdamW", "OffloadOptimizer", "StepReport", "__version__", "offload"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "OffloadConfig",
+    "OffloadOptimizer",
+    "StepReport",
+    "__version__",
+    "offload",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -212,7 +212,7 @@ class Alerts:
         low = 0 < total and 0 < available < limit * total
         text = (
             f"{format_bytes(available)} of {format_bytes(total)} of host memory are available: the "
-            "kernel may end the run; free memory, or take a narrower optim.state"
+            "kernel may end the run; free memory, or take a narrower offload.state"
         )
         yield from switch.report(text if low else "", number)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offloadtrain import cgroup, kernels, optim, rng
-from offloadtrain.config import Config, Precision
+from offloadtrain.config import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.documents import PYTHON_STDLIB
 from offloadtrain.data.prepare import prepare
@@ -20,11 +20,12 @@ from offloadtrain.data.tokens import DataError, Progress, TokenFile
 from offloadtrain.data.verified import verify
 from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
-from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
+from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
 from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.offload_config import OffloadConfig, Precision
 from offloadtrain.plan.changes import settled
 from offloadtrain.plan.machine import Machine, find
 from offloadtrain.plan.placement import PlanError
@@ -83,10 +84,12 @@ def assemble(
     device = resolve_device(job.device.kind)
     _set_up_torch(job, device, place, kept)
     _bound_process(job.device.process_memory_limit, device)
-    precision, why = _precision(job.device.precision, device, ranks, kept)
-    _check_state(job.optim.state, precision, why)
-    _check_skips(job.optim.skip_nonfinite, precision, why)
-    chosen = replace(job, device=replace(job.device, precision=precision, kind="auto"))
+    precision, why = _precision(job.offload.precision, device, ranks, kept)
+    chosen = replace(
+        job,
+        offload=_checked(replace(job.offload, precision=precision), why),
+        device=replace(job.device, kind="auto"),
+    )
     plan = _planned(chosen, device, place, ranks)
     config = plan.placed.config
     train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
@@ -102,7 +105,7 @@ def assemble(
         local=config,
         ranks=ranks,
         model=model,
-        optimizer=offload_job(model, config, device, precision),
+        optimizer=offload_job(model, config, device),
         batches=Batches(
             train_tokens,
             batch=config.train.micro_batch,
@@ -135,35 +138,15 @@ def _precision(
     return chosen, why
 
 
-def offload_job(
-    model: Transformer, config: Config, device: torch.device, precision: Precision
-) -> OffloadOptimizer:
-    """Offload a model as its job says."""
-    stay = config.device.resident_blocks
+def offload_job(model: Transformer, config: Config, device: torch.device) -> OffloadOptimizer:
+    """Offload a model as its job says, whose precision is resolved."""
     return offload(
         model,
         _update_rule(config),
         params=decay_groups(model, config),
         device=device,
-        precision=precision,
-        state=config.optim.state,
-        state_on=config.optim.state_on,
-        seed=config.train.seed,
-        update=config.optim.update,
-        warmup_steps=config.optim.delay_warmup_steps,
-        clip_norm=config.optim.clip_norm or None,
-        skip_nonfinite=config.optim.skip_nonfinite,
-        grad_accum_steps=config.train.grad_accum_steps,
-        host_memory_limit=_limit(config.device.host_memory_limit),
-        working=config.device.working,
-        device_slots=config.device.slots,
-        resident_blocks=None if stay < 0 else stay,
-        device_memory_limit=_limit(config.device.memory_limit),
-        activation=config.device.activation,
-        zero_stage=config.ranks.zero_stage,
-        reduction=config.ranks.reduction,
+        config=config.offload,
         param_init_fn=model.initializer(config.train.seed),
-        pin_memory=config.device.pin_memory,
     )
 
 
@@ -209,10 +192,6 @@ def _bound_process(limit: str, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
 
 
-def _limit(size: str) -> int | None:
-    return parse_bytes(size) if size else None
-
-
 def open_tokens(
     config: Config, on_prepare: Progress | None = None
 ) -> tuple[TokenFile, TokenFile | None]:
@@ -234,30 +213,16 @@ def open_tokens(
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 
-def _check_state(state: str, precision: str, why: str) -> None:
-    """Refuse what the resolved precision and the state format cannot do together.
+def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
+    """Refuse what does not go with the resolved precision.
 
     Raises:
         ConfigError: naming both keys.
     """
-    try:
-        optim.check_format(state, PRECISIONS[precision])
-    except ValueError as error:
-        chosen = f" (device.precision = {precision}: {why})" if why else ""
-        raise ConfigError(f"optim.{error}{chosen}") from None
-
-
-def _check_skips(skips: bool, precision: str, why: str) -> None:
-    """As `_check_state`, for what dynamic loss scaling needs.
-
-    Raises:
-        ConfigError: naming both keys.
-    """
-    if precision == "fp16" and not skips:
-        raise ConfigError(
-            f"optim.skip_nonfinite = false does not go with device.precision = fp16 ({why}), whose "
-            "loss scale is found by skipping the steps that overflow"
-        )
+    chosen = f" (offload.precision = {offload.precision}: {why})" if why else ""
+    if problems := [f"offload.{problem}{chosen}" for problem in offload.problems()]:
+        raise ConfigError(*problems)
+    return offload
 
 
 def _set_up_torch(config: Config, device: torch.device, place: Place, kept: Kept | None) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from offloadtrain import config_toml as toml
 from offloadtrain.errors import ConfigError
+from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.overrides import settle
 from offloadtrain.shapes import SIZES, ModelShape
 from offloadtrain.units import parse_bytes
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceConfig",
     "OptimConfig",
     "TrainConfig",
+    "as_tables",
     "dump",
     "load",
     "loads",
@@ -34,9 +36,6 @@ __all__ = [
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
-
-Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
-State: TypeAlias = Literal["fp32", "split16", "int8"]
 
 Say: TypeAlias = Callable[[str], object]
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]
@@ -69,15 +68,9 @@ class OptimConfig:
 
     Attributes:
         decay: "matrices": weight decay on parameters of two and more dimensions only.
-        clip_norm: largest global gradient norm; 0: no clipping.
         warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
             run shorter than the file's warm-up, a tenth of it.
         min_lr_ratio: where the schedule ends, as a share of `lr`.
-        state: format of master weights and moments.
-        state_on: where these and gradients live; "device": nothing is offloaded.
-        update: when Adam runs.
-        delay_warmup_steps: with update = "delayed": exact steps before the first delayed one.
-        skip_nonfinite: skip a step whose gradient norm is not finite.
     """
 
     name: Literal["adamw", "adam"] = "adamw"
@@ -86,15 +79,9 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     decay: Literal["matrices", "all"] = "matrices"
-    clip_norm: float = 1.0
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
-    state: State = "fp32"
-    state_on: Literal["host", "device"] = "host"
-    update: Literal["exact", "speculative", "delayed"] = "exact"
-    delay_warmup_steps: int = 0
-    skip_nonfinite: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,53 +89,19 @@ class DeviceConfig:
     """What computes forward and backward.
 
     Attributes:
-        precision: of working weights and gradients.
         threads: of the host computation; 0: as many as torch chooses.
-        pin_memory: page-lock the host side of transfers (CUDA only).
-        working: where the working weights live; "host": blocks are streamed through slots.
-        slots: how many streamed blocks are on the device at once.
-        resident_blocks: how many blocks stay on the device all the same; -1: as many as
-            `memory_limit` leaves room for.
-        memory_limit: of the device, such as "10 GiB", for weights, slots and gradient staging;
-            empty: none.
-        host_memory_limit: as `memory_limit`, of the host; decides how far update = "speculative"
-            goes.
         process_memory_limit: of the GPU, all that torch may take of it in this process, activations
-            included (CUDA only); empty: the whole GPU.
-        activation: what blocks keep for backward; "recompute": their inputs; "offload": these on
-            the host.
-        placement: "as-set": as the keys above say; "auto": the fastest of those that fit, by plan:
+            included (CUDA only), such as "10 GiB"; empty: the whole GPU.
+        placement: "as-set": as [offload] says; "auto": the fastest of those that fit, by plan:
             `working` and `activation` are chosen.
         machine: a machine file of `offloadtrain doctor --save`, whose rates the plan takes.
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Precision = "auto"
     threads: int = 0
-    pin_memory: bool = True
-    working: Literal["device", "host"] = "device"
-    slots: int = 2
-    resident_blocks: int = -1
-    memory_limit: str = ""
-    host_memory_limit: str = ""
     process_memory_limit: str = ""
-    activation: Literal["keep", "recompute", "offload"] = "keep"
     placement: Literal["as-set", "auto"] = "as-set"
     machine: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksConfig:
-    """What several ranks share out. Without a meaning for one.
-
-    Attributes:
-        zero_stage: 1: optimizer states; 2: and gradients; 3: and the weights of blocks; 0: 3 where
-            `device.working` is "host", else 2.
-        reduction: dtype in which gradients are summed over ranks; "working": that of the weights.
-    """
-
-    zero_stage: int = 0
-    reduction: Literal["working", "fp32"] = "working"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +134,34 @@ class TrainConfig:
     deterministic: bool = False
 
 
+OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
+"""What a job has that leaves [offload] out."""
+
+_OF_TRAIN = ("grad_accum_steps", "seed")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole job; `name` is part of the run folder's name."""
+    """A whole job.
+
+    Attributes:
+        name: a part of the run folder's name.
+        offload: what `offload` takes. Its `grad_accum_steps` and `seed` are always those of
+            `train`, which describes batches and the run.
+    """
 
     name: str
     model: ModelShape
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
+    offload: OffloadConfig = OFFLOAD
     device: DeviceConfig = DeviceConfig()
-    ranks: RanksConfig = RanksConfig()
     train: TrainConfig
     runs_dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
+        object.__setattr__(self, "offload", replace(self.offload, **of_train))
 
     @property
     def batch_tokens(self) -> int:
@@ -204,11 +173,14 @@ _SECTIONS: dict[str, type] = {
     "model": ModelShape,
     "data": DataConfig,
     "optim": OptimConfig,
+    "offload": OffloadConfig,
     "device": DeviceConfig,
-    "ranks": RanksConfig,
     "train": TrainConfig,
 }
 _PLAIN = {"name": str, "runs_dir": str}
+_SIZES = ("host_memory_limit", "device_memory_limit")
+_NONE_IS_ZERO = ("clip_norm", *_SIZES)
+"""Keys of [offload] whose None is written 0; that of the others is to leave them out."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.warn) -> Config:
@@ -247,30 +219,65 @@ def loads(
 
 def dump(config: Config) -> str:
     """Return the job as TOML that loads back to an equal Config; a derived key is left out."""
-    tables = asdict(config)
+    tables = as_tables(config)
     if config.train.global_batch_tokens:
         del tables["train"]["grad_accum_steps"]
+    offload = tables["offload"]
+    offload |= {key: 0 for key in _NONE_IS_ZERO if offload[key] is None}
+    tables["offload"] = {key: value for key, value in offload.items() if value is not None}
     return toml.emit(tables)
 
 
+def as_tables(config: Config) -> toml.Table:
+    """Return every key of the job with its value, once, section by section."""
+    tables = asdict(config)
+    tables["offload"] = {key: tables["offload"][key] for key in _kinds("offload")}
+    return tables
+
+
 def _all_keys() -> list[str]:
-    nested = (f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in fields(cls))
+    nested = (f"{name}.{key}" for name in _SECTIONS for key in _kinds(name))
     return [*_PLAIN, "model.size", *nested]
+
+
+def _kinds(section: str) -> dict[str, Any]:
+    """Key → its type, of all that a section may have."""
+    kinds = toml.field_kinds(_SECTIONS[section])
+    return {key: kind for key, kind in kinds.items() if section == "train" or key not in _OF_TRAIN}
 
 
 def _read_section(job: toml.Job, name: str) -> Any:
     """Return the section's dataclass, or None where a problem of the job forbids to build it."""
     if (table := toml.section(job, name)) is None:
         return None
-    cls = _SECTIONS[name]
-    kinds = toml.field_kinds(cls)
+    cls, kinds = _SECTIONS[name], _kinds(name)
     values = _named_size(job, table) if name == "model" else {}
     toml.report_unknown(job, table, [*(("size",) if name == "model" else ()), *kinds], name)
+    if name == "offload":
+        _read_sizes(job, table)
     values |= toml.read_fields(job, kinds, table, name)
     for key in toml.missing_fields(cls, {*values, *table}):
         hint = f" (or name a whole shape: model.size = {_SOME_SIZES})" if name == "model" else ""
         job.problems.append(f"{name}.{key} is missing{hint}")
-    return None if job.problems else cls(**values)
+    if job.problems:
+        return None
+    if name == "offload":
+        return replace(OFFLOAD, **{k: _none_of_zero(k, value) for k, value in values.items()})
+    return cls(**values)
+
+
+def _read_sizes(job: toml.Job, table: toml.Table) -> None:
+    """Turn sizes such as "10 GiB" of [offload] into bytes."""
+    for key in (key for key in _SIZES if isinstance(table.get(key), str)):
+        try:
+            table[key] = parse_bytes(table[key])
+        except ValueError:
+            text = toml.shown(table.pop(key))
+            job.problems.append(f'offload.{key} = {text} must be a size such as "10 GiB"')
+
+
+def _none_of_zero(key: str, value: Any) -> Any:
+    return None if key in _NONE_IS_ZERO and value == 0 else value
 
 
 def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:
@@ -341,21 +348,13 @@ _RULES: dict[str, _Rule] = {
     "optim.betas": ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
     "optim.eps": _POSITIVE,
     "optim.weight_decay": _NOT_NEGATIVE,
-    "optim.clip_norm": ((lambda value: value >= 0), "0 (no clipping) or more"),
     "optim.warmup_steps": _NOT_NEGATIVE,
     "optim.min_lr_ratio": _SHARE,
-    "optim.delay_warmup_steps": _NOT_NEGATIVE,
     "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
-    "ranks.zero_stage": ((lambda value: 0 <= value <= 3), "0 (as the placement asks), 1, 2 or 3"),
-    "device.slots": _at_least(1),
-    "device.resident_blocks": ((lambda value: value >= -1), "-1 (by memory_limit) or more"),
-    "device.memory_limit": _SIZE,
-    "device.host_memory_limit": _SIZE,
     "device.process_memory_limit": _SIZE,
     "device.machine": _PATH_OR_NONE,
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
-    "train.grad_accum_steps": _at_least(1),
     "train.global_batch_tokens": _NOT_NEGATIVE,
     "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
     "train.eval_batches": _at_least(1),
@@ -375,6 +374,8 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{key} = {toml.shown(value)} must be {allowed}"
     for sentence in config.model.problems():
         yield f"model.{sentence}"
+    for sentence in config.offload.problems():
+        yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
     yield from _data_contradictions(config)
     yield from _contradictions(config)
 
@@ -399,64 +400,7 @@ def _data_contradictions(config: Config) -> Iterator[str]:
         yield "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then"
 
 
-STATE_PRECISIONS: dict[State, tuple[Precision, ...]] = {
-    "fp32": ("bf16", "fp16", "fp32"),
-    "split16": ("bf16",),
-    "int8": ("bf16", "fp16"),
-}
-
-
-def _mode_contradictions(config: Config) -> Iterator[str]:
-    optim, device = config.optim, config.device
-    if not optim.skip_nonfinite and device.precision == "fp16":
-        yield (
-            "optim.skip_nonfinite = false does not go with device.precision = 'fp16', whose loss "
-            "scale is found by skipping the steps that overflow"
-        )
-    if optim.delay_warmup_steps and optim.update != "delayed":
-        yield (
-            f"optim.delay_warmup_steps = {optim.delay_warmup_steps} has a meaning only with "
-            "optim.update = delayed"
-        )
-    if optim.state_on == "device":
-        wanted = {
-            "optim.state": (optim.state, "fp32"),
-            "optim.update": (optim.update, "exact"),
-            "device.working": (device.working, "device"),
-        }
-        for key, (value, fitting) in wanted.items():
-            if value != fitting:
-                yield (
-                    f"{key} = {value} does not go with optim.state_on = device: what is not "
-                    f"offloaded is kept with {key} = {fitting}"
-                )
-        if device.memory_limit:
-            yield (
-                f"device.memory_limit = {device.memory_limit} decides what is kept on the device, "
-                "and with optim.state_on = device all of it is: leave it out"
-            )
-    comes_and_goes = device.working == "host" or config.ranks.zero_stage == 3
-    if device.resident_blocks > 0 and not comes_and_goes:
-        yield (
-            f"device.resident_blocks = {device.resident_blocks} has a meaning only with "
-            "device.working = host or ranks.zero_stage = 3: all blocks stay on the device"
-        )
-
-
 def _contradictions(config: Config) -> Iterator[str]:
-    state, precision = config.optim.state, config.device.precision
-    if precision != "auto" and precision not in STATE_PRECISIONS[state]:
-        why = (
-            "16 bits cannot hold what a small fp16 weight lacks of its master"
-            if precision == "fp16"
-            else "its 16-bit weight is a part of the state"
-        )
-        fitting = " or ".join(STATE_PRECISIONS[state])
-        yield (
-            f"optim.state = '{state}' does not go with device.precision = '{precision}': {why}; "
-            f"set device.precision = {fitting}, or optim.state = fp32"
-        )
-    yield from _mode_contradictions(config)
     data, optim, train, model = config.data, config.optim, config.train, config.model
     if optim.warmup_steps > train.steps:
         yield (

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import stat
 import tomllib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf, isfinite
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from offloadtrain.errors import ConfigError
@@ -147,23 +148,51 @@ def _is_bare(part: str) -> bool:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean …?" with the nearest known name, or nothing."""
+    close = nearest_name(name, known)
+    return f"; did you mean {close}?" if close else ""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return the nearest known name, or nothing."""
     from difflib import get_close_matches  # slow to import, and only wanted when something is wrong
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return close[0] if close else ""
 
 
 def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "") -> None:
     """Add a problem for each key of `table`, which is section `name`, that is not in `known`."""
     unknown = [key for key in table if key not in known]
+    place = f"in [{name}]" if name else "at the top"
     for key in unknown[:_MOST_UNKNOWN]:
-        dotted = shown_key(*filter(None, (name, key)))
-        elsewhere = [right for right in job.keys if right.rpartition(".")[2] == key]
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known)
-        place = f"in [{name}]" if name else "at the top"
-        job.problems.append(f"{dotted} is unknown{hint} (known {place}: {', '.join(known)})")
+        for dotted, hint in _hints(job, name, key, table[key], known):
+            hint = hint and f"; did you mean {hint}?"
+            job.problems.append(f"{dotted} is unknown{hint} (known {place}: {', '.join(known)})")
     if (more := len(unknown) - _MOST_UNKNOWN) > 0:
         job.problems.append(f"{name or 'the job'} has {more} more unknown keys")
+
+
+def _hints(
+    job: Job, name: str, key: str, value: Any, known: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """(unknown key, right ones that may be meant); of an unknown table, the keys that are right in
+    another one."""
+    inner = value if isinstance(value, dict) and not name else {}
+    moved = [one for one in inner if _elsewhere(job, key, one)][:_MOST_UNKNOWN]
+    for one in moved:
+        yield shown_key(key, one), " or ".join(_elsewhere(job, key, one))
+    if moved:
+        return
+    found = _elsewhere(job, name, key)
+    if not found and (close := nearest_name(key, known)):
+        found = [right for right in job.keys if right.endswith(f".{close}")]
+        found = found if len(found) > 1 else [close]
+    yield shown_key(*filter(None, (name, key))), " or ".join(found)
+
+
+def _elsewhere(job: Job, section: str, key: str) -> list[str]:
+    """Right keys of this name, or of this name with the section's before it."""
+    return [o for o in job.keys if o.rpartition(".")[2] in (key, f"{section}_{key}")]
 
 
 def section(job: Job, name: str) -> Table | None:
@@ -205,6 +234,8 @@ def converted(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: it is of another type; the text says what is allowed ("a string").
     """
+    if get_origin(kind) is UnionType:  # TOML has no null: what is None is left out
+        kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)
     if get_origin(kind) is tuple:
@@ -228,6 +259,10 @@ def _one_of(choices: tuple[str, ...], value: Any) -> Any:
 
 
 def _tuple_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    if kinds[1:] == (...,):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ValueError("a list of strings")
+        kinds = kinds[:1] * len(value)
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(f"a list of {len(kinds)} numbers")
     return tuple(converted(kind, item) for kind, item in zip(kinds, value, strict=True))

@@ -8,8 +8,8 @@ from functools import cache
 
 import torch
 
-from offloadtrain.config import Precision
 from offloadtrain.errors import ConfigError
+from offloadtrain.offload_config import Precision
 
 LEAST_SPEEDUP = 1.2
 """From here on a CPU takes bf16. Nearer to 1, noise would decide, and little would be gained."""
@@ -51,7 +51,7 @@ def _on_gpu(asked: Precision, device: torch.device) -> tuple[Precision, str]:
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     name = torch.cuda.get_device_name(device)
     if asked == "bf16" and not has_bf16:
-        raise ConfigError(f'device.precision = "bf16", but {name} has no bf16; set "fp16"')
+        raise ConfigError(f'offload.precision = "bf16", but {name} has no bf16; set "fp16"')
     if asked != "auto":
         return asked, ""
     return ("bf16", f"{name} computes in bf16") if has_bf16 else ("fp16", f"{name} has no bf16")

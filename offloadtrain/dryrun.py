@@ -1,40 +1,39 @@
 """A job without its memory: the engine's own layout on the meta device, and a proof of its program.
 
 `offloadtrain train JOB --dry-run`. The plan says what the engine will hold; here the engine says
-it, of the whole model, and both must be the same to the byte. The program that it will launch is
-recorded from a twin of the job whose matrices have a few elements, with the same blocks, placement
-and update mode, and is proved free of races.
+it, of the whole model, and both must be the same to the byte. The program of its steps is driven
+without the model, at its real size, and proved free of races.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
-from typing import Any
+from itertools import zip_longest
 
 import torch
 
-from offloadtrain.assembly import decay_groups, offload_job
-from offloadtrain.config import Config
+from offloadtrain.assembly import decay_groups
 from offloadtrain.distributed import Ranks
-from offloadtrain.engine import PRECISIONS
-from offloadtrain.engine.build import lay_out
+from offloadtrain.engine.build import lay_out, make_blocks, map_memory
+from offloadtrain.engine.cut import cut
 from offloadtrain.engine.groups import normalise_groups
-from offloadtrain.engine.settings import Settings
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.memory import DeviceArena, Ledger, PaperArena
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
-from offloadtrain.plan import memory
 from offloadtrain.plan.plan import Plan
-from offloadtrain.step.prove import prove
-from offloadtrain.step.trace import Launched
-from offloadtrain.transfer import SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
-from offloadtrain.units import parse_bytes
+from offloadtrain.step import memory
+from offloadtrain.step.drive import steps
+from offloadtrain.step.operations import Launch
+from offloadtrain.step.program import Program
+from offloadtrain.step.prove import Fault, prove_operations
+from offloadtrain.step.spec import StepSpec
+from offloadtrain.transfer import SequentialLanes
 
 STEPS, MOST_MICRO_STEPS = 3, 3
-MOST_LAYERS = 128
-"""Of the twin: with more, every layer repeats what another one in the same place does."""
+MOST_PIECES, FEWEST_BLOCKS = 4096, 16
+"""Of repeated blocks that are proved: with more, each repeats what another in its place does."""
 
 
 class DryRunError(OffloadTrainError):
@@ -49,14 +48,15 @@ def check(plan: Plan) -> str:
         HostMemoryError, DeviceMemoryError: from the engine, if a limit is too small.
     """
     ledger = laid_out(plan)
-    _compare(ledger, plan)
-    launches, faults = proved(plan)
+    some = some_of(plan.copied.spec)
+    launches, faults = proved(some)
     if faults:
         raise DryRunError(f"the program of a step has {len(faults)} faults, the first: {faults[0]}")
     total = sum(row.bytes for row in ledger.rows())
-    of_one = "of one rank " if plan.placed.ranks > 1 else ""
+    of_one = "" if some.alone else "of a rank "
     layers = plan.placed.config.model.num_layers
-    of_some = f"of {MOST_LAYERS} of the blocks " if layers > MOST_LAYERS else ""
+    left_out = len(plan.copied.spec.blocks) - len(some.blocks)
+    of_some = f"of {layers - left_out} of the blocks " if left_out else ""
     return (
         f"laid out {layers} blocks, {total} bytes, as planned; "
         f"proved {launches} operations of {STEPS} steps {of_some}{of_one}free of races"
@@ -64,116 +64,75 @@ def check(plan: Plan) -> str:
 
 
 def laid_out(plan: Plan) -> Ledger:
-    """The engine's Ledger of the whole model, without its memory."""
-    config, ledger = plan.placed.config, Ledger()
-    with torch.device("meta"):
+    """The engine's Ledger of the whole model, without its memory.
+
+    Raises:
+        DryRunError: the spec of the module is not the plan's, or the Ledger not the spec's.
+    """
+    config, planned = plan.placed.config, plan.copied.spec
+    ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
+    ranks = Ranks.on_paper(planned.ranks)
+    with device:
         model = Transformer(config.model)
     groups = normalise_groups(model, decay_groups(model, config), AdamW())
-    offloads = plan.placed.offloaded
-    arena = PaperArena(ledger) if offloads else DeviceArena(ledger, torch.device("meta"))
-    lay_out(
-        model,
-        AdamW(),
-        groups,
-        _settings(plan),
-        lanes=SequentialLanes(),
-        arena=arena,
-        ledger=ledger,
-    )
+    blocks, _ = make_blocks(cut(model), model, groups, config.offload, ranks, lanes)
+    spec = lay_out(model, AdamW(), blocks, config.offload, ranks, plan.copies_room)
+    if spec != planned:
+        raise DryRunError(f"laid out and planned differ: {_first_difference(spec, planned)}")
+    arena = PaperArena(ledger) if spec.offloaded else DeviceArena(ledger, device)
+    map_memory(blocks, spec, device, arena=arena, ledger=ledger)
+    _compare(ledger, spec)
     return ledger
 
 
-def _settings(plan: Plan) -> Settings:
-    """As `offload` makes them of a job."""
-    config = plan.placed.config
-    device, optim = config.device, config.optim
-    limit = parse_bytes(device.host_memory_limit) if device.host_memory_limit else None
-    if limit is None and optim.update == "speculative":  # as much as the machine has
-        limit = int(plan.copies_room * memory.HEADROOM)
-    return Settings(
-        device=torch.device("meta"),
-        dtype=PRECISIONS[device.precision],
-        clip_norm=optim.clip_norm or None,
-        skip_nonfinite=optim.skip_nonfinite,
-        grad_accum_steps=config.train.grad_accum_steps,
-        pin_memory=False,
-        state=optim.state,
-        seed=config.train.seed,
-        update=optim.update,
-        warmup_steps=optim.delay_warmup_steps,
-        host_memory_limit=limit,
-        state_on=optim.state_on,
-        working=device.working,
-        device_slots=device.slots,
-        resident_blocks=None if device.resident_blocks < 0 else device.resident_blocks,
-        device_memory_limit=parse_bytes(device.memory_limit) if device.memory_limit else None,
-        activation=device.activation,
-        zero_stage=plan.placed.stage or (3 if device.working == "host" else 2),
-        reduction=torch.float32 if config.ranks.reduction == "fp32" else None,
-        ranks=Ranks.on_paper(plan.placed.ranks),
-    )
+def _first_difference(spec: StepSpec, planned: StepSpec) -> str:
+    pairs = zip_longest(spec.blocks, planned.blocks)
+    block = next((f"block {one} and {other}" for one, other in pairs if one != other), "")
+    fields = (f.name for f in dataclasses.fields(StepSpec) if f.name != "blocks")
+    of_spec = ((f, getattr(spec, f), getattr(planned, f)) for f in fields)
+    return block or next(f"{f} {one} and {other}" for f, one, other in of_spec if one != other)
 
 
-def _compare(ledger: Ledger, plan: Plan) -> None:
-    later = ("block inputs", "gradients") if plan.placed.stage == 1 else ("block inputs",)
+def _compare(ledger: Ledger, spec: StepSpec) -> None:
+    """Raises DryRunError where the Ledger is not what the spec says; gradients of ZeRO stage 1 are
+    mapped when they first come."""
+    device = memory.by_owner(memory.device_requests(spec))
+    resident = memory.by_owner(() if spec.offloaded else memory.host_requests(spec))
+    expected = {("device", owner): size for owner, size in (device | resident).items()}
+    expected |= {("host", owner): size for owner, size in memory.host_owners(spec).items()}
     booked = {(row.tier, row.owner): row.bytes for row in ledger.rows()}
-    planned = {("device", owner): n for owner, n in memory.device(plan.placed).items()}
-    planned |= {("host", owner): n for owner, n in plan.host.items()}
-    for (tier, owner), size in planned.items():
-        mapped_later = owner in later and (tier == "device" or owner == "block inputs")
-        if owner in ("Python, torch", "padding") or mapped_later:
-            continue
-        found = booked.pop((tier, owner), 0)
-        if found != size:
-            raise DryRunError(f"{owner} on the {tier}: planned {size} bytes, laid out {found}")
-    if rest := {key for key, size in booked.items() if size and key[1] != "padding"}:
-        raise DryRunError(f"laid out and not planned: {sorted(rest)}")
+    for tier, owner in sorted(expected.keys() | booked.keys()):
+        said, found = expected.get((tier, owner), 0), booked.get((tier, owner), 0)
+        if said != found:
+            raise DryRunError(f"{owner} on the {tier}: planned {said} bytes, laid out {found}")
 
 
-def proved(plan: Plan) -> tuple[int, list[Any]]:
-    """(operations, faults) of some steps of the job's twin on one rank."""
-    config, threads = twin(plan), torch.get_num_threads()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # matrices of a few elements: more would wait for each other
-    lanes = RecordingLanes(SequentialLanes())
-    model = Transformer(config.model)
-    with on_lanes(lanes):
-        precision = config.device.precision
-        optimizer = offload_job(model, config, torch.device("cpu"), precision)
-    for _ in range(STEPS):
-        for _ in range(config.train.grad_accum_steps):
-            tokens = torch.randint(config.model.vocab_size, (1, config.data.seq_len))
-            optimizer.backward(model(tokens, tokens))
-        optimizer.step()
-    optimizer.close()
-    torch.set_num_threads(threads)
-    launches = sum(isinstance(entry, Launched) for entry in lanes.program)
-    return launches, prove(lanes.program)
-
-
-def twin(plan: Plan) -> Config:
-    """The same blocks in the same places, with matrices of a few elements; of very many, some."""
-    config = plan.placed.config
-    model, train = config.model, config.train
-    layers = min(model.num_layers, MOST_LAYERS)
-    streamed = -(-len(plan.placed.streamed) * layers // model.num_layers)  # the same share
-    stay = layers - streamed
-    tiny = replace(
-        model,
-        num_layers=layers,
-        d_model=8,
-        num_heads=2,
-        num_kv_heads=1 if model.kv_heads < model.num_heads else 0,
-        d_ff=16,
-        vocab_size=32,
-        max_seq_len=4,
+def proved(spec: StepSpec) -> tuple[int, list[Fault]]:
+    """(operations, faults) of some steps of the first and of the last rank, at their real size."""
+    config = replace(
+        spec.config,
+        grad_accum_steps=min(spec.config.grad_accum_steps, MOST_MICRO_STEPS),
+        warmup_steps=min(spec.config.warmup_steps, 1),
     )
-    few = min(train.grad_accum_steps, MOST_MICRO_STEPS)
+    spec = replace(spec, config=config)
+    launches, faults = 0, []
+    for rank in sorted({0, spec.ranks - 1}):
+        operations = steps(Program(spec, rank), STEPS)
+        launches = sum(isinstance(op, Launch) for op in operations)
+        faults += prove_operations(spec, operations)
+    return launches, faults
+
+
+def some_of(spec: StepSpec) -> StepSpec:
+    """Of very many repeated blocks the first ones, in the same proportion on the device."""
+    pieces = max(len(spec.pieces(bucket)) for bucket in spec.buckets)
+    most = max(MOST_PIECES // pieces, FEWEST_BLOCKS)
+    repeated = [block.name for block in spec.blocks if block.repeated]
+    kept = {name for number, name in enumerate(repeated) if number < most}
+    blocks = tuple(block for block in spec.blocks if block.name in kept or not block.repeated)
     return replace(
-        config,
-        model=tiny,
-        optim=replace(config.optim, delay_warmup_steps=min(config.optim.delay_warmup_steps, 1)),
-        data=replace(config.data, seq_len=4),
-        train=replace(train, micro_batch=1, grad_accum_steps=few),
-        device=replace(config.device, resident_blocks=stay, memory_limit=""),
+        spec,
+        blocks=blocks,
+        streamed=spec.streamed & kept,
+        second_copies=spec.second_copies & {block.name for block in blocks},
     )

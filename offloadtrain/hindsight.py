@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from offloadtrain.engine import StepReport
 from offloadtrain.events import MemoryRow, PlanRow
 from offloadtrain.memory import Tier
-from offloadtrain.plan import memory
 from offloadtrain.plan.plan import Plan
 from offloadtrain.units import format_bytes
 
@@ -56,9 +55,8 @@ class Hindsight:
 
     def _bytes(self, held: Sequence[MemoryRow]) -> Iterator[PlanRow]:
         on_cpu = self._plan.machine.on_cpu
-        placed = self._plan.placed
         host = {k: v for k, v in self._plan.host.items() if k != "Python, torch"}
-        device = memory.device(placed) if on_cpu else self._plan.device
+        device = self._plan.placed.device() if on_cpu else self._plan.device
         for tier, planned in ((Tier.HOST, host), (Tier.DEVICE, device)):
             found = sum(row.peak_bytes for row in held if row.tier == tier.value)
             yield PlanRow(f"{tier.value} bytes", sum(planned.values()), found, "bytes")

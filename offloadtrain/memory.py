@@ -5,9 +5,8 @@ Everything the host keeps for a run (master weights, moments, gradients, staging
 and mapped once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
 to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
 very large registrations, and no request crosses a slab, so no copy crosses two registrations.
-Requests are staggered: streams that lie an exact power of two apart fall into the same cache sets
-and make Adam up to three times slower. Nothing protects this memory from an early end: the arena
-lives until `close`, which its owner calls after draining the lanes.
+Requests are staggered (`step.memory.STAGGER_BYTES`). Nothing protects this memory from an early
+end: the arena lives until `close`, which its owner calls after draining the lanes.
 """
 
 from __future__ import annotations
@@ -25,19 +24,14 @@ import torch
 from torch import Tensor
 
 from offloadtrain import cgroup, cuda_driver, kernels
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.dtypes import DTYPES
+from offloadtrain.step.memory import HostMemoryError, Request, largest_owners, span_bytes
 from offloadtrain.units import format_bytes, parse_bytes
 
 _log = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
-STAGGER_BYTES = PAGE_BYTES + 256
 SLAB_BYTES = 8 << 30
 HOST_MEMORY_VARIABLE = "OFFLOADTRAIN_HOST_MEMORY"
-
-
-class HostMemoryError(OffloadTrainError):
-    """The host has not the memory that was asked for."""
 
 
 class Tier(StrEnum):
@@ -105,24 +99,6 @@ class Ledger:
         return ", ".join(named) or "nothing yet"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Host memory that somebody will need: `numel` elements of `dtype`."""
-
-    owner: str
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def span_bytes(self) -> int:
-        """With the stagger that separates it from its neighbour."""
-        return -(-self.nbytes // 256) * 256 + STAGGER_BYTES
-
-
 class Arena:
     """Host memory in slabs, pinned for one CUDA device or pageable for the CPU."""
 
@@ -168,7 +144,7 @@ class Arena:
             self._ledger.add("padding", Tier.HOST, sign * padding)
 
     def _check_available(self, requests: Sequence[Request]) -> None:
-        asked = sum(request.span_bytes for request in requests)
+        asked = span_bytes(requests)
         available = available_bytes()
         if asked > available:
             raise HostMemoryError(
@@ -207,7 +183,7 @@ class DeviceArena(Arena):
             torch.OutOfMemoryError: with the largest owners in its message.
         """
         take = self._ledger.device_tensor
-        return [take(r.owner, r.numel, r.dtype, self._device).zero_() for r in requests]
+        return [take(r.owner, r.numel, DTYPES[r.dtype], self._device).zero_() for r in requests]
 
 
 class PaperArena(Arena):
@@ -218,14 +194,14 @@ class PaperArena(Arena):
 
     def map(self, requests: Sequence[Request]) -> list[Tensor]:
         self._book(requests, 1)
-        return [torch.empty(one.numel, dtype=one.dtype, device="meta") for one in requests]
+        return [torch.empty(one.numel, dtype=DTYPES[one.dtype], device="meta") for one in requests]
 
 
 class _Slab:
     """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 
     def __init__(self, requests: Sequence[Request], *, pin: bool) -> None:
-        nbytes = sum(request.span_bytes for request in requests)
+        nbytes = span_bytes(requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages: this was to be faster, no more
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -243,7 +219,7 @@ class _Slab:
         tensors, offset = [], 0
         for request in requests:
             piece = self._bytes[offset : offset + request.nbytes]
-            tensors.append(piece.view(request.dtype))
+            tensors.append(piece.view(DTYPES[request.dtype]))
             offset += request.span_bytes
         return tensors
 
@@ -264,15 +240,6 @@ def _pack(requests: Sequence[Request]) -> list[list[Request]]:
         groups[-1].append(request)
         room -= request.span_bytes
     return groups
-
-
-def largest_owners(requests: Sequence[Request]) -> str:
-    """The four that ask for most, in one line."""
-    by_owner: dict[str, int] = {}
-    for request in requests:
-        by_owner[request.owner] = by_owner.get(request.owner, 0) + request.nbytes
-    rows = sorted(by_owner.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in rows)
 
 
 def available_bytes() -> int:

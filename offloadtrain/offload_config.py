@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
+State: TypeAlias = Literal["fp32", "split16", "int8"]
+
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Precision → dtype of working weights and gradients, by torch's name."""
+
+STATE_PRECISIONS: dict[State, tuple[Precision, ...]] = {
+    "fp32": ("bf16", "fp16", "fp32"),
+    "split16": ("bf16",),
+    "int8": ("bf16", "fp16"),
+}
+"""State format → precisions whose weights it can keep."""
+
+
+class OptionError(ValueError):
+    """Options out of range, or that contradict each other.
+
+    Attributes:
+        problems: a sentence for each, which begins with the option's name.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """The options of `offload`, and the table `[offload]` of a job, key by key.
+    """The options of `offload`, which documents them, and the table `[offload]` of a job.
 
     Attributes:
-        (documented in `offload`)
+        precision: "auto": the job's, resolved before it comes to `offload`.
     """
 
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
-    state: Literal["fp32", "split16", "int8"] = "fp32"
+    precision: Precision = "bf16"
+    state: State = "fp32"
     state_on: Literal["host", "device"] = "host"
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"
@@ -34,3 +61,118 @@ class OffloadConfig:
     cast_inputs: bool | None = None
     keep_fp32: tuple[str, ...] = ()
     pin_memory: bool = True
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each broken rule; each begins with the option's name."""
+        out_of_range = [*self._unknown_choices(), *self._out_of_range()]
+        yield from out_of_range or self._contradictions()
+
+    def checked(self) -> OffloadConfig:
+        """Return self.
+
+        Raises:
+            OptionError: with every problem.
+        """
+        if problems := tuple(self.problems()):
+            raise OptionError(*problems)
+        return self
+
+    def zero_stage_among(self, ranks: int) -> int:
+        """What so many ranks share out; 0: there is one.
+
+        Raises:
+            OptionError: the stage does not go with where the weights live.
+        """
+        if ranks == 1:
+            return 0
+        if self.working == "host" and self.zero_stage in (1, 2):
+            raise OptionError(
+                f"working = 'host' and zero_stage = {self.zero_stage}: among {ranks} ranks each "
+                "host copy of the weights is a shard, gathered for its use: set zero_stage = 3"
+            )
+        return self.zero_stage or (3 if self.working == "host" else 2)
+
+    def streams_among(self, ranks: int) -> bool:
+        """Whether repeated blocks may come to the device for their use: from the host, or from
+        shards on so many devices."""
+        return self.working == "host" or self.zero_stage_among(ranks) == 3
+
+    def _unknown_choices(self) -> Iterator[str]:
+        for key, allowed in _choices().items():
+            if (value := getattr(self, key)) not in allowed:
+                yield f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}"
+
+    def _out_of_range(self) -> Iterator[str]:
+        for key in _POSITIVE:
+            if (value := getattr(self, key)) is not None and not value > 0:
+                yield f"{key} = {value} is not positive"
+        for key in _NOT_NEGATIVE:
+            if (value := getattr(self, key)) is not None and value < 0:
+                yield f"{key} = {value} is negative"
+        if self.zero_stage not in (0, 1, 2, 3):
+            yield f"zero_stage = {self.zero_stage} is not one of 0, 1, 2, 3"
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.precision == "fp16" and not self.skip_nonfinite:
+            yield (
+                "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its "
+                "scale by skipping the steps that overflow. Use precision = 'bf16', or leave it on"
+            )
+        if self.precision != "auto" and self.precision not in STATE_PRECISIONS[self.state]:
+            yield _cannot_keep(self.state, self.precision)
+        if self.warmup_steps and self.update != "delayed":
+            yield (
+                f"warmup_steps = {self.warmup_steps} and update = {self.update!r}: they are the "
+                "exact steps before the first delayed one: leave it out, or set update = 'delayed'"
+            )
+        if self.resident_blocks and self.working == "device" and self.zero_stage != 3:
+            yield (
+                f"resident_blocks = {self.resident_blocks} has a meaning only with working = "
+                "'host' or zero_stage = 3: all blocks stay on the device"
+            )
+        if self.state_on == "device":
+            yield from self._contradictions_of_resident()
+
+    def _contradictions_of_resident(self) -> Iterator[str]:
+        """What has a meaning only where the state is offloaded."""
+        for key, value in {"state": "fp32", "update": "exact", "working": "device"}.items():
+            if getattr(self, key) != value:
+                yield (
+                    f"{key} = {getattr(self, key)!r} and state_on = 'device': what is not "
+                    f"offloaded is kept with {key} = {value!r}"
+                )
+        if self.device_memory_limit is not None:
+            yield (
+                "device_memory_limit decides what is kept on the device, and with state_on = "
+                "'device' all of it is: leave it out"
+            )
+
+
+_POSITIVE = (
+    "clip_norm",
+    "grad_accum_steps",
+    "host_memory_limit",
+    "device_slots",
+    "device_memory_limit",
+)
+_NOT_NEGATIVE = ("warmup_steps", "resident_blocks")
+
+
+@cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """Option → the values that it can have, where these are few."""
+    kinds = get_type_hints(OffloadConfig)
+    named = [field.name for field in fields(OffloadConfig)]
+    return {key: get_args(kinds[key]) for key in named if get_origin(kinds[key]) is Literal}
+
+
+def _cannot_keep(state: State, precision: Precision) -> str:
+    if precision == "fp32":
+        return (
+            f"state = '{state}' keeps the upper half of each master as its 16-bit working weight, "
+            "and precision is 'fp32': use state = 'fp32', or precision = 'bf16'"
+        )
+    return (
+        f"state = '{state}' cannot keep fp16 weights: what an fp16 weight below 2^-14 lacks of its "
+        "fp32 master does not fit 16 bits. Use state = 'int8' or 'fp32', or precision = 'bf16'"
+    )

@@ -19,7 +19,7 @@ from offloadtrain.alerts import Alerts
 from offloadtrain.assembly import Parts
 from offloadtrain.calibrate import bandwidth
 from offloadtrain.checkpoint import Saved
-from offloadtrain.config import Config
+from offloadtrain.config import Config, as_tables
 from offloadtrain.console import Console, StepLine
 from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
@@ -28,12 +28,11 @@ from offloadtrain.hindsight import Hindsight
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.memory import Tier
 from offloadtrain.nvml import Nvml
-from offloadtrain.optim import FORMATS
 from offloadtrain.peaks import peak_flops
-from offloadtrain.plan import memory
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.shapes import flops_per_token, num_params
+from offloadtrain.step.formats import FORMATS
 from offloadtrain.telemetry import Machine, Sampler, probe
 from offloadtrain.units import format_bytes, format_count, format_duration
 
@@ -109,7 +108,7 @@ class RunLog:
             events.RunStarted(
                 run_id=self._run.run_id,
                 pid=os.getpid(),
-                config=asdict(config),
+                config=as_tables(config),
                 plan=self._plan(parts)
                 | {"threads": torch.get_num_threads(), "waiting": waiting or "as OpenMP does"},
                 backend=asdict(kernels.backend()),
@@ -125,7 +124,7 @@ class RunLog:
         )
         if problems := parts.plan.problems:
             self.warn("plan", f"by the plan it may not fit: {' '.join(problems)}")
-        if device.type == "cuda" and config.device.pin_memory and not parts.optimizer.pinned:
+        if device.type == "cuda" and config.offload.pin_memory and not parts.optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
                 "host memory could not be page-locked: transfers are slow and run beside nothing; "
@@ -148,13 +147,13 @@ class RunLog:
         local, ranks = parts.local, parts.ranks.size
         weight = 4 if parts.precision == "fp32" else 2
         gradient = 4 if local.train.grad_accum_steps > 1 else weight
-        state = FORMATS[self._config.optim.state]
+        state = FORMATS[self._config.offload.state]
         traffic = state.traffic_per_param(("exp_avg", "exp_avg_sq"), weight, gradient)
         found = parts.plan
         host = {owner: size for owner, size in found.host.items() if owner != "Python, torch"}
         return plan | {
             "machine": found.name,
-            "memory": {"device": memory.device(found.placed), "host": host},
+            "memory": {"device": found.placed.device(), "host": host},
             "activations": found.activations.owners(),
             "step": asdict(found.prediction),
             "adam_bytes_per_step": round(traffic * num_params(self._config.model) / ranks),

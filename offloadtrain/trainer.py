@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offloadtrain import checkpoint, disk_room, rng
 from offloadtrain.assembly import Parts
-from offloadtrain.config import Config
+from offloadtrain.config import Config, as_tables
 from offloadtrain.control import Requests
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
@@ -45,8 +45,8 @@ SAMPLE_TEMPERATURE = 0.8
 _SAMPLE_SEED = 0
 _SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
 _ADVICE = {
-    "fp16": f'{_SLOWER}, or set device.precision = "bf16" or "fp32"',
-    "bf16": f'{_SLOWER}, or set device.precision = "fp32"',
+    "fp16": f'{_SLOWER}, or set offload.precision = "bf16" or "fp32"',
+    "bf16": f'{_SLOWER}, or set offload.precision = "fp32"',
     "fp32": _SLOWER,
 }
 
@@ -113,7 +113,7 @@ class Trainer:
         """Refuse what makes another run of it, and tell what else was changed."""
         if self._precision != found.state["precision"]:
             raise ConfigError(
-                f"{found.path} was trained with device.precision = {found.state['precision']!r}, "
+                f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
                 f"and here it is {self._precision!r}"
             )
         before, threads = found.state.get("threads"), torch.get_num_threads()
@@ -123,7 +123,7 @@ class Trainer:
                 f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
                 "from here on losses may differ in their last digits",
             )
-        changed = _differences(found.state["config"], asdict(self.config))
+        changed = _differences(found.state["config"], as_tables(self.config))
         if structural := [line for line in changed if line.startswith("model.")]:
             raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
         if found.state.get("held_out", self._held_out()) != self._held_out():
@@ -288,8 +288,8 @@ class Trainer:
         saved = checkpoint.find(self._run.checkpoints)
         last = f"the last checkpoint, {saved[0].name}, is from before" if saved else "none was yet"
         advice = _ADVICE[self._precision]
-        if not self.config.optim.skip_nonfinite:
-            advice = f"Go on from there with optim.skip_nonfinite = true, or: {advice}"
+        if not self.config.offload.skip_nonfinite:
+            advice = f"Go on from there with offload.skip_nonfinite = true, or: {advice}"
         return TrainingError(f"{problem}. Nothing was saved of it; {last}. {advice}.")
 
     # ---- between steps
@@ -405,7 +405,7 @@ class Trainer:
             "param_groups": hyperparameters,
             "precision": self._precision,
             "threads": torch.get_num_threads(),
-            "config": asdict(self.config),
+            "config": as_tables(self.config),
         }
 
     def _held_out(self) -> str | None:

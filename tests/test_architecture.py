@@ -58,7 +58,10 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "events", "shapes", "units"])
+GROUND = ("config", "errors", "events", "offload_config", "shapes", "step.memory", "units")
+
+
+@pytest.mark.parametrize("module", GROUND)
 def test_the_ground_floor_loads_nothing_heavy(module: str) -> None:
     assert _loaded_by(f"offloadtrain.{module}") == set()
 

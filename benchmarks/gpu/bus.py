@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from offloadtrain.bench.rounds import measure
-from offloadtrain.memory import Arena, Ledger, Request
+from offloadtrain.memory import Arena, Ledger
+from offloadtrain.step.memory import Request
 from offloadtrain.transfer import Buffer, Lane, Lanes, copy, lanes_for
 
 ROUNDS = 5
@@ -17,7 +18,7 @@ ROUNDS = 5
 def rates(device: torch.device, nbytes: int) -> dict[str, float]:
     """GB/s up, down, and both at once (what the two carry together); whether it was pinned: 1.0."""
     arena = Arena(Ledger(), pin=device.type == "cuda")
-    asked = [Request("bus", nbytes, torch.uint8)] * 2
+    asked = [Request("bus", nbytes, "uint8")] * 2
     host = [Buffer("host", flat) for flat in arena.map(asked)]
     there = [Buffer("device", torch.zeros(nbytes, dtype=torch.uint8, device=device)) for _ in host]
     lanes = lanes_for(device)

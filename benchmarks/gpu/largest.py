@@ -42,7 +42,7 @@ def train(gpu_memory: int, *, toy: bool) -> dict[str, Any]:
         custom=asdict(shape),
         seq_len=32 if toy else plan.job.data.seq_len,
         micro_batch=1,
-        precision=plan.job.device.precision,
+        precision=plan.job.offload.precision,
         options={"state": row.state},
         gpu_memory=gpu_memory,
         warm=1,

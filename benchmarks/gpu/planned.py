@@ -6,35 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain.config import Config, DataConfig, DeviceConfig, TrainConfig
-from offloadtrain.plan.changes import applied
+from offloadtrain.config import OFFLOAD, Config, DataConfig, TrainConfig
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.plan import make
-
-_KEYS = {
-    "state": "optim.state",
-    "state_on": "optim.state_on",
-    "update": "optim.update",
-    "working": "device.working",
-    "activation": "device.activation",
-}
 
 
 def planned(spec: Spec, machine: Machine) -> dict[str, Any]:
     """Seconds of a step, exposed seconds by lane, and bytes by tier."""
+    options: dict[str, Any] = {
+        "precision": spec.precision,
+        "activation": "recompute" if spec.recompute else "keep",
+    }
     config = Config(
         name=spec.size,
         model=spec.shape,
         data=DataConfig(train="-", seq_len=spec.seq_len),
-        device=DeviceConfig(
-            precision=spec.precision,  # type: ignore[arg-type]
-            activation="recompute" if spec.recompute else "keep",
-        ),
+        offload=replace(OFFLOAD, **options | spec.options),
         train=TrainConfig(
             steps=1, micro_batch=spec.micro_batch, grad_accum_steps=spec.grad_accum_steps
         ),
     )
-    config = applied(config, {_KEYS[key]: value for key, value in spec.options.items()})
     if spec.gpu_memory and not machine.on_cpu:
         machine = replace(machine, gpu_memory=str(spec.gpu_memory))
     found = make(config, "measured", machine)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain.engine import PRECISIONS, OffloadOptimizer, offload
+from offloadtrain.dtypes import PRECISIONS
+from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 

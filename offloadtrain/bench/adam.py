@@ -21,8 +21,9 @@ from offloadtrain.bench.peers import (
 from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
 from offloadtrain.bench.rounds import Case, measure
 from offloadtrain.kernels import AdamScalars, Backend, Fp32State, Layout, State
-from offloadtrain.memory import Arena, Ledger, Request
-from offloadtrain.optim import FORMATS
+from offloadtrain.memory import Arena, Ledger
+from offloadtrain.step.formats import FORMATS
+from offloadtrain.step.memory import Request
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,13 +70,13 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
         name: FORMATS[name].fields(MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
     }
     requests = [
-        Request(f"{name} {field.name}", field.numel(numel), field.dtype or torch.bfloat16)
+        Request(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
         for name, kept in fields.items()
         for field in kept
     ]
-    requests += [Request("out", numel, torch.float32)] * 3
-    requests += [Request("grad", numel, torch.bfloat16), Request("working", numel, torch.bfloat16)]
-    requests.append(Request("wide", numel, torch.float32))
+    requests += [Request("out", numel, "float32")] * 3
+    requests += [Request("grad", numel, "bfloat16"), Request("working", numel, "bfloat16")]
+    requests.append(Request("wide", numel, "float32"))
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
     made = {name: _TYPES[name](*(next(tensors) for _ in kept)) for name, kept in fields.items()}
     out = Fp32State(*(next(tensors) for _ in range(3)))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from offloadtrain.bench.rounds import SETTLE_S, ratio
 from offloadtrain.device import resolve_device, resolve_precision
-from offloadtrain.engine import PRECISIONS, offload
+from offloadtrain.dtypes import PRECISIONS
+from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.shapes import SIZES

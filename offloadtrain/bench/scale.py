@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import multiprocessing, nn
 
-from offloadtrain.bench.step import MILLISECONDS, PacedLayer
+from offloadtrain.bench.step import MILLISECONDS, PacedLayer, paced_lanes, spec_of_layers
 from offloadtrain.distributed import join_through
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
-from offloadtrain.schedule import BlockShape, StepShape, steady
 from offloadtrain.shapes import SIZES
+from offloadtrain.step.operations import Kind
+from offloadtrain.step.simulate import steady
 from offloadtrain.transfer import on_lanes
-from offloadtrain.transfer.threads import ThreadLanes
 
 CASES: dict[str, dict[str, Any]] = {
     "paced, exact": {"clip_norm": 1.0},
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "paced, stage 3 from the host": {"clip_norm": 1.0, "working": "host"},
     "demo": {"clip_norm": 1.0},
 }
-SHARED = ("d2h", "h2d", "load", "adam", "norm", "show")
+SHARED = (Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD, Kind.ADAM, Kind.NORM, Kind.PUBLISH)
 """Operations of which each rank has one N-th."""
 COLLECTIVE_MS = 4.0
 """Of a block, if a rank sent all of it; it sends (N-1)/N."""
@@ -98,17 +98,13 @@ def predicted(case: str, count: int, layers: int) -> float | None:
 
 
 def _scheduled_s(case: str, count: int, layers: int) -> float:
-    streamed = CASES[case].get("working") == "host"
-    blocks = tuple(BlockShape(str(n), (str(n),), streamed) for n in range(layers))
-    mode = CASES[case].get("update", "exact")
-    shape = StepShape(blocks=blocks, mode=mode, among_ranks=count > 1)
-    return steady(shape, lambda op: _pace(op.name, count) / 1e3).seconds
+    spec = spec_of_layers(layers, count, **CASES[case])
+    return steady(spec, lambda op: _pace(op.kind, count) / 1e3).seconds
 
 
-def _pace(name: str, count: int) -> float:
+def _pace(kind: Kind, count: int) -> float:
     """Milliseconds that an operation is made to take."""
-    kind = name.split()[0]
-    if kind in ("reduce-scatter", "all-gather"):
+    if kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
         return COLLECTIVE_MS * (count - 1) / count
     return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
 
@@ -151,7 +147,7 @@ def _rank(rank: int, count: int, folder: str, layers: int, steps: int) -> None:
 
 def _paced(options: dict[str, Any], count: int, layers: int, steps: int) -> float:
     model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
-    with on_lanes(ThreadLanes(pace=lambda name: _pace(name, count))):
+    with on_lanes(paced_lanes(layers, lambda kind: _pace(kind, count))):
         optimizer = offload(model, AdamW(), device="cpu", precision="fp32", **options)
 
     def step() -> None:

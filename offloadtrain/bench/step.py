@@ -18,8 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.memory import available_bytes
+from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import AdamW
-from offloadtrain.schedule import BlockShape, Op, Steady, StepShape, steady
+from offloadtrain.step.formats import format_for
+from offloadtrain.step.memory import lay_out
+from offloadtrain.step.operations import Kind, Launch
+from offloadtrain.step.simulate import steady
+from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec, padded
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.threads import ThreadLanes
 
@@ -32,19 +38,21 @@ OPTIONS: dict[Mode, dict[str, Any]] = {
     "delayed": {"update": "delayed"},
 }
 MILLISECONDS = {
-    "forward": 6.0,
-    "backward": 12.0,
-    "gather": 0.3,
-    "d2h": 5.0,
-    "norm": 1.0,
-    "adam": 8.0,
-    "h2d": 5.0,
-    "load": 5.0,
-    "show": 1.0,
+    Kind.FORWARD: 6.0,
+    Kind.BACKWARD: 12.0,
+    Kind.GATHER: 0.3,
+    Kind.GRAD_DOWN: 5.0,
+    Kind.NORM: 1.0,
+    Kind.ADAM: 8.0,
+    Kind.WEIGHTS_UP: 5.0,
+    Kind.LOAD: 5.0,
+    Kind.PUBLISH: 1.0,
 }
 """What an operation of a block is made to take: a machine whose host keeps up with its device."""
 
 WARM_STEPS = 3
+WIDTH = 1024
+"""Weights of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +84,13 @@ class _Paced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        time.sleep(MILLISECONDS["forward"] / 1e3)
+        time.sleep(MILLISECONDS[Kind.FORWARD] / 1e3)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (weight,) = ctx.saved_tensors
-        time.sleep(MILLISECONDS["backward"] / 1e3)
+        time.sleep(MILLISECONDS[Kind.BACKWARD] / 1e3)
         return grads[0], torch.full_like(weight, 1e-3)
 
 
@@ -91,7 +99,7 @@ class PacedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1024))
+        self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return _paced(x, self.weight)
@@ -102,8 +110,8 @@ def _paced(x: Tensor, weight: Tensor) -> Tensor:
     return found
 
 
-def _seconds(op: Op) -> float:
-    return MILLISECONDS.get(op.name.split()[0], 0.0) / 1e3
+def _seconds(op: Launch) -> float:
+    return _ms(op.kind) / 1e3
 
 
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
@@ -116,7 +124,8 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
         optimizer.step()
         spent.append(time.perf_counter() - begun)
     optimizer.close()
-    expected = _expected(mode, streamed, layers)
+    placement: dict[str, Any] = {"working": "host"} if streamed else {}
+    expected = steady(spec_of_layers(layers, **OPTIONS[mode], **placement), _seconds)
     measured = statistics.median(spent[WARM_STEPS:])
     return StepRow(
         mode=mode,
@@ -132,16 +141,35 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
 def _offloaded(mode: Mode, streamed: bool, layers: int) -> tuple[OffloadOptimizer, nn.Module]:
     model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
     placement: dict[str, Any] = {"working": "host"} if streamed else {}
-    with on_lanes(ThreadLanes(pace=lambda name: MILLISECONDS.get(name.split()[0], 0.0))):
+    with on_lanes(paced_lanes(layers, _ms)):
         optimizer = offload(
             model, AdamW(), device="cpu", precision="fp32", **OPTIONS[mode], **placement
         )
     return optimizer, model
 
 
-def _expected(mode: Mode, streamed: bool, layers: int) -> Steady:
-    blocks = tuple(BlockShape(str(n), (str(n),), streamed) for n in range(layers))
-    return steady(StepShape(blocks=blocks, mode=mode, slots=2), _seconds)
+def paced_lanes(layers: int, ms: Callable[[Kind], float]) -> ThreadLanes:
+    """Lanes on which each operation of so many layers takes as long as its kind says."""
+    least = {f"{kind.value} {layer}": ms(kind) for kind in Kind for layer in range(layers)}
+    return ThreadLanes(pace=lambda name: least.get(name, 0.0))
+
+
+def _ms(kind: Kind) -> float:
+    return MILLISECONDS.get(kind, 0.0)
+
+
+def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
+    """Of so many paced layers, offloaded with these options."""
+    kept, numel = format_for("fp32", "float32"), padded([WIDTH], ranks)
+    buckets = (BucketSpec(f"{n}", numel, WIDTH, "float32", kept, ranks) for n in range(layers))
+    return lay_out(
+        [BlockSpec(bucket.name, (bucket,), repeated=True) for bucket in buckets],
+        OffloadConfig(precision="fp32", **options),
+        ranks=ranks,
+        num_tensors=layers,
+        moments=AdamW().moments,
+        available_bytes=available_bytes(),
+    )
 
 
 def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadtrain.config import STATE_PRECISIONS, Config
+from offloadtrain.config import Config
 from offloadtrain.device import resolve_device
 from offloadtrain.dryrun import check
 from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
+from offloadtrain.offload_config import STATE_PRECISIONS
 from offloadtrain.plan import report
 from offloadtrain.plan.changes import settled
 from offloadtrain.plan.machine import Machine, find, shipped
@@ -38,12 +39,12 @@ def _machine(config: Config) -> tuple[str, Machine]:
 
 def _formats(plan: Plan) -> str:
     """What the host needs in each state format that goes with the precision."""
-    job, precision = plan.job, plan.job.device.precision
+    job, precision = plan.job, plan.job.offload.precision
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
-        if precision in precisions and (state == "fp32" or job.optim.state_on == "host"):
-            other = replace(job, optim=replace(job.optim, state=state))
-            found = make(other, plan.name, plan.machine, plan.placed.ranks)
+        if precision in precisions and (state == "fp32" or job.offload.state_on == "host"):
+            other = replace(job, offload=replace(job.offload, state=state))
+            found = make(other, plan.name, plan.machine, plan.placed.spec.ranks)
             needs[state] = max(found.host_peaks.values())
     told = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
     return f"a host needs, by state format: {told}"

@@ -132,7 +132,7 @@ def check_bf16(name: str, supported: bool, fallback: str) -> Check:
     """`supported`: by the hardware; what torch emulates is many times slower."""
     if supported:
         return Check("bf16", Status.PASS, f"{name} computes in bf16")
-    advice = f'device.precision = "auto" takes {fallback}.'
+    advice = f'offload.precision = "auto" takes {fallback}.'
     return Check("bf16", Status.WARN, f"{name} has no bf16 arithmetic, only emulation", advice)
 
 
@@ -140,7 +140,7 @@ def check_cpu_bf16(pays: bool, why: str) -> Check:
     """`why`: what was measured, and training goes by."""
     if pays:
         return Check("bf16", Status.PASS, why)
-    return Check("bf16", Status.WARN, why, 'device.precision = "auto" takes fp32.')
+    return Check("bf16", Status.WARN, why, 'offload.precision = "auto" takes fp32.')
 
 
 def check_driver(driver: str, cuda: str | None) -> Check:

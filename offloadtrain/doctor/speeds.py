@@ -72,6 +72,6 @@ def check_compute(machine: Machine, bf16: bool) -> Check:
     found = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
     found += f"; device memory {machine.hbm_gbps:.3g} GB/s"
     if bf16 and machine.bf16_tflops <= machine.fp32_tflops:
-        advice = 'Training would take bf16, which is slower here: set device.precision = "fp32".'
+        advice = 'Training would take bf16, which is slower here: set offload.precision = "fp32".'
         return Check("compute", Status.WARN, found, advice)
     return Check("compute", Status.PASS, found)

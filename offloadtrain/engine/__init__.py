@@ -1,6 +1,6 @@
 """The offload engine over arbitrary modules."""
 
-from offloadtrain.engine.api import PRECISIONS, offload
+from offloadtrain.engine.api import offload
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine, EngineError
@@ -9,7 +9,6 @@ from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.report import Phase, StepReport
 
 __all__ = [
-    "PRECISIONS",
     "Engine",
     "EngineError",
     "GradientError",

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.distributed import Ranks
+from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.cut import Part
-from offloadtrain.engine.settings import Settings
 from offloadtrain.kernels import BLOCK
+from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import UpdateRule
 
 _log = logging.getLogger(__name__)
@@ -40,38 +41,40 @@ def adopt_weights(
     parts: Sequence[Part],
     blocks: Sequence[Block],
     rule: UpdateRule,
-    settings: Settings,
+    config: OffloadConfig,
+    device: torch.device,
+    ranks: Ranks,
     param_init_fn: ParamInit | None,
 ) -> None:
     """Masters from the weights as given; parameters become views; the rest moves to the device."""
     block_of = {block.module: block for block in blocks}
-    full = keeps_fp32(model, settings.keep_fp32)
+    full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
     for part in parts:
         for module in part.module.modules() if part.repeated else (part.module,):
             _materialise(module, param_init_fn)
-        _agree_on([param for _, param in part.parameters], settings.ranks)
+        _agree_on([param for _, param in part.parameters], ranks)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rule)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
-            if not settings.ranks.alone and any(b.streamed for b in block_of[part.module].held):
+            if not ranks.alone and any(b.streamed for b in block_of[part.module].held):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
-                param.data = param.data.to(settings.device, None if keep else settings.dtype)
+                param.data = param.data.to(device, None if keep else dtype)
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
         _materialise(module, param_init_fn)
         for param in module.parameters(recurse=False):
             if param not in trained and param.requires_grad:  # empty ones
-                param.data = param.data.to(settings.device, settings.dtype)
+                param.data = param.data.to(device, dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                _agree_on([buffer], settings.ranks)
-                module._buffers[name] = buffer.to(settings.device)
+                _agree_on([buffer], ranks)
+                module._buffers[name] = buffer.to(device)
 
 
 class Given:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +15,15 @@ from offloadtrain import kernels
 from offloadtrain.cpus import local_plan
 from offloadtrain.cuda_driver import pci_address
 from offloadtrain.distributed import Group, RankError, Ranks
+from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit
 from offloadtrain.engine.checks import ModelError, check_arguments, check_model
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
-from offloadtrain.engine.settings import Settings
-from offloadtrain.optim import FORMATS, AdamW, UpdateRule, check_format
+from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.optim import AdamW, UpdateRule
 from offloadtrain.transfer import lanes_for
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-UPDATES = ("exact", "speculative", "delayed")
-_Number = TypeVar("_Number", int, float)
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -35,6 +33,7 @@ def offload(
     *,
     params: _Params | None = None,
     device: str | torch.device = "auto",
+    config: OffloadConfig | None = None,
     precision: str = "bf16",
     state: str = "fp32",
     state_on: str = "host",
@@ -88,6 +87,8 @@ def offload(
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
+        config: all the options that follow but `process_group` and `param_init_fn`, in place of
+            them.
         precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
             "fp32".
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
@@ -143,61 +144,42 @@ def offload(
         ModelError: a model that cannot be trained rightly, naming the parameter.
         HostMemoryError, DeviceMemoryError: before anything is allocated, if a limit, or what the
             host has, is too small.
-        ValueError, TypeError: an argument out of range, or not what it should be.
+        ValueError, TypeError: arguments out of range, that contradict each other, or that are not
+            what they should be.
     """
+    given = locals()
     check_arguments(model, rule)
-    _check_choice("reduction", reduction, ("working", "fp32"))
+    options = {option.name: given[option.name] for option in fields(OffloadConfig)}
+    chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
     on = _resolve_device(device)
+    _check_precision(chosen.precision, on)
     _place_kernels(on)  # before the first collective: NUMA, and pinning beside it
     ranks = Ranks.of(process_group, on)
-    settings = Settings(
-        device=on,
-        dtype=PRECISIONS[_check_choice("precision", precision, tuple(PRECISIONS))],
-        clip_norm=_positive("clip_norm", clip_norm),
-        skip_nonfinite=skip_nonfinite,
-        grad_accum_steps=_positive("grad_accum_steps", grad_accum_steps) or 1,
-        pin_memory=pin_memory,
-        state=_check_choice("state", state, tuple(FORMATS)),
-        seed=seed,
-        update=_check_choice("update", update, UPDATES),
-        warmup_steps=_not_negative("warmup_steps", warmup_steps) or 0,
-        host_memory_limit=_positive("host_memory_limit", host_memory_limit),
-        state_on=_check_choice("state_on", state_on, ("host", "device")),
-        working=_check_choice("working", working, ("device", "host")),
-        device_slots=_positive("device_slots", device_slots) or 1,
-        resident_blocks=_not_negative("resident_blocks", resident_blocks),
-        device_memory_limit=_positive("device_memory_limit", device_memory_limit),
-        activation=_check_choice("activation", activation, ("keep", "recompute", "offload")),
-        zero_stage=_check_stage(zero_stage, working, ranks),
-        reduction=torch.float32 if reduction == "fp32" else None,
-        ranks=ranks,
-        cast_inputs=cast_inputs,
-        keep_fp32=tuple(keep_fp32),
-    )
-    return _offloaded(model, rule or AdamW(), params, settings, param_init_fn)
-
-
-def _offloaded(
-    model: nn.Module,
-    rule: UpdateRule,
-    params: _Params | None,
-    settings: Settings,
-    param_init_fn: ParamInit | None,
-) -> OffloadOptimizer:
-    _check_support(settings)
+    chosen.zero_stage_among(ranks.size)
     if model in offloaded:
         raise ModelError("the model is offloaded already: close() its optimizer first")
     check_model(model, may_be_meta=param_init_fn is not None)
+    rule = rule or AdamW()
     groups = normalise_groups(model, params, rule)
-    _check_same(model, groups, settings)
-    lanes = lanes_for(
-        settings.device,
-        among_ranks=not settings.ranks.alone,
-        state_on_device=settings.state_on == "device",
-    )
-    optimizer = OffloadOptimizer(model, rule, groups, settings, lanes, param_init_fn)
+    _check_same(model, groups, chosen, ranks)
+    lanes = lanes_for(on, among_ranks=not ranks.alone, state_on_device=chosen.state_on == "device")
+    optimizer = OffloadOptimizer(model, rule, groups, chosen, on, ranks, lanes, param_init_fn)
     offloaded.add(model)
     return optimizer
+
+
+def _chosen(options: OffloadConfig, config: OffloadConfig | None) -> OffloadConfig:
+    """The options, which are either in their own arguments or in `config`."""
+    if config is None:
+        return options
+    default = OffloadConfig()
+    for option in fields(OffloadConfig):
+        if (value := getattr(options, option.name)) != getattr(default, option.name):
+            raise ValueError(
+                f"config and {option.name} = {value!r} are both given: put it into the config "
+                f"(dataclasses.replace(config, {option.name}={value!r})), or leave the config out"
+            )
+    return config
 
 
 def _resolve_device(device: str | torch.device) -> torch.device:
@@ -226,50 +208,30 @@ def _place_kernels(device: torch.device) -> None:
     kernels.place(local_plan(gpus, rank))
 
 
-def _check_support(settings: Settings) -> None:
-    if settings.dtype is torch.float16 and not settings.skip_nonfinite:
-        raise ValueError(
-            "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its scale "
-            "by skipping the steps that overflow. Use precision = 'bf16', or leave it on"
-        )
-    check_format(settings.state, settings.dtype)
-    _check_resident(settings)
-    if settings.device.type == "cuda" and settings.dtype is torch.bfloat16:
-        with torch.cuda.device(settings.device):
+def _check_precision(precision: str, device: torch.device) -> None:
+    """Raises ValueError for what this device does not compute in."""
+    if precision == "auto":
+        raise ValueError(f"precision = 'auto' is not one of {', '.join(map(repr, PRECISIONS))}")
+    if device.type == "cuda" and precision == "bf16":
+        with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
-                name = torch.cuda.get_device_name(settings.device)
+                name = torch.cuda.get_device_name(device)
                 raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
 
 
-def _check_resident(settings: Settings) -> None:
-    """What has a meaning only where the state is offloaded."""
-    if settings.state_on == "host":
-        return
-    wanted = {"state": "fp32", "update": "exact", "working": "device"}
-    for key, value in wanted.items():
-        if getattr(settings, key) != value:
-            raise ValueError(
-                f"{key} = {getattr(settings, key)!r} and state_on = 'device': what is not "
-                f"offloaded is kept with {key} = {value!r}"
-            )
-    if settings.device_memory_limit is not None:
-        raise ValueError(
-            "device_memory_limit decides what is kept on the device, and with state_on = 'device' "
-            "all of it is: leave it out"
-        )
-
-
-def _check_same(model: nn.Module, groups: list[dict[str, Any]], settings: Settings) -> None:
+def _check_same(
+    model: nn.Module, groups: list[dict[str, Any]], config: OffloadConfig, ranks: Ranks
+) -> None:
     """Every rank must be about to train the same model in the same way."""
-    if settings.ranks.alone:
+    if ranks.alone:
         return
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
     grouped = [[names[param] for param in group["params"]] for group in groups]
-    local = ("device", "pin_memory", "host_memory_limit", "ranks")
-    keys = [field.name for field in fields(settings) if field.name not in local]
-    chosen = {key: str(getattr(settings, key)) for key in keys}
-    of_ranks = settings.ranks.gather((shapes, grouped, chosen))
+    of_one_host = ("pin_memory", "host_memory_limit")
+    keys = [option.name for option in fields(config) if option.name not in of_one_host]
+    chosen = {key: str(getattr(config, key)) for key in keys}
+    of_ranks = ranks.gather((shapes, grouped, chosen))
     for rank, other in enumerate(of_ranks):
         kinds = zip(("model", "groups", "options"), other, of_ranks[0], strict=True)
         for what, one, first in kinds:
@@ -282,34 +244,3 @@ def _first(one: Any, first: Any) -> str:
     pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (one, first)))
     a, b = next(pair for pair in pairs if pair[0] != pair[1])
     return f"{a} and {b}"
-
-
-def _check_stage(stage: int, working: str, ranks: Ranks) -> int:
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage = {stage} is not one of 0, 1, 2, 3")
-    if stage == 0:
-        return 3 if working == "host" else 2
-    if working == "host" and stage != 3 and not ranks.alone:
-        raise ValueError(
-            f"working = 'host' and zero_stage = {stage}: among {ranks.size} ranks each host copy "
-            "of the weights is a shard, gathered for its use: set zero_stage = 3"
-        )
-    return stage
-
-
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}")
-    return value
-
-
-def _not_negative(key: str, value: int | None) -> int | None:
-    if value is not None and value < 0:
-        raise ValueError(f"{key} = {value} is negative")
-    return value
-
-
-def _positive(key: str, value: _Number | None) -> _Number | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{key} = {value} is not positive")
-    return value

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.distributed import ALONE, Ranks
+from offloadtrain.dtypes import name_of
 from offloadtrain.kernels import Layout
-from offloadtrain.optim import StateFormat
+from offloadtrain.step.formats import StateFormat, format_for
+from offloadtrain.step.spec import BucketSpec, padded
 from offloadtrain.transfer import Buffer
-
-ALIGN = 128
-"""Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +56,11 @@ class Bucket:
     One rank's shard is the whole.
 
     Attributes:
+        spec: its sizes and formats; padding holds zeros.
         group: index into `param_groups`.
-        numel: of the whole, padding included. Padding holds zeros.
         lo, hi: the shard.
         working: device, working dtype: the weights that compute uses; parameters are views of it.
             Of a streamed block: in the slot that it has, or had last.
-        format: how its state is kept.
         layout: what of its slots is in the shard, as the kernels know it.
         device_shard: device, working dtype: of a block that is gathered before its use, the shard.
         state: host: the format's fields, master weights first; none of frozen weights.
@@ -76,14 +74,12 @@ class Bucket:
         streamed: its block's weights come to a slot of the device when they are used.
     """
 
-    name: str
+    spec: BucketSpec
     group: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
-    numel: int
     lo: int
     hi: int
-    format: StateFormat
     layout: Layout = field(init=False)
     working: Buffer = field(init=False)
     device_shard: Buffer | None = None
@@ -93,7 +89,6 @@ class Bucket:
     snapshot: Buffer | None = None
     gradient: Buffer | None = None
     streamed: bool = False
-    kept_on_device: bool = False
 
     def __post_init__(self) -> None:
         owned = [(slot, *self.piece(slot)) for slot in self.slots]
@@ -106,14 +101,23 @@ class Bucket:
         )
 
     @property
-    def shard_numel(self) -> int:
-        """Of each buffer on the host."""
-        return self.hi - self.lo
+    def name(self) -> str:
+        return self.spec.name
 
     @property
-    def from_host(self) -> bool:
-        """Whether loads of its block come from the host."""
-        return self.streamed and not self.kept_on_device
+    def numel(self) -> int:
+        """Of the whole, padding included."""
+        return self.spec.numel
+
+    @property
+    def format(self) -> StateFormat:
+        """How its state is kept."""
+        return self.spec.format
+
+    @property
+    def shard_numel(self) -> int:
+        """Of each buffer on the host."""
+        return self.spec.shard_numel
 
     def piece(self, slot: Slot) -> tuple[int, int]:
         """[lo, hi) of a parameter's elements, in the order of its memory, that the shard holds."""
@@ -161,18 +165,25 @@ def pack(
     dtype: torch.dtype,
     params: Iterable[tuple[str, nn.Parameter]],
     order: Mapping[nn.Parameter, int],
-    format: StateFormat,
+    state: str,
     ranks: Ranks = ALONE,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned, and cut the whole into shards."""
+    """Lay parameters out one after the other, each aligned, and cut the whole into shards.
+
+    Args:
+        state: the format of 16-bit buckets.
+    """
     slots: list[Slot] = []
     offset = 0
     for full_name, param in params:
         shape, stride = tuple(param.shape), dense_stride(param)
         slots.append(Slot(full_name, param, order[param], offset, param.numel(), shape, stride))
-        offset += -(-param.numel() // ALIGN) * ALIGN
-    numel = -(-offset // (ALIGN * ranks.size)) * ALIGN * ranks.size
-    return Bucket(name, group, dtype, tuple(slots), numel, *ranks.shard(numel), format)
+        offset += padded([param.numel()])
+    sizes = [slot.numel for slot in slots]
+    kept = format_for(state, name_of(dtype))
+    numel = padded(sizes, ranks.size)
+    spec = BucketSpec(name, numel, sum(sizes), name_of(dtype), kept, ranks.size)
+    return Bucket(spec, group, dtype, tuple(slots), *ranks.shard(numel))
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.distributed import Ranks
+from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import (
-    RING_SLOTS,
-    host_staging_bytes,
-    map_resident,
+    DeviceMemory,
     map_slots,
     map_staging,
-    streamed_blocks,
+    map_weights,
 )
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
@@ -31,14 +31,14 @@ from offloadtrain.engine.memory_map import MemoryMap, Staging
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.settings import Settings
-from offloadtrain.memory import Arena, Ledger, Request
+from offloadtrain.memory import Arena, Ledger, available_bytes
 from offloadtrain.offload_config import OffloadConfig
-from offloadtrain.optim import LossScaler, UpdateRule, format_for
-from offloadtrain.step.formats import format_for as format_for_spec
+from offloadtrain.optim import LossScaler, UpdateRule
+from offloadtrain.step import memory
+from offloadtrain.step.memory import Request
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
-from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec
+from offloadtrain.step.spec import RING_SLOTS, BlockSpec, StepSpec
 from offloadtrain.transfer import Buffer, Lanes
 
 
@@ -46,8 +46,10 @@ def build(
     model: nn.Module,
     rule: UpdateRule,
     groups: Sequence[Mapping[str, Any]],
-    settings: Settings,
+    config: OffloadConfig,
     *,
+    device: torch.device,
+    ranks: Ranks,
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
@@ -60,25 +62,25 @@ def build(
     in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
     streamed blocks, which are in the arena. `inputs`: host memory for block inputs.
     """
-    laid = lay_out(model, rule, groups, settings, arena=arena, ledger=ledger, lanes=lanes)
-    blocks, ranks = laid.blocks, settings.ranks
-    program = Program(spec_of(blocks, rule, settings, laid.squares.flat.numel()), ranks.rank)
-    memory = MemoryMap(blocks, norms=laid.squares, slots=laid.slots, staging=laid.staging)
-    functions = Functions(blocks, lanes, ranks, rule, groups, seed=settings.seed)
-    residency = Residency(blocks, program, memory)
-    interpreter = residency.interpreter = Interpreter(lanes, memory, functions, residency)
-    gradients = Gradients(
-        blocks, program, interpreter, functions, ranks=ranks, squares=laid.squares
-    )
-    adopt_weights(model, laid.parts, blocks, rule, settings, param_init_fn)
+    parts = cut(model)
+    blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
+    spec = lay_out(model, rule, blocks, config, ranks, available_bytes())
+    laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
+    memory_map = MemoryMap(blocks, norms=laid.norms, slots=laid.slots, staging=laid.staging)
+    program = Program(spec, ranks.rank)
+    functions = Functions(blocks, lanes, ranks, rule, groups, seed=config.seed)
+    residency = Residency(blocks, program, memory_map)
+    interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
+    gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
+    adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
     passages = Passages(
         model,
         blocks,
-        laid.entries,
+        entries,
         lanes,
         residency=residency,
-        recomputed=_recomputed(laid.parts, settings),
-        parking=_parking(inputs, ledger, lanes, settings),
+        recomputed=_recomputed(parts, config),
+        parking=_parking(inputs, ledger, lanes, config, device),
     )
     engine = Engine(
         blocks,
@@ -90,57 +92,16 @@ def build(
         gradients=gradients,
         residency=residency,
         ranks=ranks,
-        scaler=LossScaler() if settings.dtype is torch.float16 else None,
+        scaler=LossScaler() if config.precision == "fp16" else None,
     )
     return engine, blocks
 
 
-def spec_of(
-    blocks: Sequence[Block], rule: UpdateRule, settings: Settings, num_tensors: int
-) -> StepSpec:
-    def bucket(b: Bucket) -> BucketSpec:
-        dtype = str(b.dtype).removeprefix("torch.")
-        params = sum(slot.numel for slot in b.slots)
-        form = format_for_spec(settings.state, dtype)
-        return BucketSpec(b.name, b.numel, params, dtype, form, settings.ranks.size)
-
-    config = OffloadConfig(
-        state=settings.state,  # type: ignore[arg-type]
-        state_on=settings.state_on,  # type: ignore[arg-type]
-        update=settings.update,  # type: ignore[arg-type]
-        warmup_steps=settings.warmup_steps,
-        clip_norm=settings.clip_norm,
-        skip_nonfinite=settings.skip_nonfinite,
-        grad_accum_steps=settings.grad_accum_steps,
-        working=settings.working,  # type: ignore[arg-type]
-        device_slots=settings.device_slots,
-        zero_stage=settings.zero_stage,
-        reduction="fp32" if settings.reduction is torch.float32 else "working",
-    )
-    return StepSpec(
-        tuple(
-            BlockSpec(
-                b.name, tuple(map(bucket, b.buckets)), tuple(map(bucket, b.frozen)), b.repeated
-            )
-            for b in blocks
-        ),
-        config,
-        settings.ranks.size,
-        num_tensors,
-        tuple(rule.moments),
-        frozenset(b.name for b in blocks if b.streamed),
-        frozenset(b.name for b in blocks if any(bucket.other for bucket in b.buckets)),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A model cut into blocks, with memory for all of it and no values."""
+    """Memory for all that a spec asks for, and no values in it."""
 
-    parts: list[Part]
-    blocks: list[Block]
-    entries: dict[nn.Module, list[Block]]
-    squares: Buffer
+    norms: Buffer
     slots: list[Tensor]
     staging: dict[Memory, Staging]
 
@@ -148,49 +109,83 @@ class Laid:
 def lay_out(
     model: nn.Module,
     rule: UpdateRule,
-    groups: Sequence[Mapping[str, Any]],
-    settings: Settings,
+    blocks: Sequence[Block],
+    config: OffloadConfig,
+    ranks: Ranks,
+    available_bytes: int,
+) -> StepSpec:
+    """The spec of the model's step; its blocks know afterwards which of them are streamed.
+
+    Raises:
+        HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
+    """
+    spec = memory.lay_out(
+        [_spec_of(block) for block in blocks],
+        config,
+        ranks=ranks.size,
+        num_tensors=sum(1 for _ in model.parameters()),
+        moments=rule.moments,
+        available_bytes=available_bytes,
+    )
+    memory.check_host_limit(spec)
+    for block in blocks:
+        if block.name not in spec.streamed:
+            block.frozen = ()  # these stay where the rest of the model's frozen weights are
+        for bucket in block.held:
+            bucket.streamed = spec.is_streamed(bucket.spec)
+    return spec
+
+
+def _spec_of(block: Block) -> BlockSpec:
+    trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
+    return BlockSpec(block.name, trained, frozen, block.repeated)
+
+
+def map_memory(
+    blocks: Sequence[Block],
+    spec: StepSpec,
+    device: torch.device,
     *,
-    lanes: Lanes,
     arena: Arena,
     ledger: Ledger,
 ) -> Laid:
-    """Cut the model and map what the engine holds, but for block inputs, whose size only the first
-    forward shows."""
-    parts = cut(model)
-    blocks, entries = _blocks(parts, model, groups, settings, lanes)
-    buckets = [bucket for block in blocks for bucket in block.buckets]
-    streamed = streamed_blocks(blocks, settings)
-    squares = map_host(arena, blocks, rule, settings, sum(1 for _ in model.parameters()))
-    map_resident([block for block in blocks if block not in streamed], ledger, settings)
-    slots = map_slots(streamed, ledger, settings)
-    staging = map_staging(buckets, ledger, settings)
-    staging[Memory.HOST_STAGING] = _host_staging(arena, buckets, settings)
-    return Laid(parts, blocks, entries, squares, slots, staging)
+    """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
+    on_device = DeviceMemory(ledger, device)
+    norms = map_host(arena, blocks, spec)
+    map_weights(on_device, blocks, spec)
+    slots = map_slots(on_device, spec)
+    staging = map_staging(on_device, spec)
+    staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
+    return Laid(norms, slots, staging)
 
 
-def _blocks(
+def make_blocks(
     parts: Sequence[Part],
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
-    settings: Settings,
+    config: OffloadConfig,
+    ranks: Ranks,
     lanes: Lanes,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
-    """A parameter belongs to the first part that refers to it; later ones wait for its block."""
+    """All blocks, and by module those that its forward waits for.
+
+    A parameter belongs to the first part that refers to it; later ones wait for its block.
+    """
     order = {param: index for index, param in enumerate(model.parameters())}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-    full = keeps_fp32(model, settings.keep_fp32)
+    full = keeps_fp32(model, config.keep_fp32)
+    streams = config.streams_among(ranks.size)
+    root = "(root)" if any(part.name == "root" for part in parts) else "root"
     owner: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
-        buckets = _buckets(part.name, owned, order, group_of, full, settings)
-        still = _streamable_frozen(part, owner, settings)
-        frozen = _buckets(f"{part.name} frozen", still, order, {}, full, settings)
+        label = part.name or root
+        buckets = _buckets(label, owned, order, group_of, full, config, ranks)
+        still = _streamable_frozen(part, owner) if streams else []
+        frozen = _buckets(f"{label} frozen", still, order, {}, full, config, ranks)
         if buckets or frozen:
-            block = Block(
-                part.name, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated
-            )
+            block = Block(label, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
     entries = {
@@ -201,10 +196,10 @@ def _blocks(
 
 
 def _streamable_frozen(
-    part: Part, owner: Mapping[nn.Parameter, Block], settings: Settings
+    part: Part, owner: Mapping[nn.Parameter, Block]
 ) -> list[tuple[str, nn.Parameter]]:
     """Frozen parameters of a repeated part, which come and go with its trained ones."""
-    if not settings.streams or not part.repeated:
+    if not part.repeated:
         return []
     return [
         (name, param)
@@ -222,59 +217,52 @@ def _buckets(
     order: Mapping[nn.Parameter, int],
     group_of: Mapping[nn.Parameter, int],
     full: set[nn.Parameter],
-    settings: Settings,
+    config: OffloadConfig,
+    ranks: Ranks,
 ) -> tuple[Bucket, ...]:
     """One bucket per (hyperparameters, working dtype) among a block's parameters."""
+    dtype = PRECISIONS[config.precision]
     sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
-        key = (group_of.get(param, 0), torch.float32 if param in full else settings.dtype)
+        key = (group_of.get(param, 0), torch.float32 if param in full else dtype)
         sorted_in.setdefault(key, []).append((full_name, param))
-    label = name or "root"
     several = len(sorted_in) > 1
     return tuple(
-        pack(
-            f"{label}/{i}" if several else label,
-            group,
-            dtype,
-            params,
-            order,
-            format_for(settings.state, dtype),
-            settings.ranks,
-        )
+        pack(f"{name}/{i}" if several else name, group, dtype, params, order, config.state, ranks)
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
 
 
-def _recomputed(parts: Sequence[Part], settings: Settings) -> list[nn.Module]:
-    chosen = [part for part in parts if part.repeated and settings.activation != "keep"]
+def _recomputed(parts: Sequence[Part], config: OffloadConfig) -> list[nn.Module]:
+    chosen = [part for part in parts if part.repeated and config.activation != "keep"]
     for part in chosen:
         check_runs_twice(part.name, part.module)
     return [part.module for part in chosen]
 
 
-def _parking(arena: Arena, ledger: Ledger, lanes: Lanes, settings: Settings) -> Parking | None:
-    if settings.activation != "offload":
+def _parking(
+    arena: Arena, ledger: Ledger, lanes: Lanes, config: OffloadConfig, device: torch.device
+) -> Parking | None:
+    if config.activation != "offload":
         return None
 
     def map_input(nbytes: int) -> Tensor:
-        request = Request("block inputs", nbytes, torch.uint8)
-        check_room(request, ledger, settings.host_memory_limit)
+        request = Request("block inputs", nbytes, "uint8")
+        check_room(request, ledger, config.host_memory_limit)
         return arena.map([request])[0]
 
-    return Parking(lanes, settings.device, map_input)
+    return Parking(lanes, device, map_input)
 
 
-def _host_staging(arena: Arena, buckets: Sequence[Bucket], settings: Settings) -> Staging:
+def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
     """For gradients that are summed, and for weights that have nowhere else to wait; otherwise it
     is mapped when a slot is first asked for."""
-    pieces: list[Tensor] = []
+    pieces = arena.map(memory.host_staging(spec)) if spec.accumulates else []
 
-    def slot(number: str | int, _: int = 0) -> tuple[str, Tensor]:
+    def slot(number: str | int, _: int) -> tuple[str, Tensor]:
         if not pieces:
-            request = Request("host staging", host_staging_bytes(buckets), torch.uint8)
+            request = Request("host staging", spec.host_staging_bytes, "uint8")
             pieces.extend(arena.map([request] * RING_SLOTS))
         return f"host staging[{number}]", pieces[int(number)]
 
-    if settings.accumulates:
-        slot(0)
     return slot

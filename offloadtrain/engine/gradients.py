@@ -89,16 +89,16 @@ class Gradients:
         functions: Functions,
         *,
         ranks: Ranks,
-        squares: Buffer,
+        norms: Buffer,
     ) -> None:
-        """`squares`: host fp64, (number of parameters,), each parameter's sum of squares, of what
+        """`norms`: host fp64, (number of parameters,), each parameter's sum of squares, of what
         is in this rank's shards."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
         self._functions = functions
         self._ranks = ranks
-        self._squares = squares
+        self._norms = norms
         self._grad_accum_steps = program.spec.config.grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
         self._trained = [block for block in blocks if block.buckets]
@@ -181,7 +181,7 @@ class Gradients:
             beside: what every rank tells the others in the same exchange.
         """
         self._interpreter.run(self._program.norm())
-        squares = self._squares.flat.cpu()
+        squares = self._norms.flat.cpu()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.exchange(torch.cat([squares, told_beside]))
         total, nonfinite = 0.0, []

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.distributed import UNTRAINED, Extent
+from offloadtrain.distributed import UNTRAINED, Extent, Ranks
+from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine import state
 from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.adopt import Given, ParamInit, adopt_loaded
@@ -23,9 +24,9 @@ from offloadtrain.engine.cut import cut
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
-from offloadtrain.engine.settings import Settings
 from offloadtrain.engine.watched import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.memory import Arena, DeviceArena, Ledger
+from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Lanes
 
@@ -49,21 +50,22 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         model: nn.Module,
         rule: UpdateRule,
         groups: list[dict[str, Any]],
-        settings: Settings,
+        config: OffloadConfig,
+        device: torch.device,
+        ranks: Ranks,
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
     ) -> None:
         super().__init__(groups, rule.defaults())
-        self.device = settings.device
-        self.working_dtype = settings.dtype
-        self.ranks = settings.ranks
+        self.device = device
+        self.working_dtype = dtype = PRECISIONS[config.precision]
+        self.ranks = ranks
         self.ledger = Ledger()
         self._rule = rule
-        host = Arena(self.ledger, pin=settings.pin_memory and self.device.type == "cuda")
-        offloads = settings.state_on == "host"
-        self._arena = host if offloads else DeviceArena(self.ledger, self.device)
+        host = Arena(self.ledger, pin=config.pin_memory and self.device.type == "cuda")
         self._inputs = host
-        lanes.counts_bus = offloads
+        self._arena = host if config.state_on == "host" else DeviceArena(self.ledger, self.device)
+        lanes.counts_bus = self._arena is host
         # Dropped without close(): drain, then give the pinned memory back, in this order.
         self._finalizer = weakref.finalize(self, _release, lanes, self._arena, host)
         try:
@@ -71,7 +73,9 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
                 model,
                 rule,
                 self.param_groups,
-                settings,
+                config,
+                device=device,
+                ranks=ranks,
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
@@ -89,18 +93,16 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self._given: Given | None = None
         self._written_before: set[nn.Parameter] = set()
         """By others, before the values came that `_given` tells of."""
-        self._clip_norm = settings.clip_norm
+        self._clip_norm = config.clip_norm
         self._told_of_clipping = self._told_of_local_norm = False
-        if settings.clip_norm is not None:
-            self._tell_of_local_norm(f"clip_norm = {settings.clip_norm:g}")
-        self._flips = settings.update == "speculative"
+        if config.clip_norm is not None:
+            self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
+        self._flips = config.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
         layers = [part.module for part in cut(model) if part.repeated]
         self._handles = self._hook_parameters() + attach_faces(model, self)
-        self._handles += attach_casts(
-            model, layers, settings.dtype, cast_inputs=settings.cast_inputs
-        )
+        self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         self._watched = next(self._slots())[1].param
         watch_clipping(self._watched, weakref.WeakMethod(self._clipping_noticed))
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import EngineError
 from offloadtrain.kernels import BLOCK
-from offloadtrain.optim import UpdateRule, recognise
-from offloadtrain.optim.formats import FP32, Field
+from offloadtrain.optim import UpdateRule
+from offloadtrain.step.formats import FP32, Field, recognise
 
 
 def views(bucket: Bucket, slot: Slot, moments: Sequence[str]) -> dict[str, Tensor]:

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from offloadtrain.step.formats import SCALE_BLOCK
+
+BLOCK = SCALE_BLOCK
 """Elements that share one scale per 8-bit moment, counted from a parameter's start."""
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, Self
 from torch import Tensor
 
 from offloadtrain import kernels
-from offloadtrain.optim.formats import StateFormat
+from offloadtrain.step.formats import StateFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offloadtrain.kernels import Layout
-from offloadtrain.optim.formats import StateFormat
+from offloadtrain.step.formats import StateFormat
 
 
 class UpdateRule(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offloadtrain.plan.memory import input_bytes
 from offloadtrain.plan.placement import Placement
 from offloadtrain.shapes import ModelShape
 
@@ -68,10 +67,10 @@ def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
     """Of the last layer: all layers' activations are there, and its own gradients come."""
     model, weight = placed.config.model, placed.weight_bytes
     kept = _kept_of_layers(placed, on_cpu)
-    if placed.config.device.activation == "keep" or model.num_layers == 1:
+    if placed.config.offload.activation == "keep" or model.num_layers == 1:
         kept -= _layer_bytes(placed, on_cpu)
     else:
-        kept -= input_bytes(placed)  # it is among what the layer keeps
+        kept -= placed.input_bytes  # it is among what the layer keeps
     work, gradients = max(_walk(placed, on_cpu), key=sum)
     table = model.vocab_size * model.d_model * weight if model.tie_embeddings else 0
     return Activations(kept, work, 0, gradients + table, "backward")
@@ -107,12 +106,12 @@ def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
 
 
 def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
-    layers, policy = placed.config.model.num_layers, placed.config.device.activation
+    layers, policy = placed.config.model.num_layers, placed.config.offload.activation
     if policy == "keep" or layers == 1:
         return layers * _layer_bytes(placed, on_cpu)
     if policy == "recompute":
-        return layers * input_bytes(placed)
-    return min(layers, 3) * input_bytes(placed)  # leaving, or coming back
+        return layers * placed.input_bytes
+    return min(layers, 3) * placed.input_bytes  # leaving, or coming back
 
 
 def _layer_bytes(placed: Placement, on_cpu: bool) -> int:

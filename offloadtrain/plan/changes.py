@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from offloadtrain.config import STATE_PRECISIONS, Config
+from offloadtrain.config import Config
+from offloadtrain.offload_config import STATE_PRECISIONS
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved
@@ -15,6 +16,9 @@ from offloadtrain.plan.plan import Plan, make, resolved
 SIMULATED = 12
 """Candidates whose time is predicted; each takes a fraction of a second."""
 
+
+PLACES = ("offload.working", "offload.activation")
+OFFLOAD = (*PLACES, "offload.state", "offload.state_on")
 
 SAME = 0.03
 """Differences of speed that a prediction does not carry: then fewer changes are better."""
@@ -57,16 +61,14 @@ def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
     Raises:
         PlanError: none fits.
     """
-    places = [
-        one for one in _candidates(job, name, machine, ranks, free=("device",)) if one.plan.fits
-    ]
+    places = [one for one in _candidates(job, name, machine, ranks, free=PLACES) if one.plan.fits]
     as_it_is = make(job, name, machine, ranks)
     if as_it_is.fits:
         places.append(Change({}, as_it_is))
     if not places:
         raise PlanError(
             f"{job.name} fits in no placement: {' '.join(as_it_is.problems)}. Take a narrower "
-            'optim.state ("split16", "int8"), a smaller microbatch or a smaller model'
+            'offload.state ("split16", "int8"), a smaller microbatch or a smaller model'
         )
     best = _fastest(places)[0].plan.prediction.tokens_per_s
     near = [one for one in places if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
@@ -116,7 +118,7 @@ def _fewer_tokens(job: Config, name: str, machine: Machine, ranks: int) -> list[
         one = applied(job, keys | {"train.grad_accum_steps": 1})
         if not train.global_batch_tokens:
             keys["train.grad_accum_steps"] = 1
-        found = list(_candidates(one, name, machine, ranks, free=("device", "optim")))
+        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD))
         if fitting := [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]:
             return fitting
     return []
@@ -127,10 +129,10 @@ def _candidates(
     name: str,
     machine: Machine,
     ranks: int,
-    free: tuple[str, ...] = ("device", "optim", "train"),
+    free: tuple[str, ...] = (*OFFLOAD, "train.micro_batch"),
 ) -> Iterator[Change]:
     """Every combination of other values; those that contradict themselves are left out."""
-    choices = {key: values for key, values in _choices(job).items() if key.split(".")[0] in free}
+    choices = {key: values for key, values in _choices(job).items() if key in free}
     for values in product(*choices.values()):
         keys = {
             key: value
@@ -142,7 +144,7 @@ def _candidates(
         if "train.micro_batch" in keys and not job.train.global_batch_tokens:
             keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
         changed = _consistent(job, keys)
-        if not _goes_together(changed):
+        if any(changed.offload.problems()):
             continue
         try:
             yield Change(keys, make(changed, name, machine, ranks))
@@ -150,20 +152,14 @@ def _candidates(
             continue
 
 
-def _goes_together(job: Config) -> bool:
-    """What is not offloaded has no narrow format and no streamed weights."""
-    resident = job.optim.state_on == "device"
-    return not resident or (job.optim.state == "fp32" and job.device.working == "device")
-
-
 def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
-    precision = job.device.precision
+    precision = job.offload.precision
     states = (s for s in STATE_PRECISIONS if precision in (*STATE_PRECISIONS[s], "auto"))
     return {
-        "device.working": ("device", "host"),
-        "device.activation": ("keep", "recompute", "offload"),
-        "optim.state": tuple(states),
-        "optim.state_on": tuple(dict.fromkeys((job.optim.state_on, "host"))),
+        "offload.working": ("device", "host"),
+        "offload.activation": ("keep", "recompute", "offload"),
+        "offload.state": tuple(states),
+        "offload.state_on": tuple(dict.fromkeys((job.offload.state_on, "host"))),
         "train.micro_batch": _smaller(job),
     }
 
@@ -187,8 +183,8 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     train = changed.train
     train = replace(train, grad_accum_steps=_more(job, train.micro_batch))
     changed = replace(changed, train=train)
-    if changed.device.working == "device" and changed.device.resident_blocks > 0:
-        changed = replace(changed, device=replace(changed.device, resident_blocks=-1))
+    if changed.offload.working == "device" and changed.offload.resident_blocks:
+        changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
     return changed
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from offloadtrain.config import STATE_PRECISIONS, Config, DataConfig, TrainConfig
+from offloadtrain.config import Config, DataConfig, TrainConfig
+from offloadtrain.offload_config import STATE_PRECISIONS
 from offloadtrain.plan.changes import applied
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.plan import Plan, make
@@ -69,7 +70,7 @@ def table(rows: list[Row], machine: Machine) -> str:
         f"{'host':>10} {'tokens/s':>9}"
     )
     lines = [_line(row) for row in rows]
-    ranks = next((row.plan.placed.ranks for row in rows if row.plan), 1)
+    ranks = next((row.plan.placed.spec.ranks for row in rows if row.plan), 1)
     note = (
         f"GPT, sequences of {SEQ_LEN}, vocabulary {VOCAB}, {machine.auto_precision}, activations "
         f"recomputed (streamed: their inputs on the host), a step of one microbatch"
@@ -99,7 +100,11 @@ def _job(working: str, activation: str, state: str, micro_batch: int) -> Config:
         data=DataConfig(train="-", seq_len=SEQ_LEN),
         train=TrainConfig(steps=1, micro_batch=micro_batch),
     )
-    places = {"device.working": working, "device.activation": activation, "optim.state": state}
+    places = {
+        "offload.working": working,
+        "offload.activation": activation,
+        "offload.state": state,
+    }
     return applied(base, places)
 
 

@@ -1,87 +1,70 @@
 """Blocks and buckets of the shipped transformer, as the engine cuts and pads them, from its shape.
 
-`tests/plan/test_memory.py` holds every number to what an engine books.
+`tests/plan/test_memory.py` holds the spec that is made of them to the one that an engine makes of
+the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
 from offloadtrain.config import Config
+from offloadtrain.offload_config import PRECISIONS
 from offloadtrain.shapes import ModelShape
-
-ALIGN = 128
-"""Elements: where parameters start, and of what every rank's shard is a multiple."""
-
-Sizes = tuple[int, ...]
+from offloadtrain.step.formats import format_for
+from offloadtrain.step.spec import BlockSpec, BucketSpec, padded
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Parameters of one block with the same hyperparameters.
-
-    Attributes:
-        numel: with padding, on all ranks together.
-        params: without padding.
-        ranks: who shares it.
-    """
+class Param:
+    """A parameter by its qualified name."""
 
     name: str
-    numel: int
-    params: int
-    ranks: int
-
-    @property
-    def shard_numel(self) -> int:
-        return self.numel // self.ranks
+    sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Parameters that move together. `repeated`: one of the layers."""
-
-    name: str
-    buckets: tuple[Bucket, ...]
-    repeated: bool
-
-    @property
-    def numel(self) -> int:
-        return sum(bucket.numel for bucket in self.buckets)
-
-
-def blocks_of(config: Config, ranks: int = 1) -> tuple[Block, ...]:
-    """All blocks in forward order; layers share one tuple of buckets but for their names."""
+def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
+    """All blocks in forward order."""
     return tuple(
-        Block(name, _buckets(name, sizes, config.optim.decay, ranks), repeated)
-        for name, sizes, repeated in _parts(config.model)
+        BlockSpec(name, _buckets(name, params, config, ranks), repeated=repeated)
+        for name, params, repeated in _parts(config.model)
     )
 
 
 def num_tensors(shape: ModelShape) -> int:
     """How many parameters the model has as tensors; a tied one counts once."""
-    return sum(len(sizes) for _, sizes, _ in _parts(shape))
+    return sum(len(params) for _, params, _ in _parts(shape))
 
 
-def _parts(shape: ModelShape) -> Iterator[tuple[str, list[Sizes], bool]]:
-    """(name, sizes of its parameters, repeated) in the order of registration."""
+def _parts(shape: ModelShape) -> Iterator[tuple[str, list[Param], bool]]:
+    """(name, its parameters, repeated) in the order of registration."""
     table = (shape.vocab_size, shape.d_model)
-    yield "embedding", [table], False
+    yield "embedding", [Param("embedding.weight", table)], False
     if shape.positions == "learned":
-        yield "positions", [(shape.max_seq_len, shape.d_model)], False
-    layer = _layer(shape)
-    if shape.num_layers == 1:  # no list of like ones: every module is a block of its own
-        yield from ((f"blocks.0.{name}", sizes, False) for name, sizes in layer.items())
-    else:
-        whole = [one for sizes in layer.values() for one in sizes]
-        yield from ((f"blocks.{number}", whole, True) for number in range(shape.num_layers))
-    yield "norm", _norm(shape), False
+        learned = (shape.max_seq_len, shape.d_model)
+        yield "positions", [Param("positions.weight", learned)], False
+    for number in range(shape.num_layers):
+        layer = {f"blocks.{number}.{name}": sizes for name, sizes in _layer(shape).items()}
+        modules = {name: _named(name, sizes) for name, sizes in layer.items()}
+        if shape.num_layers == 1:  # no list of like ones: every module is a block of its own
+            yield from ((name, params, False) for name, params in modules.items())
+        else:
+            yield f"blocks.{number}", [one for many in modules.values() for one in many], True
+    yield "norm", _named("norm", _norm(shape)), False
     if not shape.tie_embeddings:
-        yield "head", [table], False
+        yield "head", [Param("head.weight", table)], False
 
 
-def _layer(shape: ModelShape) -> dict[str, list[Sizes]]:
+def _named(module: str, sizes: Sequence[tuple[int, ...]]) -> list[Param]:
+    """The weight, and where there are two, the bias."""
+    names = (f"{module}.weight", f"{module}.bias")
+    return [Param(name, one) for name, one in zip(names, sizes, strict=False)]
+
+
+def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
     """Module of a layer → sizes of its parameters."""
     heads = (shape.num_heads + 2 * shape.kv_heads) * shape.head_dim
     up = shape.ff_width * (2 if shape.mlp == "swiglu" else 1)
@@ -95,31 +78,39 @@ def _layer(shape: ModelShape) -> dict[str, list[Sizes]]:
     }
 
 
-def _norm(shape: ModelShape) -> list[Sizes]:
+def _norm(shape: ModelShape) -> list[tuple[int, ...]]:
     with_bias = shape.norm == "layernorm" and shape.bias
     return [(shape.d_model,)] * (2 if with_bias else 1)
 
 
-def _linear(shape: ModelShape, width: int, out: int) -> list[Sizes]:
+def _linear(shape: ModelShape, width: int, out: int) -> list[tuple[int, ...]]:
     return [(out, width), (out,)] if shape.bias else [(out, width)]
 
 
-def _buckets(name: str, sizes: Sequence[Sizes], decay: str, ranks: int) -> tuple[Bucket, ...]:
-    """One for what decays and one for what does not, in the order in which they come."""
-    sorted_in: dict[bool, list[int]] = {}
-    for one in sizes:
-        sorted_in.setdefault(decay == "all" or len(one) > 1, []).append(prod(one))
+def _buckets(
+    name: str, params: Sequence[Param], config: Config, ranks: int
+) -> tuple[BucketSpec, ...]:
+    """One for what decays and one for what does not, each in one dtype, in the order in which they
+    come."""
+    sorted_in: dict[tuple[bool, str], list[int]] = {}
+    for param in params:
+        key = (config.optim.decay == "all" or len(param.sizes) > 1, _dtype(param, config))
+        sorted_in.setdefault(key, []).append(prod(param.sizes))
     several = len(sorted_in) > 1
     return tuple(
-        _bucket(f"{name}/{number}" if several else name, numels, ranks)
-        for number, numels in enumerate(sorted_in.values())
+        BucketSpec(
+            f"{name}/{number}" if several else name,
+            padded(numels, ranks),
+            sum(numels),
+            dtype,
+            format_for(config.offload.state, dtype),
+            ranks,
+        )
+        for number, ((_, dtype), numels) in enumerate(sorted_in.items())
     )
 
 
-def _bucket(name: str, numels: Sequence[int], ranks: int) -> Bucket:
-    aligned = sum(_up(numel, ALIGN) for numel in numels)
-    return Bucket(name, _up(aligned, ALIGN * ranks), sum(numels), ranks)
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _dtype(param: Param, config: Config) -> str:
+    """Of its working weights."""
+    kept = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
+    return PRECISIONS["fp32" if kept else config.offload.precision]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain import config_toml as toml
-from offloadtrain.config import Precision
 from offloadtrain.errors import ConfigError
+from offloadtrain.offload_config import Precision
 from offloadtrain.units import parse_bytes
 
 _FOLDER = Path(__file__).parent.parent / "machines"
@@ -103,8 +103,8 @@ class Machine:
         best: float = getattr(self, f"{precision}_tflops")
         if not best:
             raise MachineError(
-                f"{self.gpu or 'this CPU'} does not compute in {precision}: set device.precision = "
-                f"{' or '.join(self.precisions)}"
+                f"{self.gpu or 'this CPU'} does not compute in {precision}: set "
+                f"offload.precision = {' or '.join(self.precisions)}"
             )
         return 1e12 * best * width / (width + self.half_width)
 
@@ -116,7 +116,7 @@ class Machine:
 
     @property
     def auto_precision(self) -> Precision:
-        """What `device.precision = "auto"` becomes: a CPU whose bf16 is slower takes fp32."""
+        """What `offload.precision = "auto"` becomes: a CPU whose bf16 is slower takes fp32."""
         if self.on_cpu and self.bf16_tflops <= self.fp32_tflops:
             return "fp32"
         return self.precisions[0]

@@ -1,23 +1,21 @@
-"""Where a job puts its blocks: what of a resolved job decides over memory and schedule.
-
-The rules are the engine's (`engine.device_memory`, `engine.host_memory`), over sizes alone.
-"""
+"""Where a job puts its blocks: the job of one rank and the spec of its step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from offloadtrain.config import Config
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.plan.layout import ALIGN, Block, Bucket, blocks_of
-from offloadtrain.units import format_bytes, parse_bytes
+from offloadtrain.offload_config import PRECISIONS, OptionError
+from offloadtrain.plan.layout import blocks_of, num_tensors
+from offloadtrain.step import memory
+from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.memory import DeviceMemoryError, Request
+from offloadtrain.step.spec import StepSpec
 
-RING_SLOTS = 2
-STAGING_SLOTS_MOST = 8
-STAGING_BYTES = 64 << 20
-WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of Adam and AdamW, which are all rules that a job can name."""
 
 
 class PlanError(OffloadTrainError):
@@ -30,153 +28,69 @@ class Placement:
 
     Attributes:
         config: the rank's part of the job (`share.shared`), its precision resolved.
-        stage: of ZeRO; 0 where there is one rank.
-        blocks: in forward order.
-        streamed: names of those that come to a slot of the device when they are used.
+        spec: of the rank's step.
     """
 
     config: Config
-    ranks: int
-    stage: int
-    blocks: tuple[Block, ...]
-    streamed: frozenset[str]
+    spec: StepSpec
 
     @property
     def weight_bytes(self) -> int:
-        return WEIGHT_BYTES[self.config.device.precision]
+        """Of a working weight, and of an activation."""
+        return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
 
     @property
-    def offloaded(self) -> bool:
-        """Gradients and state are on the host."""
-        return self.config.optim.state_on == "host"
+    def repeated(self) -> int:
+        """How many blocks are repeated."""
+        return sum(block.repeated for block in self.spec.blocks)
 
     @property
-    def sums(self) -> bool:
-        """Microbatches are summed beside the state."""
-        return self.config.train.grad_accum_steps > 1
+    def input_bytes(self) -> int:
+        """Of one layer's input."""
+        tokens = self.config.train.micro_batch * self.config.data.seq_len
+        return tokens * self.config.model.d_model * self.weight_bytes
 
-    @property
-    def kept_on_device(self) -> bool:
-        """Streamed blocks come from shards on the devices."""
-        return bool(self.streamed) and self.config.device.working == "device"
+    def host(self) -> dict[str, int]:
+        """Owner → bytes of one rank's host memory: what its Ledger shows after a step."""
+        owners = memory.host_owners(self.spec)
+        if self.config.offload.activation == "offload":
+            _add(owners, [Request("block inputs", self.input_bytes, "uint8")] * self.repeated)
+        return owners
 
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        return [bucket for block in self.blocks for bucket in block.buckets]
-
-    @cached_property
-    def largest_numel(self) -> int:
-        """Of any bucket; asked for by every operation of a step."""
-        return max(bucket.numel for bucket in self.buckets)
-
-    @property
-    def early(self) -> bool:
-        """In mode "exact": nothing global has to be known before an update."""
-        optim = self.config.optim
-        return optim.update == "exact" and not optim.clip_norm and not optim.skip_nonfinite
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Of an element of a gradient while ranks sum it."""
-        wide = self.ranks > 1 and self.config.ranks.reduction == "fp32"
-        return 4 if wide else self.weight_bytes
-
-    @property
-    def slots(self) -> int:
-        return min(self.config.device.slots, len(self.streamed))
-
-    @property
-    def staging_bytes(self) -> int:
-        """Of one slot for gradients on the device."""
-        largest = self.largest_numel * self.reduced_bytes
-        return max(min(largest, STAGING_BYTES), ALIGN * 4 * self.ranks)
-
-    @property
-    def staging_slots(self) -> int:
-        """For gradients on the device: enough for a bucket that goes down in pieces."""
-        largest = self.largest_numel * self.reduced_bytes
-        pieces = -(-largest // self.staging_bytes)
-        return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
-
-    @property
-    def host_staging_bytes(self) -> int:
-        """Of one slot for gradients and weights on the host."""
-        largest = max(bucket.shard_numel for bucket in self.buckets) * self.weight_bytes
-        return max(min(largest, STAGING_BYTES), ALIGN * 4)
-
-    def from_host(self, block: Block) -> bool:
-        return block.name in self.streamed and not self.kept_on_device
-
-    def pieces(self, bucket: Bucket) -> int:
-        """In how many pieces a gradient goes down."""
-        per_shard = self.staging_bytes // (self.reduced_bytes * self.ranks)
-        per_piece = max(per_shard // ALIGN * ALIGN, ALIGN)
-        return -(-bucket.shard_numel // per_piece)
+    def device(self) -> dict[str, int]:
+        """The same of one device, without activations and what torch needs."""
+        return memory.device_owners(self.spec)
 
 
-def place(config: Config, ranks: int = 1) -> Placement:
-    """`config`: the rank's part of the job, its precision resolved.
+def place(config: Config, ranks: int = 1, available_bytes: int | None = None) -> Placement:
+    """Lay the step of one of so many ranks out.
+
+    Args:
+        config: the rank's part of the job, its precision resolved.
+        available_bytes: of the host, what state and second copies of it may grow into; None:
+            without second copies.
 
     Raises:
-        PlanError: `device.memory_limit` holds not even the rest and the slots, or the stage does
+        PlanError: a limit of the device holds not even the rest and the slots, or the stage does
             not go with where the weights live.
     """
-    stage = 0 if ranks == 1 else config.ranks.zero_stage
-    if ranks > 1 and stage == 0:
-        stage = 3 if config.device.working == "host" else 2
-    if config.device.working == "host" and stage in (1, 2):
-        raise PlanError(
-            f"device.working = 'host' and ranks.zero_stage = {stage}: among {ranks} ranks each "
-            "host's copy of the weights is a shard, gathered for its use: set ranks.zero_stage = 3"
+    try:
+        spec = memory.lay_out(
+            blocks_of(config, ranks),
+            config.offload,
+            ranks=ranks,
+            num_tensors=num_tensors(config.model),
+            moments=MOMENTS,
+            available_bytes=available_bytes,
         )
-    blocks = blocks_of(config, ranks)
-    placed = Placement(config, ranks, stage, blocks, frozenset())
-    comes_and_goes = config.device.working == "host" or stage == 3
-    return Placement(config, ranks, stage, blocks, _streamed(placed, comes_and_goes))
+    except (DeviceMemoryError, OptionError) as error:
+        raise PlanError(f"offload.{error}") from None
+    return Placement(config, spec)
 
 
-def _streamed(placed: Placement, comes_and_goes: bool) -> frozenset[str]:
-    """`comes_and_goes`: layers need not stay on the device."""
-    device = placed.config.device
-    repeated = [block for block in placed.blocks if block.repeated and comes_and_goes]
-    limit = parse_bytes(device.memory_limit) if device.memory_limit else None
-    if not repeated:
-        if limit is not None:
-            _room(placed, repeated, limit)
-        return frozenset()
-    room = len(repeated) if limit is None else _room(placed, repeated, limit)
-    asked = device.resident_blocks
-    if room < min(asked, len(repeated)):
-        raise PlanError(
-            f"device.resident_blocks = {asked}, and device.memory_limit = {device.memory_limit} "
-            f"has room for {room} beside the rest and {device.slots} slots"
-        )
-    stay = min(asked, len(repeated)) if asked >= 0 else (0 if limit is None else room)
-    kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
-    return frozenset(block.name for block in repeated) - kept
-
-
-def _room(placed: Placement, repeated: Sequence[Block], limit: int) -> int:
-    """How many of the layers can stay on the device."""
-    weight, device = placed.weight_bytes, placed.config.device
-    sizes = [weight * block.numel for block in repeated]
-    rest = weight * sum(block.numel for block in placed.blocks) - sum(sizes) + staging_total(placed)
-    if device.working == "device" and placed.stage == 3:
-        rest += sum(sizes) // placed.ranks
-    least = rest + device.slots * max(sizes, default=0)
-    if least > limit and rest + sum(sizes) > limit:
-        raise PlanError(
-            f"device.memory_limit is {format_bytes(limit)}, and the engine needs "
-            f"{format_bytes(least)}: {format_bytes(rest)} for what stays on the device, the rest "
-            f"for {device.slots} slots. Raise it, or set device.slots = 1"
-        )
-    if rest + sum(sizes) <= limit:
-        return len(repeated)
-    return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)
-
-
-def staging_total(placed: Placement) -> int:
-    """Device memory of gradients on their way down."""
-    if placed.stage == 1:
-        return sum(bucket.numel for bucket in placed.buckets) * placed.reduced_bytes
-    return placed.staging_slots * placed.staging_bytes
+def _add(owners: dict[str, int], requests: Iterable[Request]) -> None:
+    """Host memory that is asked for later."""
+    for request in requests:
+        owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
+        padding = request.span_bytes - request.nbytes
+        owners["padding"] = owners.get("padding", 0) + padding

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from offloadtrain.config import STATE_PRECISIONS, Config
-from offloadtrain.plan import memory
+from offloadtrain.config import Config
+from offloadtrain.offload_config import STATE_PRECISIONS
 from offloadtrain.plan.activations import Activations, activations
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.times import Prediction, predict
 from offloadtrain.shapes import num_block_params
 from offloadtrain.share import shared
+from offloadtrain.step.memory import with_second_copies
 from offloadtrain.units import format_bytes, parse_bytes
 
 PROCESS = "Python, torch"
@@ -39,6 +40,7 @@ class Plan:
         name: of the machine.
         hosts: over which the ranks are spread.
         local_ranks: on each host.
+        placed: without second copies of the state.
     """
 
     job: Config
@@ -48,11 +50,11 @@ class Plan:
 
     @property
     def hosts(self) -> int:
-        return ceil(self.placed.ranks / self.machine.gpus)
+        return ceil(self.placed.spec.ranks / self.machine.gpus)
 
     @property
     def local_ranks(self) -> int:
-        return min(self.placed.ranks, self.machine.gpus)
+        return min(self.placed.spec.ranks, self.machine.gpus)
 
     @cached_property
     def activations(self) -> Activations:
@@ -61,8 +63,8 @@ class Plan:
     @cached_property
     def device(self) -> dict[str, int]:
         """Owner → bytes on each device, at the moment when they are most."""
-        held = memory.device(self.placed) | self.activations.owners()
-        if not self.placed.offloaded and not self.machine.on_cpu:
+        held = self.placed.device() | self.activations.owners()
+        if not self.placed.spec.offloaded and not self.machine.on_cpu:
             held["Adam at work"] = UPDATE_BYTES
         return held
 
@@ -79,18 +81,24 @@ class Plan:
         return max(self.machine.host_memory_bytes // self.local_ranks - beside, 0)
 
     @cached_property
+    def copied(self) -> Placement:
+        """With as many second copies of the state as there is room for."""
+        spec = with_second_copies(self.placed.spec, self.copies_room)
+        return replace(self.placed, spec=spec)
+
+    @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        return memory.host(self.placed, self.copies_room) | {PROCESS: self.process_bytes}
+        return self.copied.host() | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
         """The same without what is only kept where there is room."""
-        return memory.host(self.placed, 0, copies=False) | {PROCESS: self.process_bytes}
+        return self.placed.host() | {PROCESS: self.process_bytes}
 
     @cached_property
     def prediction(self) -> Prediction:
-        return predict(self.placed, self.machine, self.copies_room)
+        return predict(self.copied, self.machine)
 
     @property
     def device_room(self) -> int:
@@ -111,7 +119,7 @@ class Plan:
 
     def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
         beside = sum(device.values()) if self.machine.on_cpu else 0
-        still = sum(memory.device(self.placed).values()) if self.machine.on_cpu else 0
+        still = sum(self.placed.device().values()) if self.machine.on_cpu else 0
         state = sum(host.values()) - host.get("block inputs", 0)
         peaks = {
             "init": state + still + self.built_bytes,
@@ -141,7 +149,7 @@ class Plan:
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
         guessed = self.activations.owners()
         sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}
-        cannot = self._problems(engine, memory.device(self.placed) | sure)
+        cannot = self._problems(engine, self.placed.device() | sure)
         return self.problems if cannot else []
 
     def _problems(self, host: Mapping[str, int], device: Mapping[str, int]) -> list[str]:
@@ -149,10 +157,10 @@ class Plan:
         used = sum(device.values())
         if not self.machine.on_cpu and used > self.device_room:
             found.append(_too_much("the device", used, self.device_room, device))
-        limit = self.job.device.host_memory_limit
+        limit = self.job.offload.host_memory_limit
         held = sum(host.values()) - host.get(PROCESS, 0)
-        if limit and held > parse_bytes(limit):
-            found.append(_too_much("device.host_memory_limit", held, parse_bytes(limit), host))
+        if limit is not None and held > limit:
+            found.append(_too_much("offload.host_memory_limit", held, limit, host))
         moment, peak = max(self._peaks(host, device).items(), key=lambda item: item[1])
         if peak > self.host_room:
             owners = dict(host) | (dict(device) if self.machine.on_cpu else {})
@@ -191,22 +199,22 @@ def resolved(job: Config, machine: Machine) -> Config:
             f"device.kind = {kind!r}, and the machine computes on {where}: choose another machine, "
             'or set device.kind = "auto"'
         )
-    precision = job.device.precision
+    precision = job.offload.precision
     if precision == "auto":
         precision = machine.auto_precision
     elif precision not in machine.precisions:
         raise PlanError(
-            f"device.precision = {precision!r}, which {where} has not: set device.precision = "
+            f"offload.precision = {precision!r}, which {where} has not: set offload.precision = "
             f"{' or '.join(machine.precisions)}"
         )
-    state = job.optim.state
+    state = job.offload.state
     if precision not in STATE_PRECISIONS[state]:
         raise PlanError(
-            f"optim.state = {state!r} does not go with device.precision = {precision!r} on "
-            f"{where}: set optim.state = fp32"
+            f"offload.state = {state!r} does not go with offload.precision = {precision!r} on "
+            f"{where}: set offload.state = fp32"
             + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
         )
-    return replace(job, device=replace(job.device, precision=precision))
+    return replace(job, offload=replace(job.offload, precision=precision))
 
 
 def _too_much(where: str, needed: int, room: int, owners: Mapping[str, int]) -> str:

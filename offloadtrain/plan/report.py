@@ -32,17 +32,17 @@ def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
 
 def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
     """The same as plain values; bytes, seconds."""
-    placed = plan.placed
+    spec = plan.placed.spec
     return {
         "job": plan.job.name,
         "machine": plan.name,
-        "ranks": placed.ranks,
+        "ranks": spec.ranks,
         "hosts": plan.hosts,
-        "zero_stage": placed.stage,
-        "precision": plan.job.device.precision,
+        "zero_stage": spec.zero_stage,
+        "precision": plan.job.offload.precision,
         "params": num_params(plan.job.model),
         "batch_tokens": plan.job.batch_tokens,
-        "streamed_blocks": len(placed.streamed),
+        "streamed_blocks": len(spec.streamed),
         "device_bytes": plan.device,
         "device_room_bytes": plan.device_room,
         "host_bytes": plan.host,
@@ -61,27 +61,27 @@ def _change_json(change: Change) -> dict[str, Any]:
 
 
 def _head(plan: Plan) -> str:
-    job, placed = plan.job, plan.placed
+    job, config, spec = plan.job, plan.placed.config, plan.placed.spec
     device = "the CPU" if plan.machine.on_cpu else plan.machine.gpu
-    ranks = f"{placed.ranks} x {device}" if placed.ranks > 1 else device
+    ranks = f"{spec.ranks} x {device}" if spec.ranks > 1 else device
     hosts = f" on {plan.hosts} hosts" if plan.hosts > 1 else ""
     train = job.train
     lines = [
-        f"{job.name} on {plan.name}: {ranks}{hosts}, {job.device.precision}",
+        f"{job.name} on {plan.name}: {ranks}{hosts}, {job.offload.precision}",
         f"{format_count(num_params(job.model))} parameters, {job.model.num_layers} blocks of width "
         f"{job.model.d_model}; {format_count(job.batch_tokens)} tokens per step "
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]
-    if placed.ranks > 1:
-        lines.append(f"{explain(job, placed.config, placed.ranks)}; ZeRO stage {placed.stage}")
-    if placed.streamed:
-        where = "shards on the devices" if placed.kept_on_device else "the host"
-        lines.append(f"{len(placed.streamed)} blocks are streamed from {where}")
+    if spec.ranks > 1:
+        lines.append(f"{explain(job, config, spec.ranks)}; ZeRO stage {spec.zero_stage}")
+    if spec.streamed:
+        where = "the host" if config.offload.working == "host" else "shards on the devices"
+        lines.append(f"{len(spec.streamed)} blocks are streamed from {where}")
     return "\n".join(lines)
 
 
 def _memory(plan: Plan) -> str:
-    each = " of each rank" if plan.placed.ranks > 1 else ""
+    each = " of each rank" if plan.placed.spec.ranks > 1 else ""
     lines = [f"device{each}: {_sum(plan.device)}" + _of(plan)]
     lines += _rows(plan.device)
     lines += [f"host{each}: {_sum(plan.host)}"]
@@ -127,12 +127,13 @@ def _step(plan: Plan) -> str:
         f"{format_count(found.tokens_per_s)} tokens/s, {found.tflops:.3g} Tflop/s per rank "
         f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
     )
-    owned = num_params(plan.job.model) / plan.placed.ranks
+    ranks = plan.placed.spec.ranks
+    owned = num_params(plan.job.model) / ranks
     lines.append(
         f"bus: {found.d2h_bytes / 1e9:.3g} GB down, {found.h2d_bytes / 1e9:.3g} GB up per step and "
         f"rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
         f"DRAM: {found.dram_bytes / 1e9:.3g} GB by the host's kernels"
-        + (f"; to other ranks: {found.comm_bytes / 1e9:.3g} GB" if plan.placed.ranks > 1 else "")
+        + (f"; to other ranks: {found.comm_bytes / 1e9:.3g} GB" if ranks > 1 else "")
     )
     return "\n".join(lines)
 

@@ -52,7 +52,7 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     """
     job = resolved(job, machine)
     rows: list[Point] = []
-    stages = (3,) if job.device.working == "host" else (1, 2, 3)
+    stages = (3,) if job.offload.working == "host" else (1, 2, 3)
     linked = [n for n in counts if n <= machine.gpus or machine.node_link_gbps > 0]
     for stage in stages:
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])
@@ -143,7 +143,7 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
     wider = replace(
         job,
         train=replace(train, grad_accum_steps=train.grad_accum_steps * gpus, global_batch_tokens=0),
-        ranks=replace(job.ranks, zero_stage=stage),
+        offload=replace(job.offload, zero_stage=stage),
     )
     plan = make(wider, name, machine, gpus)
     linked = plan.hosts == 1 or machine.node_link_gbps > 0
@@ -170,7 +170,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         gpus=gpus,
         stage=stage,
         offload=False,
-        recompute=job.device.activation != "keep",
+        recompute=job.offload.activation != "keep",
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
     rate = tokens / step_times(run, machine, IDEAL).step
@@ -193,7 +193,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batch=train.micro_batch,
         micro_batches=micro_batches,
         stages=gpus,
-        recompute=job.device.activation != "keep",
+        recompute=job.offload.activation != "keep",
     )
     found = row(schedule, pipe, machine)
     needed = found.weights_bytes + found.state_bytes + found.activation_bytes

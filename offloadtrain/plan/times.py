@@ -1,7 +1,7 @@
 """How long a step takes: the schedule that the engine follows, with a machine's rates.
 
 [Note: What a step costs]
-Every operation of `schedule.program` gets seconds:
+Every launch of the program (`step.program`) gets seconds:
 * forward, backward: FLOPs over the machine's rate at the model's width; backward is twice the
   forward, and once more where activations are recomputed;
 * gather: a copy within the device's memory;
@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from offloadtrain.plan.layout import Block, Bucket
 from offloadtrain.plan.machine import Machine, MachineError
-from offloadtrain.plan.memory import STATES, doubled_blocks, input_bytes, pends
 from offloadtrain.plan.placement import Placement
-from offloadtrain.schedule import DECIDE, BlockShape, Op, Steady, StepShape, steady
 from offloadtrain.shapes import block_flops_per_token, flops_per_token
+from offloadtrain.step.operations import Kind, Launch
+from offloadtrain.step.simulate import Steady, steady
+from offloadtrain.step.spec import BucketSpec, StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +60,13 @@ class Prediction:
         return sum(self.exposed_s.values())
 
 
-def predict(placed: Placement, machine: Machine, copies_room: int) -> Prediction:
-    """Simulate a step of one of `placed.ranks` ranks, which fill one host after the other.
-
-    Args:
-        copies_room: bytes that second copies of the state may grow into.
+def predict(placed: Placement, machine: Machine) -> Prediction:
+    """Simulate a step of one of `placed.spec.ranks` ranks, which fill one host after the other.
 
     Raises:
         MachineError: the machine has not the precision or the links.
     """
-    costs = _Costs(placed, machine, copies_room)
+    costs = _Costs(placed, machine)
     found = _steady(costs)
     parked = costs.parked_s
     busy = dict(found.busy)
@@ -88,11 +85,11 @@ _MICRO_STEPS = (2, 3)
 
 
 def _steady(costs: _Costs) -> Steady:
-    count = costs.shape.micro_steps
+    count = costs.spec.config.grad_accum_steps
     few, some = _MICRO_STEPS
     if count <= some:
-        return steady(costs.shape, costs.seconds)
-    one, two = (steady(replace(costs.shape, micro_steps=n), costs.seconds) for n in (few, some))
+        return steady(costs.spec, costs.seconds)
+    one, two = (steady(_with_micro_steps(costs.spec, n), costs.seconds) for n in (few, some))
 
     def beyond(a: float, b: float) -> float:
         return b + (count - some) * (b - a)
@@ -105,6 +102,10 @@ def _steady(costs: _Costs) -> Steady:
         lanes(one.busy, two.busy),
         lanes(one.exposed, two.exposed),
     )
+
+
+def _with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
+    return replace(spec, config=replace(spec.config, grad_accum_steps=count))
 
 
 def _prediction(
@@ -120,7 +121,7 @@ def _prediction(
         seconds=seconds,
         busy_s=busy,
         exposed_s=exposed,
-        tokens_per_s=tokens * placed.ranks / seconds,
+        tokens_per_s=tokens * placed.spec.ranks / seconds,
         tflops=flops / seconds / 1e12,
         hardware_tflops=(flops + again) / seconds / 1e12,
         mfu=flops / seconds / peak if peak else None,
@@ -134,74 +135,34 @@ def _prediction(
 class _Costs:
     """Seconds of every operation."""
 
-    def __init__(self, placed: Placement, machine: Machine, copies_room: int) -> None:
-        self.placed, self.machine, self._copies_room = placed, machine, copies_room
-        self._blocks = {block.name: block for block in placed.blocks}
-        self._buckets = {bucket.name: bucket for bucket in placed.buckets}
-        self._local = min(placed.ranks, machine.gpus)
-        if placed.ranks > machine.gpus and not machine.node_link_gbps:
+    def __init__(self, placed: Placement, machine: Machine) -> None:
+        self.placed, self.machine, self.spec = placed, machine, placed.spec
+        self._blocks = {block.name: block for block in self.spec.blocks}
+        self._buckets = {bucket.name: bucket for bucket in self.spec.buckets}
+        self._local = min(self.spec.ranks, machine.gpus)
+        if self.spec.ranks > machine.gpus and not machine.node_link_gbps:
             raise MachineError(
-                f"{placed.ranks} GPUs are asked for, and the machine has {machine.gpus} on its "
+                f"{self.spec.ranks} GPUs are asked for, and the machine has {machine.gpus} on its "
                 "only host: take fewer, or a --machine file with more, or with node_link_gbps"
             )
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
-        self._rate = machine.flops(config.device.precision, config.model.d_model)
+        self._rate = machine.flops(config.offload.precision, config.model.d_model)
 
-    @cached_property
-    def shape(self) -> StepShape:
-        placed, config = self.placed, self.placed.config
-        speculates = config.optim.update == "speculative"
-        guessed = doubled_blocks(placed, self._copies_room) if speculates else 0
-        alone = placed.blocks[: len(placed.blocks) - guessed] if speculates else ()
-        return StepShape(
-            blocks=tuple(self._block(block) for block in placed.blocks),
-            mode="early" if placed.early else config.optim.update,
-            micro_steps=config.train.grad_accum_steps,
-            slots=max(placed.slots, 1),
-            staging_slots=placed.staging_slots,
-            pieces={name: placed.pieces(bucket) for name, bucket in self._buckets.items()},
-            among_ranks=placed.ranks > 1,
-            kept_on_device=placed.kept_on_device,
-            whole_gradients=placed.stage == 1,
-            staged_up=frozenset(self._staged_up()),
-            unguessed=frozenset(bucket.name for block in alone for bucket in block.buckets),
-        )
-
-    def _block(self, block: Block) -> BlockShape:
-        names = tuple(bucket.name for bucket in block.buckets)
-        return BlockShape(block.name, names, block.name in self.placed.streamed)
-
-    def _staged_up(self) -> list[str]:
-        placed = self.placed
-        if not placed.sums or placed.config.optim.state != "fp32":
-            return []
-        return [
-            bucket.name
-            for block in placed.blocks
-            if not placed.from_host(block)
-            for bucket in block.buckets
-            if not pends(placed, block, bucket)
-        ]
-
-    def seconds(self, op: Op) -> float:
+    def seconds(self, op: Launch) -> float:
         """Of one operation."""
-        kind, _, name = op.name.partition(" ")
-        if op.name == DECIDE:
-            return 0.0
-        if kind in ("forward", "backward"):
-            return self._computed_s(kind, name)
-        return self._moved_s(kind, self._buckets[name])
-
-    def _computed_s(self, kind: str, name: str) -> float:
-        flops = self._flops[name] * self._tokens
-        if kind == "forward":
-            return flops / self._rate
-        again = flops if self._recomputes(name) else 0.0
-        return (2 * flops + again) / self._rate
+        match op.kind:
+            case Kind.DECIDE:
+                return 0.0
+            case Kind.FORWARD:
+                return self._flops[op.owner] * self._tokens / self._rate
+            case Kind.BACKWARD:
+                forwards = 3 if self._recomputes(op.owner) else 2
+                return forwards * self._flops[op.owner] * self._tokens / self._rate
+        return self._moved_s(op.kind, self._buckets[op.owner])
 
     def _recomputes(self, name: str) -> bool:
-        keeps = self.placed.config.device.activation == "keep"
+        keeps = self.placed.config.offload.activation == "keep"
         return not keeps and self._blocks[name].repeated
 
     @cached_property
@@ -209,9 +170,9 @@ class _Costs:
         """Block → forward FLOPs per token; the head's are the last block's."""
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         layers = block_flops_per_token(model, seq_len)
-        count = sum(block.repeated for block in self.placed.blocks)
-        flops = {block.name: layers if block.repeated else 0.0 for block in self.placed.blocks}
-        last = self.placed.blocks[-1].name
+        count = self.placed.repeated
+        flops = {block.name: layers if block.repeated else 0.0 for block in self.spec.blocks}
+        last = self.spec.blocks[-1].name
         flops[last] += 2.0 * model.vocab_size * model.d_model
         if not count:  # one layer, whose modules are blocks: all of it in the last of them
             flops[last] += layers
@@ -223,30 +184,32 @@ class _Costs:
         again = (self._flops[name] for name in self._blocks if self._recomputes(name))
         return sum(again) * self._tokens
 
-    def _moved_s(self, kind: str, bucket: Bucket) -> float:
-        machine, weight = self.machine, self.placed.weight_bytes
-        shard, pieces = bucket.shard_numel, self.placed.pieces(bucket)
+    def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
+        machine, weight = self.machine, bucket.weight_bytes
+        shard, pieces = bucket.shard_numel, len(self.spec.pieces(bucket))
+        reduced = self.spec.reduced_bytes(bucket)
         match kind:
-            case "gather":
-                wide = weight + self.placed.reduced_bytes
-                return bucket.numel * wide / pieces / (machine.hbm_gbps * 1e9)
-            case "reduce-scatter":
-                return self._collective_s(bucket.numel * self.placed.reduced_bytes) / pieces
-            case "all-gather":
+            case Kind.GATHER:
+                return bucket.numel * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
+            case Kind.ROUND:
+                return shard * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
+            case Kind.REDUCE_SCATTER:
+                return self._collective_s(bucket.numel * reduced) / pieces
+            case Kind.ALL_GATHER:
                 return self._collective_s(bucket.numel * weight)
-            case "d2h":
+            case Kind.GRAD_DOWN:
                 return shard * weight / pieces / self._link(machine.d2h_gbps)
-            case "h2d" | "load":
+            case Kind.WEIGHTS_UP | Kind.LOAD:
                 return shard * weight / self._link(machine.h2d_gbps)
-            case "adam":
-                return shard / self._adam_rate
-        passes = pieces if kind == "accumulate" else 1
-        return shard * self._traffic(kind) / passes / self._dram
+            case Kind.ADAM:
+                return shard / self._adam_rate(bucket)
+        passes = pieces if kind is Kind.ACCUMULATE else 1
+        return shard * self._traffic(kind, bucket) / passes / self._dram
 
     def _collective_s(self, nbytes: int) -> float:
         """A ring over all ranks: among the GPUs of a host, and where there are more, over the
         links of each host, which its GPUs share."""
-        ranks, machine = self.placed.ranks, self.machine
+        ranks, machine = self.spec.ranks, self.machine
         inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
         nodes = ceil(ranks / machine.gpus)
         if nodes == 1:
@@ -256,7 +219,7 @@ class _Costs:
     def _link(self, alone_gbps: float) -> float:
         """Bytes per second of one rank's way between host and device; where the state is on the
         device, of a copy within."""
-        if not self.placed.offloaded:
+        if not self.spec.offloaded:
             return 1e9 * self.machine.hbm_gbps / 2
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
@@ -264,75 +227,68 @@ class _Costs:
     def _dram(self) -> float:
         """Bytes per second of one rank's cores; of the device where Adam runs there."""
         machine = self.machine
-        if not self.placed.offloaded:
+        if not self.spec.offloaded:
             return 1e9 * machine.hbm_gbps
         whole = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
         return 1e9 * whole / self._local
 
-    @property
-    def _adam_rate(self) -> float:
+    def _adam_rate(self, bucket: BucketSpec) -> float:
         """Parameters per second of one rank."""
-        state = self.placed.config.optim.state
-        measured: float = getattr(self.machine, f"{state}_gparams")
-        if measured and self.placed.offloaded:
+        measured: float = getattr(self.machine, f"{bucket.format.name}_gparams")
+        if measured and self.spec.offloaded:
             return 1e9 * measured / self._local
-        return self._dram / self._traffic("adam")
+        return self._dram / self._traffic(Kind.ADAM, bucket)
 
-    def _traffic(self, kind: str) -> float:
+    def _traffic(self, kind: Kind, bucket: BucketSpec) -> float:
         """Bytes of memory traffic per parameter."""
-        weight = self.placed.weight_bytes
-        gradient = 4 if self.placed.sums else weight
+        weight = bucket.weight_bytes
+        gradient = 4 if self.spec.accumulates else weight
         match kind:
-            case "accumulate":
+            case Kind.ACCUMULATE:
                 return weight + 8
-            case "norm":
+            case Kind.NORM:
                 return gradient
-            case "show":
+            case Kind.PUBLISH:
                 return 2 * weight
-        state = self.placed.config.optim.state
-        kept = sum((one.nbytes or weight) / one.per_block for one in STATES[state])
-        return gradient + 2 * kept + (weight if state == "fp32" else 0)
+        return bucket.format.traffic_per_param(self.spec.moments, weight, gradient)
 
     @cached_property
     def moved_bytes(self) -> tuple[int, int, int]:
         """Of a step: down, up, to other ranks."""
-        placed, weight = self.placed, self.placed.weight_bytes
-        micro_steps = placed.config.train.grad_accum_steps
-        every = sum(bucket.shard_numel for bucket in placed.buckets)
-        streamed = [block for block in placed.blocks if block.name in placed.streamed]
-        loads = sum(block.numel for block in streamed) // placed.ranks
+        spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
+        every = sum(bucket.shard_numel * bucket.weight_bytes for bucket in spec.buckets)
+        reduced = sum(bucket.shard_numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
+        streamed = [block for block in spec.blocks if block.name in spec.streamed]
+        loads = sum(block.nbytes for block in streamed) // spec.ranks
         loaded = self._loads_per_step() * loads // max(len(streamed), 1)
-        from_host = 0 if placed.kept_on_device else loaded
-        up = every - (0 if placed.kept_on_device else loads) + from_host
-        parked = input_bytes(placed) * self._parked_inputs
-        bus = placed.offloaded
-        gathers = every - loads + loaded
-        sent = (placed.ranks - 1) * (micro_steps * every * placed.reduced_bytes + gathers * weight)
-        down = micro_steps * every * weight if bus else 0
-        return down + parked, (up * weight if bus else 0) + parked, sent
+        from_shards = any(spec.loads_from_shard(bucket) for bucket in spec.buckets)
+        up = every if from_shards else every - loads + loaded
+        parked = self.placed.input_bytes * self._parked_inputs
+        sent = (spec.ranks - 1) * (micro_steps * reduced + every - loads + loaded)
+        down = micro_steps * every if spec.offloaded else 0
+        return down + parked, (up if spec.offloaded else 0) + parked, sent
 
     def _loads_per_step(self) -> int:
         """Of streamed blocks: forward and backward of every microbatch, but for what the slots
         still hold from one to the other."""
-        count, slots = len(self.placed.streamed), self.placed.slots
+        count, slots = len(self.spec.streamed), self.spec.slots
         if not count:
             return 0
-        micro_steps = self.placed.config.train.grad_accum_steps
+        micro_steps = self.spec.config.grad_accum_steps
         return max(2 * micro_steps * (count - slots) + slots, count)
 
     @property
     def _parked_inputs(self) -> int:
         config = self.placed.config
-        layers = sum(block.repeated for block in self.placed.blocks)
-        parks = config.device.activation == "offload"
-        return layers * config.train.grad_accum_steps if parks else 0
+        parks = config.offload.activation == "offload"
+        return self.placed.repeated * config.train.grad_accum_steps if parks else 0
 
     @property
     def parked_s(self) -> dict[str, float]:
         """Lane → seconds of block inputs on their way down and up."""
         if not self._parked_inputs:
             return {}
-        nbytes = input_bytes(self.placed) * self._parked_inputs
+        nbytes = self.placed.input_bytes * self._parked_inputs
         machine = self.machine
         return {
             "d2h": nbytes / self._link(machine.d2h_gbps),
@@ -342,12 +298,16 @@ class _Costs:
     @property
     def dram_bytes(self) -> float:
         """Of the host's kernels in a step; what the bus moves is not among it."""
-        placed = self.placed
-        if not placed.offloaded:
-            return 0.0
-        params = sum(bucket.shard_numel for bucket in placed.buckets)
-        shown = placed.config.optim.update != "exact" or placed.early
-        sums = placed.config.train.grad_accum_steps * self._traffic("accumulate")
-        per_param = self._traffic("adam") + (sums if placed.sums else self._traffic("norm"))
-        streamed = sum(b.numel for b in placed.blocks if placed.from_host(b)) // placed.ranks
-        return params * per_param + (streamed * self._traffic("show") if shown else 0)
+        spec = self.spec
+        return sum(map(self._dram_bytes_of, spec.buckets)) if spec.offloaded else 0.0
+
+    def _dram_bytes_of(self, bucket: BucketSpec) -> float:
+        traffic, spec = self._traffic, self.spec
+        per_param = traffic(Kind.ADAM, bucket)
+        if spec.accumulates:
+            per_param += spec.config.grad_accum_steps * traffic(Kind.ACCUMULATE, bucket)
+        else:
+            per_param += traffic(Kind.NORM, bucket)
+        if spec.has_snapshot(bucket):
+            per_param += traffic(Kind.PUBLISH, bucket)
+        return bucket.shard_numel * per_param

@@ -5,8 +5,10 @@ See [Note: State formats] in `kernels.state`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from offloadtrain.offload_config import State
 
 ITEMSIZE = {
     "float64": 8,
@@ -54,14 +56,12 @@ class StateFormat:
             it is the working weight itself and is uploaded from where it lies.
         moment: dtype of each moment.
         scaled: whether moments have a scale per block.
-        weights: dtypes that the working weights may have.
     """
 
-    name: str
+    name: State
     master: tuple[Field, ...]
     moment: str
     scaled: bool
-    weights: tuple[str, ...]
 
     @property
     def holds_weight(self) -> bool:
@@ -92,26 +92,20 @@ class StateFormat:
 
 
 _WEIGHT = Field("weight", None)
-FP32 = StateFormat(
-    "fp32",
-    (Field("master", "float32"),),
-    "float32",
-    scaled=False,
-    weights=("float32", "bfloat16", "float16"),
-)
-SPLIT16 = StateFormat(
-    "split16", (_WEIGHT, Field("low", "int16")), "bfloat16", scaled=False, weights=("bfloat16",)
-)
-INT8 = StateFormat(
-    "int8",
-    (_WEIGHT, Field("correction", "int8")),
-    "uint8",
-    scaled=True,
-    weights=("bfloat16", "float16"),
-)
-FORMATS = {state.name: state for state in (FP32, SPLIT16, INT8)}
+FP32 = StateFormat("fp32", (Field("master", "float32"),), "float32", scaled=False)
+SPLIT16 = StateFormat("split16", (_WEIGHT, Field("low", "int16")), "bfloat16", scaled=False)
+INT8 = StateFormat("int8", (_WEIGHT, Field("correction", "int8")), "uint8", scaled=True)
+FORMATS: dict[str, StateFormat] = {state.name: state for state in (FP32, SPLIT16, INT8)}
 
 
 def format_for(name: str, dtype: str) -> StateFormat:
     """The format of a bucket: weights that stay fp32 in a 16-bit model have fp32 state."""
     return FP32 if dtype == "float32" else FORMATS[name]
+
+
+def recognise(keys: Collection[str], moments: Sequence[str]) -> StateFormat | None:
+    """The format with exactly these tensors."""
+    for state in FORMATS.values():
+        if {field.name for field in state.fields(moments)} == set(keys):
+            return state
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import (
@@ -100,8 +100,9 @@ _SETTLED = 6
 
 
 def steady(spec: StepSpec, seconds: Seconds) -> Steady:
-    """What a step takes in the long run."""
-    program = timed(steps(Program(spec), _SETTLED))
+    """What a step takes in the long run: of update mode "delayed", after its warm-up."""
+    warm = replace(spec, config=replace(spec.config, warmup_steps=0))
+    program = timed(steps(Program(warm), _SETTLED))
     found = _simulated(program, seconds)
     decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
     first, last = decided[-2] + 1, decided[-1]

@@ -65,7 +65,7 @@ class BucketSpec:
         return self.numel * self.weight_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockSpec:
     """Parameters that move together: those that one module's forward uses as one.
 
@@ -120,15 +120,12 @@ class StepSpec:
     @property
     def zero_stage(self) -> int:
         """What ranks share out; 0: there is one."""
-        if self.alone:
-            return 0
-        return self.config.zero_stage or (3 if self.config.working == "host" else 2)
+        return self.config.zero_stage_among(self.ranks)
 
     @property
     def streams(self) -> bool:
-        """Whether repeated blocks may come to the device for their use: from the host, or from
-        shards on the devices."""
-        return self.config.working == "host" or self.zero_stage == 3
+        """Whether repeated blocks may come to the device for their use."""
+        return self.config.streams_among(self.ranks)
 
     @property
     def offloaded(self) -> bool:

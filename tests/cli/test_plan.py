@@ -14,7 +14,7 @@ from offloadtrain.plan.machine import find
 from offloadtrain.plan.plan import make
 
 Captured = pytest.CaptureFixture[str]
-SMALL = ["--set", "model.size=gpt2-124m", "data.seq_len=512", "device.precision=fp16"]
+SMALL = ["--set", "model.size=gpt2-124m", "data.seq_len=512", "offload.precision=fp16"]
 
 
 def plan(*arguments: object) -> int:

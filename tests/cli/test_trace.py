@@ -52,7 +52,9 @@ def test_spans_lie_in_their_steps() -> None:
 
 def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert run(small_job(tmp_path, "device.working=host", "device.activation=offload"), folder) == 0
+    assert (
+        run(small_job(tmp_path, "offload.working=host", "offload.activation=offload"), folder) == 0
+    )
     capsys.readouterr()
     assert main(["trace", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "trace.json")

@@ -26,7 +26,7 @@ from offloadtrain.world import Place
 from tests.distributed.conftest import Run
 from tests.trainer.small_job import JOB, write_text
 
-FP32 = {"device.precision": '"fp32"', "model.dropout": 0.0}
+FP32 = {"offload.precision": '"fp32"', "model.dropout": 0.0}
 CONSTANT = {"optim.schedule": '"constant"'}
 
 
@@ -102,7 +102,7 @@ def test_each_rank_holds_what_was_planned(
     ranks: Run, tmp_path: Path, data: Path, stage: int
 ) -> None:
     """By owner; what alignment adds to this small model is below a sixth."""
-    wide = {"ranks.zero_stage": stage, "model.d_model": 128, "train.steps": 2}
+    wide = {"offload.zero_stage": stage, "model.d_model": 128, "train.steps": 2}
     for found in ranks(2, trained, tmp_path / "run", data, **wide):
         for tier, states in found["planned"].items():
             for owner, planned in states.items():
@@ -201,7 +201,7 @@ def test_ranks_with_other_jobs_are_refused(ranks: Run, data: Path) -> None:
 def chosen_where_ranks_measure(data: Path, speedups: tuple[float, ...]) -> str:
     """What "auto" becomes on a rank whose own measurement says otherwise than its neighbour's."""
     ranks = Ranks.of(None, torch.device("cpu"))
-    job = job_of(data, **{"device.precision": '"auto"'})
+    job = job_of(data, **{"offload.precision": '"auto"'})
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda: speedups[ranks.rank])
@@ -237,8 +237,8 @@ def test_tokens_are_verified_once_on_each_host(ranks: Run, data: Path) -> None:
 
 
 def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
-    asked = {"device.resident_blocks": 1}
-    assert job_of(data, **asked | {"ranks.zero_stage": 3}).device.resident_blocks == 1
+    asked = {"offload.resident_blocks": 1}
+    assert job_of(data, **asked | {"offload.zero_stage": 3}).offload.resident_blocks == 1
     with pytest.raises(ConfigError, match=r"or ranks\.zero_stage = 3"):
         job_of(data, **asked)
 

@@ -14,12 +14,12 @@ from tests.plan.test_memory import GPT, booked, job, planned
 @pytest.mark.parametrize(
     "keys",
     [
-        {"ranks__zero_stage": 1},
-        {"ranks__zero_stage": 2, "ranks__reduction": "fp32"},
-        {"ranks__zero_stage": 3},
-        {"ranks__zero_stage": 3, "optim__state_on": "device"},
-        {"device__working": "host", "optim__state": "int8"},
-        {"ranks__zero_stage": 1, "ranks__reduction": "fp32", "train__grad_accum_steps": 2},
+        {"offload__zero_stage": 1},
+        {"offload__zero_stage": 2, "offload__reduction": "fp32"},
+        {"offload__zero_stage": 3},
+        {"offload__zero_stage": 3, "offload__state_on": "device"},
+        {"offload__working": "host", "offload__state": "int8"},
+        {"offload__zero_stage": 1, "offload__reduction": "fp32", "train__grad_accum_steps": 2},
     ],
 )
 def test_of_a_rank(ranks: Run, keys: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.distributed import RankError
 from offloadtrain.engine import GradientError, ModelError
-from offloadtrain.engine.bucket import ALIGN
 from offloadtrain.memory import Tier
 from offloadtrain.step.prove import prove
+from offloadtrain.step.spec import ALIGN
 from offloadtrain.step.trace import Launched
 from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offloadtrain import memory, telemetry
-from offloadtrain.memory import Arena, HostMemoryError, Ledger, Request, Tier
+from offloadtrain.memory import Arena, Ledger, Tier
+from offloadtrain.step.memory import HostMemoryError, Request
 from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy
 
 
@@ -46,7 +47,7 @@ def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=False)
     sizes = [1, 0, 7, 4096, 100_003]
-    tensors = arena.map([Request(f"o{n}", n, torch.bfloat16) for n in sizes])
+    tensors = arena.map([Request(f"o{n}", n, "bfloat16") for n in sizes])
     assert [t.numel() for t in tensors] == sizes
     held = {row.owner: row.bytes for row in ledger.rows()}
     assert held.pop("padding") > 0
@@ -62,14 +63,14 @@ def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:
 
 def test_streams_are_staggered() -> None:
     arena = Arena(Ledger(), pin=False)
-    a, b = arena.map([Request("a", 1 << 20, torch.float32), Request("b", 1 << 20, torch.float32)])
+    a, b = arena.map([Request("a", 1 << 20, "float32"), Request("b", 1 << 20, "float32")])
     assert (b.data_ptr() - a.data_ptr()) % (1 << 20) >= 4096
 
 
 def test_slabs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SLAB_BYTES", 1 << 20)
     arena = Arena(Ledger(), pin=False)
-    arena.map([Request("x", 200_000, torch.float32) for _ in range(4)])
+    arena.map([Request("x", 200_000, "float32") for _ in range(4)])
     assert len(arena._slabs) == 4
 
 
@@ -79,7 +80,7 @@ def test_too_little_memory_is_said_before_anything_is_mapped(
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
     arena = Arena(Ledger(), pin=False)
     with pytest.raises(HostMemoryError, match=r"asks for 4\.0 MiB .* 1\.0 MiB is .*master"):
-        arena.map([Request("master weights", 1 << 20, torch.float32)])
+        arena.map([Request("master weights", 1 << 20, "float32")])
     assert not arena._slabs
 
 
@@ -88,7 +89,7 @@ def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "_meminfo_available", lambda: 1 << 20)
     monkeypatch.setattr(memory, "_cgroup_available", lambda mount: 1 << 62)
     monkeypatch.delenv("OFFLOADTRAIN_HOST_MEMORY", raising=False)
-    arena, asked = Arena(Ledger(), pin=False), [Request("master", 1 << 20, torch.float32)]
+    arena, asked = Arena(Ledger(), pin=False), [Request("master", 1 << 20, "float32")]
     with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY=128GiB"):
         arena.map(asked)
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "128GiB")

@@ -31,7 +31,7 @@ def golden_file(precision: str) -> Path:
 def train_losses(precision: str) -> list[float]:
     """Train the debug model on sums, on one thread, and return the loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
-        job = small_job(Path(folder), f"device.precision={precision}", "device.threads=1", *JOB)
+        job = small_job(Path(folder), f"offload.precision={precision}", "device.threads=1", *JOB)
         assert run(job, Path(folder) / "run") == 0
         return [step.loss for step in events_of(Path(folder) / "run", events.Step)]
 

@@ -16,7 +16,8 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain import kernels
-from offloadtrain.memory import Arena, Ledger, Request, Tier
+from offloadtrain.memory import Arena, Ledger, Tier
+from offloadtrain.step.memory import Request
 from offloadtrain.step.prove import prove
 from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.transfer import copy as transfer_copy
@@ -251,7 +252,7 @@ def test_race_provoking_shapes(working: str) -> None:
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=True)
-    (memory,) = arena.map([Request("test", 1 << 20, torch.float32)])
+    (memory,) = arena.map([Request("test", 1 << 20, "float32")])
     assert arena.pinned
     assert memory.is_pinned() and memory[1000:].is_pinned()
     kernels.cast(torch.randn(1 << 20), memory)

@@ -15,7 +15,6 @@ from offloadtrain.assembly import offload_job
 from offloadtrain.doctor.measure import measure
 from offloadtrain.here import here
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.plan import memory
 from offloadtrain.plan.plan import make
 from offloadtrain.shapes import SIZES, ModelShape
 from tests.gpu.precision import DTYPE, NAME
@@ -35,9 +34,9 @@ SHAPES = {
     "keys",
     [
         {},
-        {"device__activation": "recompute"},
-        {"device__activation": "offload", "device__working": "host"},
-        {"train__grad_accum_steps": 2, "optim__state": "int8"},
+        {"offload__activation": "recompute"},
+        {"offload__activation": "offload", "offload__working": "host"},
+        {"train__grad_accum_steps": 2, "offload__state": "int8"},
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,7 +47,8 @@ def test_peak_of_a_step(shape: str, keys: dict[str, Any]) -> None:
         config,
         model=SHAPES[shape],
         data=replace(config.data, seq_len=512),
-        device=replace(config.device, kind="auto", precision=NAME),
+        offload=replace(config.offload, precision=NAME),
+        device=replace(config.device, kind="auto"),
     )
     plan = make(config, *here(on_gpu=True))
     _take_workspaces()
@@ -58,7 +58,7 @@ def test_peak_of_a_step(shape: str, keys: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = Transformer(config.model)
     device = torch.device("cuda", torch.cuda.current_device())
-    optimizer = offload_job(model, config, device, config.device.precision)
+    optimizer = offload_job(model, config, device)
     for _ in range(2):
         for _ in range(config.train.grad_accum_steps):
             tokens = torch.randint(config.model.vocab_size, (4, 512), device="cuda")
@@ -66,7 +66,7 @@ def test_peak_of_a_step(shape: str, keys: dict[str, Any]) -> None:
         optimizer.step()
     torch.cuda.synchronize()
     held = {(row.tier, row.owner): row.peak_bytes for row in optimizer.ledger.rows()}
-    for owner, size in memory.device(plan.placed).items():
+    for owner, size in plan.placed.device().items():
         assert held["device", owner] == size
     peak = torch.cuda.max_memory_allocated() - before
     optimizer.close()

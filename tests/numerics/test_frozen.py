@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.device_memory import block_bytes
-from offloadtrain.memory import HostMemoryError, Tier
+from offloadtrain.memory import Tier
+from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, pair, train
-from tests.numerics.test_streaming import MODES
+from tests.numerics.test_streaming import MODES, block_bytes
 
 
 class Adapted(Layer):

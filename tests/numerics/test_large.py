@@ -7,7 +7,8 @@ import torch
 
 from offloadtrain import kernels
 from offloadtrain.kernels import Layout
-from offloadtrain.memory import Arena, Ledger, Request, available_bytes
+from offloadtrain.memory import Arena, Ledger, available_bytes
+from offloadtrain.step.memory import Request
 from tests.numerics.format_cases import (
     SCALARS,
     differing,

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from offloadtrain import kernels
 from offloadtrain.engine.bucket import pack
 from offloadtrain.kernels import Backend, Layout
-from offloadtrain.optim import FORMATS
 from tests import levels
 from tests.numerics.format_cases import NARROW, differing, gradient, random_state, stepped
 from tests.numerics.kernel_cases import each_backend
@@ -33,7 +32,7 @@ def buckets(numels: list[int], size: int, name: str, dtype: torch.dtype):  # typ
     params = [(str(i), torch.nn.Parameter(torch.zeros(n))) for i, n in enumerate(numels)]
     order = {param: index for index, (_, param) in enumerate(params)}
     return [
-        pack("b", 0, dtype, params, order, FORMATS[name], _Ranks(rank, size))  # type: ignore[arg-type]
+        pack("b", 0, dtype, params, order, name, _Ranks(rank, size))  # type: ignore[arg-type]
         for rank in range(size)
     ]
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import offloadtrain as ot
 from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.device_memory import DeviceMemoryError, block_bytes
 from offloadtrain.engine.residency import Residency
 from offloadtrain.step import spec
+from offloadtrain.step.memory import DeviceMemoryError
 from offloadtrain.step.streaming import StreamError
 from offloadtrain.transfer import on_lanes
 from tests import levels
@@ -100,6 +100,10 @@ def test_delayed_and_streamed(precision: str) -> None:
 def deep(depth: int = 8) -> nn.Module:
     torch.manual_seed(0)
     return Chain(depth)
+
+
+def block_bytes(block: Block) -> int:
+    return sum(bucket.spec.nbytes for bucket in block.held)
 
 
 def blocks_of(optimizer: ot.OffloadOptimizer) -> list[Block]:

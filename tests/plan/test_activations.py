@@ -40,7 +40,7 @@ def most_allocated(config: Config) -> int:
     """Bytes that torch holds at most in a step, beyond what it holds between steps."""
     torch.manual_seed(0)
     model = Transformer(config.model)
-    optimizer = offload_job(model, config, torch.device("cpu"), config.device.precision)
+    optimizer = offload_job(model, config, torch.device("cpu"))
     tokens = torch.randint(config.model.vocab_size, (config.train.micro_batch, config.data.seq_len))
 
     def step() -> None:
@@ -67,7 +67,7 @@ def ratio(config: Config) -> float:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None:
-    config = sized(shape, size, device__precision="fp32", device__activation=policy)
+    config = sized(shape, size, offload__precision="fp32", offload__activation=policy)
     assert ratio(config) == pytest.approx(1.0, abs=0.05)
 
 
@@ -76,7 +76,7 @@ def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None
 def test_within_five_percent_in_bf16(shape: str, size: str) -> None:
     """Where activations are most of it: beside them the CPU's 16-bit matrix products take scratch
     memory of a weight's size, which a plan does not count."""
-    assert ratio(sized(shape, size, device__precision="bf16")) == pytest.approx(1.0, abs=0.05)
+    assert ratio(sized(shape, size, offload__precision="bf16")) == pytest.approx(1.0, abs=0.05)
 
 
 def test_more_of_anything_needs_more() -> None:

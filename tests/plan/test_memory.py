@@ -14,11 +14,14 @@ import offloadtrain as ot
 from offloadtrain import config as jobs
 from offloadtrain.assembly import offload_job
 from offloadtrain.config import Config
+from offloadtrain.dryrun import laid_out
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.plan import memory
 from offloadtrain.plan.layout import num_tensors
+from offloadtrain.plan.machine import find
 from offloadtrain.plan.placement import PlanError, place
+from offloadtrain.plan.plan import make
 from offloadtrain.shapes import ModelShape
+from offloadtrain.step import spec
 from tests import levels
 
 JOB = """
@@ -28,9 +31,10 @@ size = "debug"
 [data]
 train = "x"
 seq_len = 16
+[offload]
+precision = "bf16"
 [device]
 kind = "cpu"
-precision = "bf16"
 [train]
 steps = 1
 micro_batch = 2
@@ -40,8 +44,9 @@ NO_LIMIT = 1 << 50
 
 
 def job(shape: dict[str, Any] | None = None, **keys: Any) -> Config:
-    """A job with other values for dotted keys, written with two underscores."""
-    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in keys.items()]
+    """A job with other values for dotted keys, written with two underscores; None: as it is."""
+    given = {key: value for key, value in keys.items() if value is not None}
+    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in given.items()]
     config = jobs.loads(JOB, overrides=texts)
     if shape is None:
         return config
@@ -53,7 +58,7 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
     """Tier → owner → bytes, most so far, of an engine that has trained."""
     torch.manual_seed(0)
     model = Transformer(config.model)
-    optimizer = offload_job(model, config, torch.device("cpu"), config.device.precision)
+    optimizer = offload_job(model, config, torch.device("cpu"))
     size = (config.train.micro_batch, config.data.seq_len)
     for _ in range(steps):
         for _ in range(config.train.grad_accum_steps):
@@ -69,8 +74,8 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
 
 
 def planned(config: Config, ranks: int = 1) -> dict[str, dict[str, int]]:
-    placed = place(config, ranks)
-    return {"host": memory.host(placed, NO_LIMIT), "device": memory.device(placed)}
+    placed = place(config, ranks, NO_LIMIT)
+    return {"host": placed.host(), "device": placed.device()}
 
 
 MODELS = st.fixed_dictionaries(
@@ -94,7 +99,7 @@ MODELS = st.fixed_dictionaries(
     accum=st.integers(1, 2),
     working=st.sampled_from(["device", "host"]),
     slots=st.integers(1, 3),
-    stay=st.integers(-1, 2),
+    stay=st.one_of(st.none(), st.integers(0, 2)),
     skip=st.booleans(),
     activation=st.sampled_from(["keep", "recompute", "offload"]),
     decay=st.sampled_from(["matrices", "all"]),
@@ -106,43 +111,45 @@ def test_every_owner_to_the_byte(
     accum: int,
     working: str,
     slots: int,
-    stay: int,
+    stay: int | None,
     skip: bool,
     activation: str,
     decay: str,
 ) -> None:
     config = job(
         shape,
-        optim__state=state,
-        optim__update=update,
-        optim__clip_norm=1.0 if skip else 0.0,
-        optim__skip_nonfinite=skip,
+        offload__state=state,
+        offload__update=update,
+        offload__clip_norm=1.0 if skip else 0.0,
+        offload__skip_nonfinite=skip,
         optim__decay=decay,
         train__grad_accum_steps=accum,
-        device__working=working,
-        device__slots=slots,
-        device__resident_blocks=stay if working == "host" else -1,
-        device__activation=activation,
+        offload__working=working,
+        offload__device_slots=slots,
+        offload__resident_blocks=stay if working == "host" else None,
+        offload__activation=activation,
     )
     assert planned(config) == booked(config)
 
 
 def test_limits_decide_over_streaming_and_second_copies() -> None:
     sizes = dict(GPT, num_layers=6)
-    base = job(sizes, device__working="host", optim__update="speculative", optim__clip_norm=1.0)
+    base = job(
+        sizes, offload__working="host", offload__update="speculative", offload__clip_norm=1.0
+    )
     assert planned(base) == booked(base)
     least = sum(planned(base)["device"].values())
     host = sum(n for o, n in planned(base)["host"].items() if o != "other copy of the state")
     for more_device, more_host in ((0, 0), (40_000, 300_000), (400_000, 10_000_000)):
         limits = {
-            "device__memory_limit": f'"{least + more_device}"',
-            "device__host_memory_limit": f'"{host + more_host}"',
+            "offload__device_memory_limit": f'"{least + more_device}"',
+            "offload__host_memory_limit": f'"{host + more_host}"',
         }
         config = job(
             sizes,
-            device__working="host",
-            optim__update="speculative",
-            optim__clip_norm=1.0,
+            offload__working="host",
+            offload__update="speculative",
+            offload__clip_norm=1.0,
             **limits,
         )
         try:
@@ -157,11 +164,7 @@ def test_limits_decide_over_streaming_and_second_copies() -> None:
 
 def test_a_bucket_larger_than_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces, and weights that no staging slot holds."""
-    from offloadtrain.engine import device_memory
-    from offloadtrain.plan import placement
-
-    for module in (device_memory, placement, memory):
-        monkeypatch.setattr(module, "STAGING_BYTES", 4096)
+    monkeypatch.setattr(spec, "STAGING_BYTES", 4096)
     for accum in (1, 2):
         config = job(GPT, train__grad_accum_steps=accum)
         assert planned(config) == booked(config)
@@ -171,13 +174,13 @@ def test_a_bucket_larger_than_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("activation", ["keep", "offload"])
 def test_nothing_offloaded(accum: int, activation: str) -> None:
     """16 bytes per parameter on the device (ZeRO, table 1), block inputs at most on the host."""
-    keys = {"optim__state_on": "device", "train__grad_accum_steps": accum}
-    config = job(GPT, device__activation=activation, **keys)
+    keys = {"offload__state_on": "device", "train__grad_accum_steps": accum}
+    config = job(GPT, offload__activation=activation, **keys)
     found = booked(config)
     assert found == planned(config)
     assert set(found["host"]) <= {"block inputs", "padding"}
     state = sum(found["device"][owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
-    assert state == 12 * sum(bucket.numel for bucket in place(config).buckets)
+    assert state == 12 * sum(bucket.numel for bucket in place(config).spec.buckets)
 
 
 def test_parameters_are_counted_as_the_model_has_them() -> None:
@@ -185,5 +188,46 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
         config = job(shape)
         model = Transformer(config.model)
         assert num_tensors(config.model) == sum(1 for _ in model.parameters())
-        params = sum(bucket.params for bucket in place(config).buckets)
+        params = sum(bucket.params for bucket in place(config).spec.buckets)
         assert params == sum(param.numel() for param in model.parameters())
+
+
+@levels.examples(60)
+@given(
+    shape=MODELS,
+    options=st.fixed_dictionaries(
+        {
+            "state": st.sampled_from(["fp32", "split16", "int8"]),
+            "update": st.sampled_from(["exact", "speculative", "delayed"]),
+            "working": st.sampled_from(["device", "host"]),
+            "zero_stage": st.sampled_from([0, 1, 2, 3]),
+            "reduction": st.sampled_from(["working", "fp32"]),
+            "skip_nonfinite": st.booleans(),
+        }
+    ),
+    kept=st.sampled_from([[], ["*norm*"], ["blocks.*"], ["*"]]),
+    decay=st.sampled_from(["matrices", "all"]),
+    accum=st.integers(1, 2),
+    ranks=st.sampled_from([1, 2, 3, 8]),
+)
+def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
+    shape: dict[str, Any],
+    options: dict[str, Any],
+    kept: list[str],
+    decay: str,
+    accum: int,
+    ranks: int,
+) -> None:
+    """For any number of ranks, on the meta device; and what is mapped is what it says."""
+    if options["working"] == "host" and options["zero_stage"] in (1, 2):
+        options["zero_stage"] = 3
+    keys = {f"offload__{key}": value for key, value in options.items()}
+    keys |= {"train__grad_accum_steps": accum * ranks, "device__kind": "auto"}
+    config = job(shape, optim__decay=decay, **keys)
+    config = replace(config, offload=replace(config.offload, keep_fp32=tuple(kept)))
+    plan = make(config, "h100", find("h100")[1], ranks)
+    ledger = laid_out(plan)
+    booked = sum(row.bytes for row in ledger.rows())
+    planned = sum(plan.copied.host().values()) + sum(plan.placed.device().values())
+    later = plan.placed.device()["gradients"] if plan.placed.spec.zero_stage == 1 else 0
+    assert booked == planned - later

@@ -12,14 +12,13 @@ import pytest
 from offloadtrain import config as jobs
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.config import Config
-from offloadtrain.engine import device_memory
 from offloadtrain.model import loss
 from offloadtrain.plan import activations as activation_plan
-from offloadtrain.plan import memory, placement
 from offloadtrain.plan.activations import activations
 from offloadtrain.plan.machine import find
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.plan import make
+from offloadtrain.step import spec
 from tests.plan.test_activations import most_allocated
 from tests.plan.test_memory import booked, planned
 
@@ -29,8 +28,7 @@ SCALE, SIDE = 1024, 32
 @pytest.fixture(autouse=True)
 def small_rings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (device_memory, placement, memory):
-            patch.setattr(module, "STAGING_BYTES", module.STAGING_BYTES // SCALE)
+        patch.setattr(spec, "STAGING_BYTES", spec.STAGING_BYTES // SCALE)
         rows = activation_plan._ROWS_BYTES_GPU // SCALE
         for module in (loss, activation_plan):
             patch.setattr(module, "_ROWS_BYTES_CPU", rows)
@@ -50,7 +48,7 @@ def scaled(config: Config) -> Config:
         config,
         model=small,
         data=replace(config.data, seq_len=config.data.seq_len // SIDE),
-        device=replace(config.device, precision="bf16"),  # as many bytes as fp16, faster on a CPU
+        offload=replace(config.offload, precision="bf16"),  # as many bytes as fp16, faster on CPUs
         train=replace(config.train, grad_accum_steps=2, global_batch_tokens=0),
     )
 
@@ -67,12 +65,11 @@ def test_a_thousandth_of_13b(name: str) -> None:
     job = jobs.load(shipped_jobs()[name])
     machine = find(job.device.machine)[1]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (device_memory, placement, memory):
-            patch.setattr(module, "STAGING_BYTES", module.STAGING_BYTES * SCALE)
+        patch.setattr(spec, "STAGING_BYTES", spec.STAGING_BYTES * SCALE)
         large = make(job, "large", machine)
         assert large.fits
-        device, host = sum(large.device.values()), memory.host(large.placed, 1 << 60)
-        engine = memory.device(large.placed)
+        device, host = sum(large.device.values()), large.placed.host()
+        engine = large.placed.device()
     small = scaled(large.job)
     if name == "gpt_13b_streamed":  # its one microbatch
         small = replace(small, train=replace(small.train, grad_accum_steps=1))

@@ -29,9 +29,10 @@ seq_len = 32
 [optim]
 lr = 1e-2
 warmup_steps = 2
+[offload]
+precision = "bf16"
 [device]
 kind = "cpu"
-precision = "bf16"
 [train]
 steps = 12
 micro_batch = 4

@@ -58,5 +58,5 @@ def test_a_file_that_leaves_rates_open_does_not_refuse_a_job(tmp_path: Path) -> 
     file = tmp_path / "mine.toml"
     machine = replace(find("cpu2")[1], fp16_tflops=0.0, node_link_gbps=0.0)
     file.write_text(dump(machine, "Mine"))
-    overrides = [f"device.machine={file}", "device.precision=fp16", "train.steps=2"]
+    overrides = [f"device.machine={file}", "offload.precision=fp16", "train.steps=2"]
     assert run(small_job(tmp_path, *overrides, "optim.warmup_steps=0"), tmp_path / "run") == 0

@@ -26,7 +26,7 @@ def test_resume_is_bit_exact(
 ) -> None:
     fast = partial(LossScaler, scale=64.0, growth_interval=3)  # grows within the test
     monkeypatch.setattr("offloadtrain.engine.build.LossScaler", fast)
-    job = small_job(tmp_path, f"device.precision={precision}")
+    job = small_job(tmp_path, f"offload.precision={precision}")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert run(job, whole) == 0
     for already, limit in ((0, 1), (1, 4), (5, 2)):
@@ -49,12 +49,12 @@ def test_resume_is_bit_exact(
 @pytest.mark.parametrize(
     ("overrides", "limits"),
     [
-        (["device.working=host", "device.activation=offload"], (1, 4, 2)),
-        (["optim.update=speculative", "optim.state=int8", "optim.clip_norm=0.3"], (1, 4, 2)),
-        (["optim.clip_norm=0", "optim.skip_nonfinite=false"], (1, 4, 2)),
+        (["offload.working=host", "offload.activation=offload"], (1, 4, 2)),
+        (["offload.update=speculative", "offload.state=int8", "offload.clip_norm=0.3"], (1, 4, 2)),
+        (["offload.clip_norm=0", "offload.skip_nonfinite=false"], (1, 4, 2)),
         # A checkpoint ends the delay: both runs make one at these steps.
-        (["optim.update=delayed", "optim.delay_warmup_steps=2"], (3, 3, 3)),
-        (["optim.update=delayed", "device.working=host", "optim.state=split16"], (3, 6)),
+        (["offload.update=delayed", "offload.warmup_steps=2"], (3, 3, 3)),
+        (["offload.update=delayed", "offload.working=host", "offload.state=split16"], (3, 6)),
     ],
 )
 def test_every_mode_and_placement_resumes(
@@ -134,7 +134,7 @@ def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
     with pytest.raises(ConfigError, match=r"model\.num_heads: 2 -> 4"):
         run(small_job(tmp_path, "model.num_heads=4"), path, resume="auto")
     with pytest.raises(ConfigError, match="precision"):
-        run(small_job(tmp_path, "device.precision=fp32"), path, resume="auto")
+        run(small_job(tmp_path, "offload.precision=fp32"), path, resume="auto")
     assert run(small_job(tmp_path, "optim.lr=5e-3"), path, resume="auto") == 0
     changed = [e.message for e in events_of(path, events.Warning_) if e.code == "job-changed"]
     assert changed == ["changed since the checkpoint: optim.lr: 0.01 -> 0.005"]
@@ -149,7 +149,7 @@ def test_a_precision_that_was_measured_is_kept(
     now: float,
 ) -> None:
     """ "auto" on a machine that would choose otherwise: the run goes on as it began."""
-    job, path = small_job(tmp_path, "device.precision=auto", "train.steps=4"), tmp_path / "run"
+    job, path = small_job(tmp_path, "offload.precision=auto", "train.steps=4"), tmp_path / "run"
     for speedup, limit in ((before, 2), (now, None)):
         monkeypatch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda x=speedup: x)
         stop_after(limit)

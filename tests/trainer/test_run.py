@@ -83,7 +83,9 @@ def test_numba_is_named_while_it_compiles(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
-    assert run(small_job(tmp_path, "optim.update=speculative", "optim.clip_norm=1e9"), path) == 0
+    assert (
+        run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
+    )
     steps = events_of(path, events.Step)
     assert [step.guessed_right for step in steps] == [None, *[True] * 11]
     assert all(step.early_buckets > 0 for step in steps[1:])
@@ -190,8 +192,8 @@ def test_skips_without_end_abort_with_a_checkpoint(
     ("precision", "advised"),
     [
         ("fp32", ""),
-        ("bf16", ', or set device.precision = "fp32"'),
-        ("fp16", ', or set device.precision = "bf16" or "fp32"'),
+        ("bf16", ', or set offload.precision = "fp32"'),
+        ("fp16", ', or set offload.precision = "bf16" or "fp32"'),
     ],
 )
 def test_what_is_advised_is_not_what_is_set(
@@ -199,20 +201,20 @@ def test_what_is_advised_is_not_what_is_set(
 ) -> None:
     not_finite(range(8, 10**6))
     with pytest.raises(TrainingError, match=f"warmup_steps{advised}.$"):
-        run(small_job(tmp_path, f"device.precision={precision}"), tmp_path / "run")
+        run(small_job(tmp_path, f"offload.precision={precision}"), tmp_path / "run")
 
 
-UNSKIPPED = ("optim.skip_nonfinite=false", "train.keep_last=2")
+UNSKIPPED = ("offload.skip_nonfinite=false", "train.keep_last=2")
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("optim.clip_norm=0",),
-        ("optim.clip_norm=1.0",),
-        ("optim.update=speculative",),
-        ("optim.update=delayed", "optim.delay_warmup_steps=2"),
-        ("optim.state=split16", "device.working=host"),
+        ("offload.clip_norm=0",),
+        ("offload.clip_norm=1.0",),
+        ("offload.update=speculative",),
+        ("offload.update=delayed", "offload.warmup_steps=2"),
+        ("offload.state=split16", "offload.working=host"),
     ],
 )
 def test_what_is_not_finite_is_never_saved(
@@ -265,7 +267,7 @@ def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
     monkeypatch.setattr("offloadtrain.optim.scaler._SMALLEST", 2.0**14)
     not_finite(range(8, 10**6))
     with pytest.raises(LossScaleError, match="smallest loss scale"):
-        run(small_job(tmp_path, "device.precision=fp16"), path)
+        run(small_job(tmp_path, "offload.precision=fp16"), path)
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
     assert events_of(path, events.RunEnded)[-1].status == "failed"
 
@@ -330,7 +332,7 @@ def test_a_precision_chosen_here_is_held_to_the_same_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
-    job = small_job(tmp_path, "optim.skip_nonfinite=false", "device.precision=auto")
+    job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
     monkeypatch.setattr("offloadtrain.assembly.resolve_precision", lambda *_: ("fp16", "no bf16"))
     with pytest.raises(config.ConfigError, match=r"fp16 \(no bf16\)"):
         run(job, tmp_path / "run")

@@ -24,7 +24,7 @@ def test_resume_is_bit_exact_on_a_gpu(
     job = small_job(
         tmp_path,
         "device.kind=cuda",
-        f"device.precision={precision}",
+        f"offload.precision={precision}",
         "train.deterministic=true",
     )
     whole, parted = tmp_path / "whole", tmp_path / "parted"

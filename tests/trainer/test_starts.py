@@ -56,7 +56,7 @@ def complete(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "change",
-    ["model.d_model=64", "device.precision=fp32", "data.source=absent", "data.seq_len=16"],
+    ["model.d_model=64", "offload.precision=fp32", "data.source=absent", "data.seq_len=16"],
 )
 def test_a_refused_resume_leaves_the_run_as_it_was(
     tmp_path: Path, complete: Path, change: str
@@ -87,7 +87,7 @@ FAILING = [
     "model.vocab_size=100",
     "data.seq_len=100000",
     "device.machine=nowhere",
-    "optim.state=split16 device.precision=fp32",
+    "offload.state=split16 offload.precision=fp32",
     "device.process_memory_limit=1GiB",
     "model.d_model=65536 model.num_layers=99",
 ]

@@ -6,19 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from math import inf, nan
 from operator import attrgetter
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadtrain import config
 from offloadtrain.config import (
-    STATE_PRECISIONS,
+    OFFLOAD,
     Config,
     ConfigError,
     DataConfig,
@@ -27,6 +28,7 @@ from offloadtrain.config import (
     TrainConfig,
 )
 from offloadtrain.config_toml import converted
+from offloadtrain.offload_config import STATE_PRECISIONS, OffloadConfig
 from offloadtrain.shapes import SIZES, ModelShape
 
 JOB = """
@@ -58,6 +60,7 @@ def test_defaults_and_sizes() -> None:
     small = job()
     assert small.name == "small" and small.model == SIZES["debug"]
     assert small.optim == OptimConfig() and small.device == DeviceConfig()
+    assert small.offload == replace(OFFLOAD, grad_accum_steps=1, seed=1234)
     assert small.train == TrainConfig(steps=100)
     assert small.batch_tokens == 8 * 128
 
@@ -70,7 +73,7 @@ def test_a_size_may_be_varied_or_spelled_out() -> None:
 
 
 def test_an_int_is_accepted_for_a_float_and_becomes_one() -> None:
-    clip_norm = job("optim.clip_norm=2").optim.clip_norm
+    clip_norm = job("offload.clip_norm=2").offload.clip_norm
     assert clip_norm == 2.0 and type(clip_norm) is float
 
 
@@ -82,7 +85,7 @@ def test_an_int_is_accepted_for_a_float_and_becomes_one() -> None:
         ("optim.schedule=linear", "optim.schedule", "linear"),
         ('optim.schedule="linear"', "optim.schedule", "linear"),
         ("data.source=/a b/c=d.txt", "data.source", "/a b/c=d.txt"),
-        ("device.pin_memory=false", "device.pin_memory", False),
+        ("offload.pin_memory=false", "offload.pin_memory", False),
         ("train.steps=1_000", "train.steps", 1000),
         ("name=other", "name", "other"),
         (" name = other ", "name", "other"),
@@ -143,7 +146,7 @@ BAD_VALUES = [
     ("optim.betas=[0.9, nan]", "optim.betas = [0.9, nan] must be a finite number"),
     ("optim.eps=0", "optim.eps = 0.0 must be above 0"),
     ("optim.weight_decay=-0.1", "optim.weight_decay = -0.1 must be 0 or more"),
-    ("optim.clip_norm=-1", "optim.clip_norm = -1.0 must be 0 (no clipping) or more"),
+    ("offload.clip_norm=-1", "offload.clip_norm = -1.0 is not positive"),
     ("optim.min_lr_ratio=1.5", "optim.min_lr_ratio = 1.5 must be from 0 to 1"),
     ("optim.warmup_steps=101", "optim.warmup_steps = 101 must be at most train.steps = 100"),
     ("optim.warmup_steps=1.0", "optim.warmup_steps = 1.0 must be a whole number"),
@@ -154,12 +157,23 @@ BAD_VALUES = [
     ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
     ("optim.name=sgd", "optim.name = 'sgd' must be one of adamw, adam"),
     (
-        "optim.state=int4",
-        "optim.state = 'int4' must be one of fp32, split16, int8; did you mean int8?",
+        "offload.state=int4",
+        "offload.state = 'int4' must be one of fp32, split16, int8; did you mean int8?",
     ),
     ("device.kind=gpu", "device.kind = 'gpu' must be one of auto, cpu, cuda; did you mean cpu?"),
-    ("device.pin_memory=1", "device.pin_memory = 1 must be true or false"),
-    ("device.pin_memory=yes", "device.pin_memory = 'yes' must be true or false"),
+    ("offload.device_slots=0", "offload.device_slots = 0 is not positive"),
+    ("offload.resident_blocks=-1", "offload.resident_blocks = -1 is negative"),
+    ("offload.zero_stage=4", "offload.zero_stage = 4 is not one of 0, 1, 2, 3"),
+    ("offload.cast_inputs=1", "offload.cast_inputs = 1 must be true or false"),
+    ("offload.keep_fp32=head", "offload.keep_fp32 = 'head' must be a list of strings"),
+    ("offload.keep_fp32=[1]", "offload.keep_fp32 = [1] must be a list of strings"),
+    (
+        "offload.host_memory_limit=much",
+        "offload.host_memory_limit = 'much' must be a size such as \"10 GiB\"",
+    ),
+    ("offload.device_memory_limit=-1", "offload.device_memory_limit = -1 is not positive"),
+    ("offload.pin_memory=1", "offload.pin_memory = 1 must be true or false"),
+    ("offload.pin_memory=yes", "offload.pin_memory = 'yes' must be true or false"),
     ("device.threads=-1", "device.threads = -1 must be 0 (as torch chooses) to 4096"),
     ("train.steps=0", "train.steps = 0 must be at least 1"),
     ("train.steps=true", "train.steps = true must be a whole number"),
@@ -168,7 +182,7 @@ BAD_VALUES = [
     (f"train.seed={2**63}", f"train.seed = {2**63} must be a whole number of at most 64 bits"),
     ("train.seed=-1", "train.seed = -1 must be 0 or more"),
     ("train.micro_batch=0", "train.micro_batch = 0 must be at least 1"),
-    ("train.grad_accum_steps=0", "train.grad_accum_steps = 0 must be at least 1"),
+    ("train.grad_accum_steps=0", "train.grad_accum_steps = 0 is not positive"),
     (
         "train.global_batch_tokens=1000",
         "train.global_batch_tokens = 1000 must be a multiple of train.micro_batch * "
@@ -257,7 +271,19 @@ UNKNOWN_KEYS = [
     ("train.lr", "; did you mean optim.lr? (known in [train]: steps, micro_batch, "),
     ("train.step", "; did you mean steps? (known in [train]: steps, micro_batch, "),
     ("steps", "; did you mean train.steps? (known at the top: name, runs_dir, model, "),
-    ("trian.seed", "; did you mean train? (known at the top: name, runs_dir, model, "),
+    ("trian.seed", "; did you mean train.seed? (known at the top: name, runs_dir, model, "),
+    ("trian.qqq", "; did you mean train? (known at the top: name, runs_dir, model, "),
+    ("optim.state", "; did you mean offload.state? (known in [optim]: name, lr, betas, "),
+    ("device.slots", "; did you mean offload.device_slots? (known in [device]: kind, threads, "),
+    ("device.memory_limit", "; did you mean offload.device_memory_limit? (known in [device]: "),
+    ("device.host_memory_limit", "; did you mean offload.host_memory_limit? (known in [device]"),
+    ("ranks.zero_stage", "; did you mean offload.zero_stage? (known at the top: name, runs_dir, "),
+    (
+        "optim.delay_warmup_steps",
+        "; did you mean optim.warmup_steps or offload.warmup_steps? (known in [optim]: ",
+    ),
+    ("offload.seed", "; did you mean train.seed? (known in [offload]: precision, state, "),
+    ("offload.grad_accum_steps", "; did you mean train.grad_accum_steps? (known in [offload]: "),
     ("model.szie", "; did you mean size? (known in [model]: size, vocab_size, "),
     ("data.qqq", " (known in [data]: source, train, val, "),
 ]
@@ -266,7 +292,7 @@ UNKNOWN_KEYS = [
 @pytest.mark.parametrize(("key", "rest"), UNKNOWN_KEYS, ids=[key for key, _ in UNKNOWN_KEYS])
 def test_an_unknown_key_comes_with_the_nearest_right_name(key: str, rest: str) -> None:
     (only,) = problems(JOB, f"{key}=1")
-    unknown = key.removesuffix(".seed")  # of an unknown section, only the section is told
+    unknown = key.removesuffix(".qqq") if key.startswith("trian") else key  # nothing is like qqq
     assert only.startswith(f"--set: {unknown} is unknown{rest}")
 
 
@@ -420,6 +446,10 @@ def test_files_that_are_no_job(tmp_path: Path) -> None:
 
 
 def _any_of(kind: Any) -> st.SearchStrategy[Any]:
+    if get_origin(kind) is UnionType:
+        return st.none() | _any_of(get_args(kind)[0])
+    if get_args(kind)[1:] == (...,):
+        return st.lists(_any_of(get_args(kind)[0])).map(tuple)
     if get_origin(kind) is tuple:
         return st.tuples(*map(_any_of, get_args(kind)))
     if get_args(kind):
@@ -459,8 +489,21 @@ def _configs(draw: st.DrawFn) -> Config:
     kept = [(state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")]
     state, precision = draw(st.sampled_from(kept))
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
-    working, sizes = draw(st.sampled_from(("device", "host"))), st.sampled_from(("", "10 GiB"))
+    working = draw(st.sampled_from(("device", "host")))
     state_on = draw(st.sampled_from(_tiers(state, update, working)))
+    offload = {
+        "precision": st.just(precision),
+        "state": st.just(state),
+        "state_on": st.just(state_on),
+        "update": st.just(update),
+        "warmup_steps": st.integers(0, 9 if update == "delayed" else 0),
+        "skip_nonfinite": st.just(True) if precision == "fp16" else st.booleans(),
+        "working": st.just(working),
+        "resident_blocks": st.none() | st.integers(0, 9 if working == "host" else 0),
+        "zero_stage": st.integers(0, 3),
+    }
+    if state_on == "device":
+        offload["device_memory_limit"] = st.none()
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -478,24 +521,15 @@ def _configs(draw: st.DrawFn) -> Config:
             _section(
                 OptimConfig,
                 warmup_steps=st.integers(0, steps),
-                state=st.just(state),
-                state_on=st.just(state_on),
-                update=st.just(update),
-                delay_warmup_steps=st.integers(0, 9 if update == "delayed" else 0),
-                skip_nonfinite=st.just(True) if precision == "fp16" else st.booleans(),
             )
         ),
+        offload=draw(_section(OffloadConfig, **offload)),
         device=draw(
             _section(
                 DeviceConfig,
                 threads=st.integers(0, 4096),
-                precision=st.just(precision),
-                working=st.just(working),
                 machine=_PATHS | _NONE,
-                resident_blocks=st.integers(-1, 9 if working == "host" else 0),
-                memory_limit=sizes if state_on == "host" else _NONE,
-                host_memory_limit=sizes,
-                process_memory_limit=sizes,
+                process_memory_limit=st.sampled_from(("", "10 GiB")),
             )
         ),
         train=draw(
@@ -511,6 +545,7 @@ def _configs(draw: st.DrawFn) -> Config:
     )
 
 
+@settings(deadline=None)
 @given(_configs())
 def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
     text = config.dump(resolved)
@@ -518,6 +553,7 @@ def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
     assert config.dump(config.loads(text)) == text
 
 
+@settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=2))
 def test_no_text_does_worse_than_a_config_error(text: str, overrides: Sequence[str]) -> None:
     for job_text in (text, JOB + text):
@@ -558,12 +594,43 @@ def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
 @pytest.mark.parametrize(
     ("state", "precision", "said"),
     [
-        ("split16", "fp16", "16 bits cannot hold"),
-        ("split16", "fp32", "part of the state; set device.precision = bf16,"),
-        ("int8", "fp32", "set device.precision = bf16 or fp16"),
+        ("split16", "fp16", "does not fit 16 bits. Use state = 'int8' or 'fp32', or precision ="),
+        ("split16", "fp32", "as its 16-bit working weight, and precision is 'fp32': use state ="),
+        ("int8", "fp32", "use state = 'fp32', or precision = 'bf16'"),
     ],
 )
 def test_a_state_that_the_precision_cannot_have(state: str, precision: str, said: str) -> None:
-    (problem,) = problems(JOB, f"optim.state={state}", f"device.precision={precision}")
-    assert f"optim.state = '{state}' does not go with" in problem
+    (problem,) = problems(JOB, f"offload.state={state}", f"offload.precision={precision}")
+    assert problem.startswith(f"--set: offload.state = '{state}' ")
     assert said in problem
+
+
+# ---- [offload]: what `offload` takes, under the same names
+
+
+def test_sizes_are_written_as_people_do() -> None:
+    for text in ("24 GiB", "'24GiB'", "25769803776"):
+        assert job(f"offload.host_memory_limit={text}").offload.host_memory_limit == 24 << 30
+
+
+@pytest.mark.parametrize("key", ["clip_norm", "host_memory_limit", "device_memory_limit"])
+def test_zero_is_none(key: str) -> None:
+    assert getattr(job(f"offload.{key}=0").offload, key) is None
+    assert "clip_norm = 0\n" in config.dump(job("offload.clip_norm=0"))
+
+
+def test_what_is_none_is_left_out() -> None:
+    text = config.dump(job())
+    assert "resident_blocks" not in text and "cast_inputs" not in text
+    assert "resident_blocks = 0" in config.dump(
+        job("offload.resident_blocks=0", "offload.working=host")
+    )
+
+
+def test_batches_and_seed_are_those_of_the_run() -> None:
+    """However the job is made: loaded, or changed by who shares or plans it."""
+    loaded = job("train.global_batch_tokens=4096", "train.seed=7")
+    assert (loaded.offload.grad_accum_steps, loaded.offload.seed) == (4, 7)
+    changed = replace(loaded, train=replace(loaded.train, grad_accum_steps=3))
+    assert (changed.offload.grad_accum_steps, changed.offload.seed) == (3, 7)
+    assert config.as_tables(loaded)["offload"].keys().isdisjoint({"seed", "grad_accum_steps"})

@@ -1,0 +1,18 @@
+"""torch's dtypes by their names, which is how all that knows no torch calls them."""
+
+from __future__ import annotations
+
+import torch
+
+from offloadtrain.offload_config import PRECISIONS as NAMES
+from offloadtrain.step.formats import ITEMSIZE
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+
+PRECISIONS = {precision: DTYPES[name] for precision, name in NAMES.items()}
+"""Precision → dtype of working weights and gradients."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """torch.bfloat16 → "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,330 @@
+"""Memory rules of a step: what is asked of which tier, what is streamed, what is copied.
+
+`lay_out` decides; `host_requests` and `device_requests` say what the engine maps, in this order;
+`host_owners` and `device_owners` are what its Ledger shows then. Block inputs that are offloaded
+are not among them: their size shows in the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
+from offloadtrain.units import format_bytes
+
+STAGGER_BYTES = 4096 + 256
+"""Between neighbours in the host arena: streams that lie an exact power of two apart fall into the
+same cache sets and make Adam up to three times slower."""
+
+HEADROOM = 0.9
+"""Of the available host memory that second copies may fill: the rest of the machine lives too."""
+
+OWNERS = {"master": "master weights", "weight": "host weights"}
+"""Of fields of the state that a person knows by another name."""
+
+
+class HostMemoryError(OffloadTrainError):
+    """The host has not the memory that was asked for."""
+
+
+class DeviceMemoryError(OffloadTrainError):
+    """The device memory limit is below what the engine needs."""
+
+
+class Role(StrEnum):
+    """What a bucket's memory is for; by the name of the attribute of the engine's bucket."""
+
+    STATE = "state"
+    OTHER = "other"
+    GRADIENT = "gradient"
+    PENDING = "pending"
+    SNAPSHOT = "snapshot"
+    WORKING = "working"
+    DEVICE_SHARD = "device_shard"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Memory that somebody needs: `numel` elements of `dtype`, by torch's name.
+
+    Attributes:
+        owner: in the Ledger.
+        name: of the buffer.
+        bucket: whose it is, and `role` what of it; empty and None: nobody's.
+    """
+
+    owner: str
+    numel: int
+    dtype: str
+    name: str = ""
+    bucket: str = ""
+    role: Role | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def span_bytes(self) -> int:
+        """In the host arena, with the stagger that separates it from its neighbour."""
+        return -(-self.nbytes // 256) * 256 + STAGGER_BYTES
+
+
+def lay_out(
+    blocks: Sequence[BlockSpec],
+    config: OffloadConfig,
+    *,
+    ranks: int,
+    num_tensors: int,
+    moments: tuple[str, ...],
+    available_bytes: int | None,
+) -> StepSpec:
+    """Decide what is streamed and what has a second copy.
+
+    Frozen buckets of blocks that stay on the device are left out: they stay where the rest of the
+    model's frozen weights are.
+
+    Args:
+        available_bytes: of the host, what state and second copies may grow into where the config
+            sets no limit; None: no second copies.
+
+    Raises:
+        OptionError: the config does not go with so many ranks.
+        DeviceMemoryError: a limit of the device holds not even the rest and the slots.
+    """
+    config.zero_stage_among(ranks)
+    spec = StepSpec(tuple(blocks), config, ranks, num_tensors, moments)
+    streamed = frozenset(_streamed(spec))
+    held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in blocks)
+    spec = replace(spec, blocks=held, streamed=streamed)
+    return spec if available_bytes is None else with_second_copies(spec, available_bytes)
+
+
+def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
+    """The last blocks first, whose gradients come first, as far as memory goes; see `lay_out`."""
+    if spec.config.update != "speculative":
+        return spec
+    limit = spec.config.host_memory_limit
+    room = int(available_bytes * HEADROOM) if limit is None else limit
+    room -= span_bytes(host_requests(replace(spec, second_copies=frozenset())))
+    copied = set()
+    for block in reversed(spec.blocks):
+        room -= sum(_span_of_second_copy(spec, bucket) for bucket in block.buckets)
+        if room < 0:
+            break
+        copied.add(block.name)
+    return replace(spec, second_copies=frozenset(copied))
+
+
+def check_host_limit(spec: StepSpec) -> None:
+    """Raises HostMemoryError where the config's limit holds not even one copy of everything."""
+    limit = spec.config.host_memory_limit
+    if limit is None or not spec.offloaded:
+        return
+    requests = list(host_requests(replace(spec, second_copies=frozenset())))
+    if (needed := span_bytes(requests)) > limit:
+        raise HostMemoryError(
+            f"the engine needs {format_bytes(needed)} of host memory and host_memory_limit is "
+            f"{format_bytes(limit)}. Largest: {largest_owners(requests)}. Raise it, or take a "
+            "narrower state ('split16', 'int8')"
+        )
+
+
+# What is asked of the host; where the state is not offloaded, of the device.
+
+
+def host_requests(spec: StepSpec) -> Iterator[Request]:
+    """All that one arena holds: `kept_requests`, then `host_staging`."""
+    yield from kept_requests(spec)
+    yield from host_staging(spec)
+
+
+def kept_requests(spec: StepSpec) -> Iterator[Request]:
+    """Sums of squares, then all that is kept bucket by bucket, then frozen weights."""
+    yield Request("norms", spec.num_tensors, "float64", "norms")
+    for bucket in spec.buckets:
+        yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
+    for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
+        if spec.loads_from_host(bucket):
+            yield _shard("frozen weights", bucket, bucket.dtype, Role.SNAPSHOT)
+
+
+def host_staging(spec: StepSpec) -> list[Request]:
+    """For gradients that are summed, and for weights that have nowhere else to wait."""
+    slots = RING_SLOTS if spec.accumulates else 0
+    return [Request("host staging", spec.host_staging_bytes, "uint8")] * slots
+
+
+def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[Request]:
+    """The state, the gradient or its sum, new weights where they wait or are shown.
+
+    Args:
+        copied: with a second copy of the state.
+    """
+    state = [
+        Request(
+            OWNERS.get(field.name, field.name),
+            field.numel(bucket.shard_numel),
+            field.dtype or bucket.dtype,
+            f"{field.name} {bucket.name}",
+            bucket.name,
+            Role.STATE,
+        )
+        for field in bucket.format.fields(spec.moments)
+    ]
+    yield from state
+    if spec.accumulates:
+        yield _shard("gradient sums", bucket, "float32", Role.GRADIENT, "gradient")
+    else:
+        yield _shard("gradients", bucket, bucket.dtype, Role.GRADIENT, "gradient")
+    if spec.has_pending(bucket, copied=copied):
+        yield _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
+    if spec.has_snapshot(bucket):
+        yield _shard("shown weights", bucket, bucket.dtype, Role.SNAPSHOT)
+    for one in state if copied else ():
+        other = "other copy of the state"
+        yield replace(one, owner=other, name=f"other {one.name}", role=Role.OTHER)
+
+
+def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "") -> Request:
+    name = f"{name or owner} {bucket.name}"
+    return Request(owner, bucket.shard_numel, dtype, name, bucket.name, role)
+
+
+def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
+    """What it adds, with new weights that wait only because of it."""
+    with_it, without = (bucket_requests(spec, bucket, copied=both) for both in (True, False))
+    return span_bytes(with_it) - span_bytes(without)
+
+
+# What is asked of the device.
+
+
+def device_requests(spec: StepSpec) -> Iterator[Request]:
+    """Working weights, slots and staging, but for gradients of ZeRO stage 1, each of which gets
+    its place when it first comes."""
+    yield from weight_requests(spec)
+    yield from slot_requests(spec)
+    yield from staging_requests(spec)
+
+
+def weight_requests(spec: StepSpec) -> Iterator[Request]:
+    """Flat working weights of blocks that stay on the device; of the others, their shards."""
+    for block in spec.blocks:
+        for bucket in () if block.name in spec.streamed else block.buckets:
+            name, owner = bucket.name, "working weights"
+            yield Request(owner, bucket.numel, bucket.dtype, f"working {name}", name, Role.WORKING)
+    for bucket in (bucket for block in spec.blocks for bucket in block.held):
+        if spec.loads_from_shard(bucket):
+            yield _shard("weight shards", bucket, bucket.dtype, Role.DEVICE_SHARD, "shard")
+
+
+def slot_requests(spec: StepSpec) -> list[Request]:
+    """For streamed blocks, each of the largest one's size."""
+    largest = max((b.nbytes for b in spec.blocks if b.name in spec.streamed), default=0)
+    return [Request("streaming slots", largest, "uint8")] * spec.slots
+
+
+def staging_requests(spec: StepSpec) -> list[Request]:
+    """For gathered gradients, and for their sums over ranks where these are wider than what goes
+    down."""
+    requests = []
+    if spec.zero_stage != 1:
+        requests = [Request("gradient staging", spec.staging_bytes, "uint8")] * spec.staging_slots
+    if any(spec.reduced_bytes(bucket) > bucket.weight_bytes for bucket in spec.buckets):
+        rounded = spec.staging_bytes // spec.ranks // 2
+        requests += [Request("rounded gradients", rounded, "uint8")] * spec.staging_slots
+    return requests
+
+
+def _gradient_bytes(spec: StepSpec) -> int:
+    """Device memory of gradients on their way down."""
+    if spec.zero_stage == 1:
+        return sum(bucket.numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
+    return spec.staging_slots * spec.staging_bytes
+
+
+# Totals: what the Ledger shows.
+
+
+def host_owners(spec: StepSpec) -> dict[str, int]:
+    """Owner → bytes of one rank's host memory, "padding" among them."""
+    requests = list(host_requests(spec)) if spec.offloaded else []
+    owners = by_owner(requests)
+    if requests:
+        owners["padding"] = span_bytes(requests) - sum(owners.values())
+    return owners
+
+
+def device_owners(spec: StepSpec) -> dict[str, int]:
+    """Owner → bytes of one device, from the first step on."""
+    owners = by_owner(device_requests(spec))
+    if spec.zero_stage == 1:
+        owners["gradients"] = _gradient_bytes(spec)
+    resident = by_owner(() if spec.offloaded else host_requests(spec))
+    return owners | {owner: owners.get(owner, 0) + size for owner, size in resident.items()}
+
+
+def by_owner(requests: Iterable[Request]) -> dict[str, int]:
+    """Owner → bytes, in the order in which they first ask."""
+    owners: dict[str, int] = {}
+    for request in requests:
+        owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
+    return owners
+
+
+def span_bytes(requests: Iterable[Request]) -> int:
+    return sum(request.span_bytes for request in requests)
+
+
+def largest_owners(requests: Iterable[Request]) -> str:
+    """The four that ask for most, in one line."""
+    rows = sorted(by_owner(requests).items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in rows)
+
+
+# What is streamed.
+
+
+def _streamed(spec: StepSpec) -> set[str]:
+    """Repeated blocks that do not stay on the device; those that do are spread evenly."""
+    config = spec.config
+    repeated = [block for block in spec.blocks if block.repeated and spec.streams]
+    limit, asked = config.device_memory_limit, config.resident_blocks
+    room = len(repeated) if limit is None else _room(spec, repeated, limit)
+    if asked is not None and room < min(asked, len(repeated)):
+        raise DeviceMemoryError(
+            f"resident_blocks = {asked}, and device_memory_limit = {format_bytes(limit or 0)} has "
+            f"room for {room} beside the rest and {config.device_slots} slots: lower the one or "
+            "raise the other"
+        )
+    stay = min(asked, len(repeated)) if asked is not None else (0 if limit is None else room)
+    # The i-th of n that stay lies in the middle of the i-th of n equal parts.
+    kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
+    return {block.name for block in repeated} - kept
+
+
+def _room(spec: StepSpec, repeated: Sequence[BlockSpec], limit: int) -> int:
+    """How many of the repeated blocks can stay on the device."""
+    config, sizes = spec.config, [block.nbytes for block in repeated]
+    rest = sum(block.nbytes for block in spec.blocks) - sum(sizes) + _gradient_bytes(spec)
+    if config.working == "device" and spec.streams:
+        rest += sum(sizes) // spec.ranks  # the shards
+    least = rest + config.device_slots * max(sizes, default=0)
+    if least > limit and rest + sum(sizes) > limit:
+        keys = ", or set working = 'host'"
+        if config.working == "host":
+            keys = ", or set device_slots = 1" if config.device_slots > 1 else ""
+        raise DeviceMemoryError(
+            f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
+            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
+            f"stay on the device, the rest for {config.device_slots} slots. Raise it{keys}"
+        )
+    if rest + sum(sizes) <= limit:
+        return len(repeated)
+    return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)

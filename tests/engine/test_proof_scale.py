@@ -48,6 +48,7 @@ def drawn(draw: random.Random, *, large: bool) -> dict[str, Any]:
     update = draw.choice(["exact", "exact", "speculative", "delayed"])
     clip = draw.choice([None, 1e-3, 1e9])
     state = draw.choice(["fp32", "split16", "int8"])
+    working = draw.choice(["device", "host"])
     return {
         "depth": depth,
         "tied": draw.random() < 0.3,
@@ -57,13 +58,13 @@ def drawn(draw: random.Random, *, large: bool) -> dict[str, Any]:
         "update": update,
         "clip_norm": clip,
         "skip_nonfinite": draw.random() < 0.6,
-        "warmup_steps": draw.randint(0, 2),
+        "warmup_steps": draw.randint(0, 2) if update == "delayed" else 0,
         "grad_accum_steps": accum,
         "state": state,
         "precision": draw.choice(["bf16", "fp16"]) if state == "int8" else "bf16",
-        "working": draw.choice(["device", "host"]),
+        "working": working,
         "device_slots": draw.randint(1, 4),
-        "resident_blocks": draw.randint(0, 3),
+        "resident_blocks": draw.randint(0, 3) if working == "host" else None,
         "activation": draw.choice(["keep", "keep", "recompute", "offload"]),
     }
 

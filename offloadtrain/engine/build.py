@@ -280,6 +280,6 @@ def _host_ring(arena: Arena, lanes: Lanes, spec: StepSpec) -> Ring:
     """Staging for gradients that are summed, and for weights that have nowhere else to wait."""
     slots = memory.host_staging(spec)
     ring = Ring("host staging", lanes, spec.host_staging_bytes, lambda _: arena.map(slots))
-    if slots:
+    if spec.accumulates:
         ring.prepare()
     return ring

@@ -85,6 +85,10 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
     model = Tower(depth, tied=kept.pop("tied"), frozen=kept.pop("frozen"))
     if kept["precision"] == "fp16":
         kept["skip_nonfinite"] = True
+    if kept["update"] != "delayed":
+        del kept["warmup_steps"]
+    if kept["working"] == "device":
+        del kept["resident_blocks"]
     patch.setattr(modes.Odds, "good", lambda odds: True)
     patch.setattr(spec, "STAGING_BYTES", 256 if pieces else 64 << 20)
     with on_lanes(lanes):

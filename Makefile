@@ -8,15 +8,19 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Passes on what a command prints, and fills silences.
 WATCH := $(PYTHON) tools/watch.py
+# Two processes, which take a test from each other's end when they have none left.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench gpu sanitize clean
+.PHONY: help demo test test-rest test-all test-long lint bench gpu sanitize clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      install, then train a byte-level GPT on Python's standard library (2 minutes)"
-	@echo "make test      install, then run the tests"
+	@echo "make test      install, then the tests that every change runs (4 minutes)"
+	@echo "make test-all  these and the slow ones: faults, sanitizers, larger draws (40 minutes)"
+	@echo "make test-long every case of every test (hours)"
 	@echo "make lint      ruff, format, strict mypy, import contracts"
 	@echo "make bench     CPU Adam against the traffic limit and torch, in one process"
 	@echo "make gpu       on a machine with a GPU: its tests, then measurements within 8 minutes; offline"
@@ -27,8 +31,17 @@ help:
 demo: .venv/.runtime
 	@trap : INT; $(BIN)/offloadtrain train demo || [ $$? -eq 75 ]
 
+# What each level holds: tests/levels.py. TEST_ARGS: more for pytest, such as --seed of a run before.
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST) --level quick $(TEST_ARGS)
+
+test-rest: .venv/.installed
+	$(PYTEST) --level rest $(TEST_ARGS)
+
+test-all: test test-rest
+
+test-long: .venv/.installed
+	$(PYTEST) --level full $(TEST_ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -123,9 +123,9 @@ class Ranks:
         count = numel // self.size
         return self.rank * count, (self.rank + 1) * count
 
-    def sent_bytes(self, whole: Tensor) -> int:
-        """What this rank sends to others in a reduce-scatter or an all-gather of `whole`."""
-        return whole.nbytes // self.size * (self.size - 1)
+    def sent_bytes(self, nbytes: int) -> int:
+        """What this rank sends to others in a reduce-scatter or an all-gather of so many."""
+        return nbytes // self.size * (self.size - 1)
 
     def reduce_scatter(self, whole: Tensor) -> None:
         """Sum over ranks, in place: afterwards this rank's shard of `whole` (n,) holds its sum, the

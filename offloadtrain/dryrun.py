@@ -27,10 +27,11 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.plan import Plan
 from offloadtrain.step import memory
+from offloadtrain.step.prove import prove
 from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.trace import Launched
 from offloadtrain.transfer import SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import prove
-from offloadtrain.transfer.recorder import Launched, RecordingLanes
+from offloadtrain.transfer.recorder import RecordingLanes
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_LAYERS = 128
@@ -79,7 +80,7 @@ def laid_out(plan: Plan) -> Ledger:
     if spec != planned:
         raise DryRunError(f"laid out and planned differ: {_first_difference(spec, planned)}")
     arena = PaperArena(ledger) if spec.offloaded else DeviceArena(ledger, device)
-    map_memory(blocks, spec, ranks, device, lanes=lanes, arena=arena, ledger=ledger)
+    map_memory(blocks, spec, device, arena=arena, ledger=ledger)
     _compare(ledger, spec)
     return ledger
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -10,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what tests train is built, never
 
 import pytest
 import torch
+
+from tests import levels
 
 torch.set_num_threads(1)
 
@@ -20,11 +24,45 @@ def no_memory_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> None
     os.environ["OFFLOADTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU say so where there is none."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--level", choices=["quick", "rest", "full"], help="tests/levels.py")
+    parser.addoption("--seed", type=int, help="of the cases that are drawn; printed at the start")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    option = config.option
+    if option.level is None:
+        named = any("::" in arg for arg in config.args)  # who names one case wants that one
+        option.level = "full" if named or "gpu" in option.markexpr else "quick"
+    if option.seed is None:  # set here, since pytest-xdist passes options on to its workers
+        option.seed = random.SystemRandom().randrange(10**6)
+    levels.choose(option.level)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"level {config.option.level}, cases drawn by --seed {config.option.seed}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = levels.selected(items, config.option.level, config.option.seed)
+    if not torch.cuda.is_available():
+        kept = _without_gpu(config, kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Modules are here to stay: a collection during a test looks at what the tests have made."""
+    gc.collect()
+    gc.freeze()
+
+
+def _without_gpu(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that need a GPU are left out where there is none, and say so if they are asked for."""
+    if "gpu" not in config.option.markexpr:
+        return [item for item in items if item.get_closest_marker("gpu") is None]
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    return items

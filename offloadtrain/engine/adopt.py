@@ -60,7 +60,7 @@ def adopt_weights(
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
             if not ranks.alone and any(b.streamed for b in block_of[part.module].held):
-                block_of[part.module].left_device()
+                block_of[part.module].leave_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
@@ -169,7 +169,7 @@ def _adopt(bucket: Bucket, rule: UpdateRule) -> None:
         if not bucket.streamed:
             slot.param.data = slot.view(bucket.working.flat)
         elif bucket.shard_numel == bucket.numel:
-            slot.param.data = slot.view(bucket.visible.flat)
+            slot.param.data = slot.view(bucket.load_source.flat)
     if not bucket.streamed:
         bucket.working.flat.zero_()
 
@@ -181,7 +181,7 @@ def _move_to_host(bucket: Bucket) -> None:
         lo, hi = bucket.piece(slot)
         bucket.weights_of(slot).copy_(slot.flattened(slot.param.data.to(bucket.dtype))[lo:hi])
         if bucket.shard_numel == bucket.numel:
-            slot.param.data = slot.view(bucket.visible.flat)
+            slot.param.data = slot.view(bucket.load_source.flat)
 
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:

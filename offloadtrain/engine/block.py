@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -12,22 +11,11 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.transfer import Event, Lane, Lanes, Range, Span
+from offloadtrain.transfer import Lanes, Range, Span
 
 
 class StaleGraphError(OffloadTrainError):
     """A backward pass over a graph that was built with weights that are gone."""
-
-
-class Residence(Enum):
-    """What is in memory for a block's working weights."""
-
-    HOST = auto()
-    """Only the host holds them; the parameters are NaN."""
-    DEVICE = auto()
-    """The device holds the newest weights; compute may read them."""
-    UPLOADING = auto()
-    """An upload is in flight; compute waits for its event before it reads."""
 
 
 @contextmanager
@@ -38,11 +26,10 @@ def _ordinary_tensors() -> Iterator[None]:
 
 
 class Source(Protocol):
-    """What gives a streamed block its place on the device."""
+    """What brings a block's weights to where compute reads them."""
 
     def use(self, block: Block) -> None: ...
     def unpacked(self, block: Block, clock: int) -> None: ...
-    def evict(self, block: Block) -> None: ...
     def pinned(self, block: Block) -> bool: ...
 
 
@@ -53,7 +40,7 @@ class Block:
         buckets: of what is trained.
         frozen: of what is not, where the block may be streamed: their weights come and go with it.
         repeated: one of several of its kind, and used one after the other: it can be streamed.
-        streamer: where its weights live on the host; None: they stay on the device.
+        source: brings its weights to where compute reads them.
         forwards: forwards of it that are running.
         generation: how many times the weights were replaced. A saved handle with another generation
             belongs to an older graph.
@@ -76,14 +63,12 @@ class Block:
         self.buckets = buckets
         self.frozen = frozen
         self.repeated = repeated
-        self.streamer: Source | None = None
+        self.source: Source
         self.forwards = 0
         self.expected = sum(len(bucket.slots) for bucket in buckets)
         self.generation = 0
         self.clock = 0
-        self.residence = Residence.DEVICE
         self._lanes = lanes
-        self._uploaded: Event | None = None
         self._live_handles = 0
         self._runs_again = False
         self._backward: Span | None = None
@@ -95,8 +80,12 @@ class Block:
         if self._live_handles:
             return False
         # A recompute that nothing has told of: its graph holds them until autograd has gone on.
-        streamer = self.streamer if self._runs_again else None
-        return streamer is None or not streamer.pinned(self)
+        return not (self._runs_again and self.source.pinned(self))
+
+    @property
+    def streamed(self) -> bool:
+        """Its weights come to a slot of the device for their use."""
+        return any(bucket.streamed for bucket in self.held)
 
     @property
     def held(self) -> tuple[Bucket, ...]:
@@ -107,51 +96,31 @@ class Block:
     def weights(self) -> list[Range]:
         return [bucket.working.whole for bucket in self.held]
 
-    def launched_upload(self, event: Event) -> None:
-        """DEVICE → UPLOADING: the weights change; graphs built before are stale."""
-        self.generation += 1
-        self._uploaded = event
-        self.residence = Residence.UPLOADING
-
-    def replaced(self) -> None:
-        """→ HOST: the host's copy of a streamed block's weights changes."""
-        self.generation += 1
-        if self.streamer is not None:
-            self.streamer.evict(self)
-
     def use(self) -> None:
-        """→ DEVICE: compute is about to read the weights."""
-        if self.streamer is not None:
-            self.streamer.use(self)
-        else:
-            self.wait_uploaded(Lane.COMPUTE)
+        """Compute is about to read the weights."""
+        self.source.use(self)
 
-    def entered_device(self, event: Event) -> None:
-        """HOST → UPLOADING: a slot holds the weights after `event`."""
+    def enter_device(self) -> None:
+        """A slot holds the weights, or is about to: compute waits for them in `use`."""
         with _ordinary_tensors():
             for bucket in self.held:
                 for slot in bucket.slots:
                     slot.param.data = slot.view(bucket.working.flat)
-        self._uploaded = event
-        self.residence = Residence.UPLOADING
 
-    def left_device(self) -> None:
-        """→ HOST: the slot goes to another block."""
+    def leave_device(self) -> None:
+        """The slot goes to another block; the parameters are NaN until the next use."""
         self.end_backward()
         with _ordinary_tensors():
             for bucket in self.held:
                 for slot in bucket.slots:
                     slot.param.data = self.placeholder(bucket).expand(slot.shape)
-        self._uploaded = None
-        self.residence = Residence.HOST
 
-    def lay_open(self) -> None:
+    def expose_host_weights(self) -> None:
         """Of a streamed block without a slot: parameters are the host's copy until the next use."""
         with _ordinary_tensors():
             for bucket in self.held:
                 for slot in bucket.slots:
-                    slot.param.data = slot.view(bucket.visible.flat)
-        self.residence = Residence.HOST
+                    slot.param.data = slot.view(bucket.load_source.flat)
 
     def placeholder(self, bucket: Bucket) -> Tensor:
         """The NaN that stands for the weights of a bucket while they are not on the device."""
@@ -160,14 +129,6 @@ class Block:
             nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
             self._placeholders[bucket] = nan
         return self._placeholders[bucket]
-
-    def wait_uploaded(self, lane: Lane) -> None:
-        """UPLOADING → DEVICE, seen from `lane`; what it runs next may read the new weights."""
-        if self._uploaded is not None:
-            self._lanes.wait(lane, self._uploaded, f"upload of {self.name}")
-        if lane is Lane.COMPUTE:
-            self._uploaded = None
-            self.residence = Residence.DEVICE
 
     # [Note: Backward spans]
     # Autograd reads a block's weights from the first unpacking of a saved handle until the last
@@ -192,8 +153,7 @@ class Block:
                 f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
                 "are gone. Run forward again after step()."
             )
-        if self.streamer is not None:
-            self.streamer.unpacked(self, clock)
+        self.source.unpacked(self, clock)
         if self._backward is None:
             self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
 

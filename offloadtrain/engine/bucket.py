@@ -13,7 +13,7 @@ from offloadtrain.dtypes import name_of
 from offloadtrain.kernels import Layout
 from offloadtrain.step.formats import StateFormat, format_for
 from offloadtrain.step.spec import BucketSpec, padded
-from offloadtrain.transfer import Buffer, Event, Range
+from offloadtrain.transfer import Buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,27 +62,16 @@ class Bucket:
         working: device, working dtype: the weights that compute uses; parameters are views of it.
             Of a streamed block: in the slot that it has, or had last.
         layout: what of its slots is in the shard, as the kernels know it.
-        kept: device, working dtype: of a block that is gathered before its use, the shard.
+        device_shard: device, working dtype: of a block that is gathered before its use, the shard.
         state: host: the format's fields, master weights first; none of frozen weights.
         other: host: a second copy of `state`, which speculative updates are written into.
         pending: host, working dtype: the rounded new weights until their upload, where they have to
             wait for it longer than the gradient's memory is free.
-        shown: host, working dtype: of a streamed block, the weights of the step in progress, where
-            an update of it may run inside its backward; of frozen ones, the weights.
-        grad: host, working dtype: the gradient, then, where nothing else holds them, the rounded
-            new weights on their way up. None where microbatches are summed.
-        grad_sum: host, fp32: the sum over microbatches. None where there is only one.
-        grad_free_after: the event after which `grad` may be overwritten: its reader is done, or the
-            weights on their way up have left.
-        visible_free_after: the event after which the last load has read `visible`.
-        weight_ready: the event after which `visible` holds the newest weights.
-        gathered: the event after which the last all-gather of `working` is done.
-        weight_free_after: the event after which the weights in `pending` or in the state itself
-            have been uploaded.
+        snapshot: host, working dtype: of a streamed block, the weights of the step in progress,
+            where an update of it may run inside its backward; of frozen ones, the weights.
+        gradient: host: of the only microbatch, in the working dtype, then, where nothing else holds
+            them, the rounded new weights on their way up; or the fp32 sum over microbatches.
         streamed: its block's weights come to a slot of the device when they are used.
-        kept_on_device: from shards on the devices, and not from the host.
-        touched: a gradient of the step in progress is in `grad` or `grad_sum`.
-        normed: its sums of squares for this step are launched.
     """
 
     spec: BucketSpec
@@ -93,22 +82,14 @@ class Bucket:
     hi: int
     layout: Layout = field(init=False)
     working: Buffer = field(init=False)
-    kept: Buffer | None = None
+    device_shard: Buffer | None = None
     state: tuple[Buffer, ...] = ()
     other: tuple[Buffer, ...] = ()
     pending: Buffer | None = None
-    shown: Buffer | None = None
-    grad: Buffer | None = None
-    grad_sum: Buffer | None = None
-    grad_free_after: Event | None = None
-    weight_free_after: Event | None = None
-    visible_free_after: Event | None = None
-    weight_ready: Event | None = None
-    gathered: Event | None = None
+    snapshot: Buffer | None = None
+    gradient: Buffer | None = None
     streamed: bool = False
     kept_on_device: bool = False
-    touched: bool = False
-    normed: bool = False
 
     def __post_init__(self) -> None:
         owned = [(slot, *self.piece(slot)) for slot in self.slots]
@@ -144,11 +125,6 @@ class Bucket:
         """Whether loads of its block come from the host."""
         return self.streamed and not self.kept_on_device
 
-    @property
-    def shard(self) -> Range:
-        """This rank's elements of the working weights."""
-        return Range(self.working, self.lo, self.hi)
-
     def piece(self, slot: Slot) -> tuple[int, int]:
         """[lo, hi) of a parameter's elements, in the order of its memory, that the shard holds."""
         lo = min(max(self.lo - slot.offset, 0), slot.numel)
@@ -160,13 +136,13 @@ class Bucket:
         return self.state[0] if self.format.holds_weight else None
 
     @property
-    def visible(self) -> Buffer:
+    def load_source(self) -> Buffer:
         """Of a streamed block: the copy of the weights that loads read."""
-        buffer = self.kept or self.shown or self.host_weight or self.pending
+        buffer = self.device_shard or self.snapshot or self.host_weight or self.pending
         assert buffer is not None
         return buffer
 
-    def flip(self) -> None:
+    def swap_state(self) -> None:
         """The other copy of the state becomes the state."""
         self.state, self.other = self.other, self.state
 
@@ -174,7 +150,7 @@ class Bucket:
         """What the shard holds of a parameter's weights, where loads read them: (n,)."""
         lo, hi = self.piece(slot)
         start = slot.offset + lo - self.lo if lo < hi else 0
-        return self.visible.flat[start : start + hi - lo]
+        return self.load_source.flat[start : start + hi - lo]
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
         """What the shard holds of a parameter's state: 1-D pieces of the buffers, in the order of
@@ -187,13 +163,6 @@ class Bucket:
             lo, hi = (start + first) // per, -(-(start + last) // per)
             pieces.append(buffer.flat[lo:hi])
         return tuple(pieces)
-
-    @property
-    def gradient(self) -> Range:
-        """What Adam reads: the sum where there is one, else the only microbatch's gradient."""
-        buffer = self.grad_sum or self.grad
-        assert buffer is not None
-        return buffer.whole
 
 
 def pack(

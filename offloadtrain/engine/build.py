@@ -15,29 +15,24 @@ from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
-from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.cut import Part, cut
-from offloadtrain.engine.device_memory import (
-    DeviceMemory,
-    make_reduction,
-    make_streamer,
-    map_weights,
-)
+from offloadtrain.engine.device_memory import DeviceMemory, map_slots, map_staging, map_weights
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.host_memory import check_room, map_host
-from offloadtrain.engine.modes import Delayed, Early, Exact, Speculative
+from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.memory_map import MemoryMap, Staging
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
-from offloadtrain.engine.reduce import Reduction
-from offloadtrain.engine.ring import Ring
-from offloadtrain.engine.streamer import Streamer
-from offloadtrain.engine.update import Updates
+from offloadtrain.engine.residency import Residency
 from offloadtrain.memory import Arena, Ledger, available_bytes
 from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import LossScaler, UpdateRule
 from offloadtrain.step import memory
 from offloadtrain.step.memory import Request
+from offloadtrain.step.operations import Memory
+from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec, StepSpec
 from offloadtrain.transfer import Buffer, Lanes
 
@@ -65,24 +60,22 @@ def build(
     parts = cut(model)
     blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
     spec = lay_out(model, rule, blocks, config, ranks, available_bytes())
-    laid = map_memory(blocks, spec, ranks, device, lanes=lanes, arena=arena, ledger=ledger)
+    program = Program(spec, ranks.rank)
+    laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
+    mapped = MemoryMap(blocks, norms=laid.squares, slots=laid.slots, staging=laid.staging)
+    functions = Functions(blocks, lanes, ranks, rule, groups, seed=config.seed)
+    residency = Residency(blocks, program, mapped)
+    interpreter = residency.interpreter = Interpreter(lanes, mapped, functions, residency)
     gradients = Gradients(
-        lanes,
-        blocks,
-        ranks=ranks,
-        reduction=laid.reduction,
-        host_ring=laid.host_ring,
-        squares=laid.squares,
-        grad_accum_steps=config.grad_accum_steps,
+        blocks, program, interpreter, functions, ranks=ranks, squares=laid.squares
     )
     adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
-    updates = Updates(lanes, rule, groups, laid.host_ring, laid.collectives, seed=config.seed)
     passages = Passages(
         model,
         blocks,
         entries,
         lanes,
-        streamer=laid.streamer,
+        residency=residency,
         recomputed=_recomputed(parts, config),
         parking=_parking(inputs, ledger, lanes, config, device),
     )
@@ -90,15 +83,13 @@ def build(
         blocks,
         passages,
         lanes=lanes,
+        program=program,
+        interpreter=interpreter,
+        functions=functions,
         gradients=gradients,
-        updates=updates,
-        mode=_mode(lanes, updates, spec),
-        streamer=laid.streamer,
-        collectives=laid.collectives,
-        clip_norm=config.clip_norm,
-        skip_nonfinite=config.skip_nonfinite,
+        residency=residency,
+        ranks=ranks,
         scaler=LossScaler() if config.precision == "fp16" else None,
-        grad_accum_steps=config.grad_accum_steps,
     )
     return engine, blocks
 
@@ -108,10 +99,8 @@ class Laid:
     """Memory for all that a spec asks for, and no values in it."""
 
     squares: Buffer
-    streamer: Streamer | None
-    collectives: Collectives
-    host_ring: Ring
-    reduction: Reduction
+    slots: list[Tensor]
+    staging: dict[Memory, Staging]
 
 
 def lay_out(
@@ -151,26 +140,14 @@ def _spec_of(block: Block) -> BlockSpec:
 
 
 def map_memory(
-    blocks: Sequence[Block],
-    spec: StepSpec,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    lanes: Lanes,
-    arena: Arena,
-    ledger: Ledger,
+    blocks: Sequence[Block], spec: StepSpec, device: torch.device, *, arena: Arena, ledger: Ledger
 ) -> Laid:
     """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
-    collectives, on_device = Collectives(lanes, ranks), DeviceMemory(ledger, device)
-    squares = map_host(arena, blocks, spec)
+    on_device, squares = DeviceMemory(ledger, device), map_host(arena, blocks, spec)
     map_weights(on_device, blocks, spec)
-    return Laid(
-        squares,
-        make_streamer(on_device, blocks, lanes, collectives, spec),
-        collectives,
-        _host_ring(arena, lanes, spec),
-        make_reduction(on_device, lanes, collectives, spec),
-    )
+    slots, staging = map_slots(on_device, spec), map_staging(on_device, spec)
+    staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
+    return Laid(squares, slots, staging)
 
 
 def make_blocks(
@@ -268,18 +245,16 @@ def _parking(
     return Parking(lanes, device, map_input)
 
 
-def _mode(lanes: Lanes, updates: Updates, spec: StepSpec) -> Exact:
-    if spec.config.update == "delayed":
-        return Delayed(lanes, updates, spec.config.warmup_steps, alone=spec.alone)
-    if spec.config.update == "speculative":
-        return Speculative(lanes, updates)
-    return (Early if spec.updates_early else Exact)(lanes, updates)
+def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
+    """For gradients that are summed, and for weights that have nowhere else to wait; otherwise it
+    is mapped when a slot is first asked for."""
+    pieces: list[Tensor] = []
 
+    def slot(number: str | int, _: int = 0) -> tuple[str, Tensor]:
+        if not pieces:
+            pieces.extend(arena.map(memory.host_staging(spec)))
+        return f"host staging[{number}]", pieces[int(number)]
 
-def _host_ring(arena: Arena, lanes: Lanes, spec: StepSpec) -> Ring:
-    """Staging for gradients that are summed, and for weights that have nowhere else to wait."""
-    slots = memory.host_staging(spec)
-    ring = Ring("host staging", lanes, spec.host_staging_bytes, lambda _: arena.map(slots))
     if spec.accumulates:
-        ring.prepare()
-    return ring
+        slot(0)
+    return slot

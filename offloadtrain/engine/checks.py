@@ -146,8 +146,8 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             kept.update(module.parameters(recurse=False))
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            words = set(getattr(module, attribute, None) or ())
-            kept.update(p for n, p in module.named_parameters() if words & set(n.split(".")))
+            if words := set(getattr(module, attribute, None) or ()):
+                kept.update(p for n, p in module.named_parameters() if words & set(n.split(".")))
     for pattern in named:
         matching = [p for n, p in model.named_parameters() if fnmatchcase(n, pattern)]
         if not matching:

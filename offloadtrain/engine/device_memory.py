@@ -9,15 +9,13 @@ from torch import Tensor
 
 from offloadtrain.dtypes import DTYPES
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.collectives import Collectives
 from offloadtrain.engine.host_memory import give
-from offloadtrain.engine.reduce import Reduction, TakeStaging
-from offloadtrain.engine.ring import Reserved, Ring
-from offloadtrain.engine.streamer import Streamer
+from offloadtrain.engine.memory_map import Staging
 from offloadtrain.memory import Ledger
 from offloadtrain.step.memory import Request, slot_requests, staging_requests, weight_requests
+from offloadtrain.step.operations import Memory
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.transfer import Buffer, Lane, Lanes
+from offloadtrain.transfer import Buffer
 
 
 class DeviceMemory:
@@ -42,47 +40,26 @@ def map_weights(memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec) -
         give(buckets[request.bucket], request, Buffer(request.name, tensor))
 
 
-def make_streamer(
-    memory: DeviceMemory,
-    blocks: Sequence[Block],
-    lanes: Lanes,
-    collectives: Collectives,
-    spec: StepSpec,
-) -> Streamer | None:
-    """Slots for the streamed blocks; until its first load a block's weights are nowhere."""
-    streamed = [block for block in blocks if block.name in spec.streamed]
-    slots = memory.map(slot_requests(spec))
-    return Streamer(lanes, collectives, streamed, slots) if streamed else None
+def map_slots(memory: DeviceMemory, spec: StepSpec) -> list[Tensor]:
+    """For streamed blocks; until its first load a streamed block's weights are nowhere."""
+    return memory.map(slot_requests(spec))
 
 
-def make_reduction(
-    memory: DeviceMemory, lanes: Lanes, collectives: Collectives, spec: StepSpec
-) -> Reduction:
-    """Gathers gradients in a few slots, or in a place for each of them (ZeRO stage 1)."""
-    staging = staging_requests(spec)
+def map_staging(memory: DeviceMemory, spec: StepSpec) -> dict[Memory, Staging]:
+    """A few slots for gathered gradients, or a place for each of them (ZeRO stage 1)."""
+    requests, found = staging_requests(spec), dict[Memory, Staging]()
+    owners = {Memory.ROUNDED: "rounded gradients", Memory.STAGING: "gradient staging"}
+    for kind, owner in owners.items():
+        if pieces := memory.map([request for request in requests if request.owner == owner]):
+            found[kind] = _slots(owner, pieces)
 
-    def ring(owner: str) -> Ring | None:
-        slots = [request for request in staging if request.owner == owner]
-        if not slots:
-            return None
-        made = Ring(owner, lanes, slots[0].nbytes, lambda _: memory.map(slots))
-        made.prepare()
-        return made
+    def own(owner: str | int, nbytes: int) -> tuple[str, Tensor]:
+        flat = memory.map([Request("gradients", nbytes, "uint8")])[0]
+        return f"gradients {owner}[0]", flat
 
-    rounded, shared = ring("rounded gradients"), ring("gradient staging")
-    take: TakeStaging
-    if shared is not None:
-        take = lambda key, numel, dtype: shared.take(numel, dtype, Lane.COMPUTE)  # noqa: E731
-    else:
-        whole = Reserved(
-            "gradients", lanes, lambda n: memory.map([Request("gradients", n, "uint8")])[0]
-        )
-        take = lambda key, numel, dtype: whole.take(key, numel, dtype, Lane.COMPUTE)  # noqa: E731
-    return Reduction(
-        lanes,
-        collectives,
-        take,
-        piece_bytes=spec.staging_bytes,
-        dtype=torch.float32 if spec.config.reduction == "fp32" else None,
-        rounded=rounded,
-    )
+    found.setdefault(Memory.STAGING, own)
+    return found
+
+
+def _slots(owner: str, pieces: Sequence[Tensor]) -> Staging:
+    return lambda slot, _: (f"{owner}[{slot}]", pieces[int(slot)])

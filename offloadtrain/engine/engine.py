@@ -1,15 +1,6 @@
 """The engine: a step from the first forward hook to the last upload, over any module tree.
 
-[Note: A step]
-    forward     each block's hook waits for the upload of its weights
-    backward    a block whose gradients are all there sends them down in one flat copy; the host
-                adds microbatches in fp32 and measures the norm while backward goes on
-    step()      waits for the norm (the only wait of the training thread), decides on skip and
-                clipping, launches what its update mode has not launched yet of Adam, and the upload
-                of each block in forward order, returns
-    forward     of the next step begins behind the first block's upload
-
-When Adam runs is the update mode's: [Note: Update modes] in `modes.py`.
+What happens when is said by the program: [Note: The program] in `step.program`.
 """
 
 from __future__ import annotations
@@ -21,20 +12,21 @@ from zlib import crc32
 
 import torch
 
-from offloadtrain.distributed import RankError
+from offloadtrain.distributed import RankError, Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.collectives import Collectives
+from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Arrival, Gradients
-from offloadtrain.engine.modes import Decision, Exact, Guess
+from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.report import Phase, StepReport
+from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skips import tell_of_skips
-from offloadtrain.engine.streamer import Streamer
-from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.optim import LossScaler
-from offloadtrain.transfer import Interval, Lane, Lanes
+from offloadtrain.step.modes import Decision
+from offloadtrain.step.program import Program
+from offloadtrain.transfer import Interval, Lanes
 
 
 class EngineError(OffloadTrainError):
@@ -73,33 +65,30 @@ class Engine:
         passages: Passages,
         *,
         lanes: Lanes,
+        program: Program,
+        interpreter: Interpreter,
+        functions: Functions,
         gradients: Gradients,
-        updates: Updates,
-        mode: Exact,
-        streamer: Streamer | None,
-        collectives: Collectives,
-        clip_norm: float | None,
-        skip_nonfinite: bool,
+        residency: Residency,
+        ranks: Ranks,
         scaler: LossScaler | None,
-        grad_accum_steps: int,
     ) -> None:
         self.lanes = lanes
         self.scaler = scaler
         self.step_count = 0
         self.last_step: StepReport | None = None
+        self.program = program
+        self._run = interpreter.run
+        self._functions = functions
         self._gradients = gradients
-        self._updates = updates
-        self._mode = mode
-        self._streamer = streamer
-        self._collectives = collectives
-        self._ranks = collectives.ranks
+        self.residency = residency
+        self._ranks = ranks
         self._forward_order: list[Block] | None = None
         self._passages = passages
         passages.on_root = gradients.end_micro_step
-        self._clip_norm = clip_norm
-        self._skip_nonfinite = skip_nonfinite
-        self._grad_accum_steps = grad_accum_steps
+        self._config = program.spec.config
         self._blocks = blocks
+        self._by_name = {block.name: block for block in blocks}
         self._in_explicit_backward = False
         self._closed = False
         self._totals = lanes.read_totals()
@@ -124,11 +113,11 @@ class Engine:
     @property
     def seed(self) -> int:
         """Of stochastic rounding."""
-        return self._updates.seed
+        return self._functions.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._updates.seed = seed
+        self._functions.seed = seed
 
     @property
     def forward_order(self) -> list[Block]:
@@ -157,20 +146,20 @@ class Engine:
             )
         arrival, complete = self._gradients.deliver(block, slot)
         if arrival is Arrival.AGAIN:
-            self._mode.spoiled(block)
+            self.program.grads_again(block.name)
         elif arrival is Arrival.COMPLETE and self.last_step is not None:
-            scale = self.loss_scale * self._ranks.size
             for one in complete:
-                self._mode.completed(one, step=self.step_count + 1, scale=scale)
-        else:
-            self._mode.settle()
+                self._run(self.program.grads_complete(one.name, self._decision()))
+        for name in self.program.behind:
+            if self._by_name[name].quiet:
+                self._run(self.program.graph_freed(name))
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """One micro-step: mean over microbatches, loss scale, backward."""
         self._require_open("backward")
         self._gradients.end_micro_step()
-        if divide and self._grad_accum_steps > 1:
-            loss = loss / self._grad_accum_steps
+        if divide and self._config.grad_accum_steps > 1:
+            loss = loss / self._config.grad_accum_steps
         if self.scaler is not None:
             loss = loss * self.scaler.scale
         self._in_explicit_backward = True
@@ -191,7 +180,7 @@ class Engine:
     def clip(self, max_norm: float) -> float:
         """Clip the step in progress; returns the norm before it. See [Note: Clipping]."""
         self._require_open("clip_grad_norm_")
-        if not self._mode.waits_for_norm:
+        if not self.program.waits_for_norm:
             raise EngineError(
                 "clip_grad_norm_() after Adam: with skip_nonfinite = False and no clip_norm, Adam "
                 "runs inside backward. Offload with clip_norm, or with skip_nonfinite = True"
@@ -207,21 +196,21 @@ class Engine:
         if self._norm is not None and not self._ranks.alone:
             self._check_agreement(self._ranks.exchange(self._intent(self._norm.coef)))
         norm = self._norm or self._measure("step")
-        if self._clip_norm is not None:
-            norm.clip(self._clip_norm)
-        scale, micro_steps = self.loss_scale, self._gradients.micro_steps
-        skipped = self._skip_nonfinite and not math.isfinite(norm.value)
-        coef = 1.0 if skipped else norm.coef
-        decision = Decision(self.step_count + 1, skipped, coef, scale, self._ranks.size)
-        guess = self._mode.apply(self.forward_order, decision)
+        if self._config.clip_norm is not None:
+            norm.clip(self._config.clip_norm)
+        micro_steps = self._gradients.micro_steps
+        skipped = self._config.skip_nonfinite and not math.isfinite(norm.value)
+        decision = self._decision(skipped, 1.0 if skipped else norm.coef)
+        order = [block.name for block in self.forward_order]
+        self._run(self.program.norm_known(order, decision))
         self.step_count += not skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._norm = None
         self._gradients.drop()
-        if self._streamer is not None:
-            self._streamer.restart()
-        self.last_step = self._report(norm, decision, guess, micro_steps)
-        self._mode.verify()
+        self.program.step_ends()
+        self.residency.restart()
+        self.last_step = self._report(norm, decision, micro_steps)
+        self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             tell_of_skips(self.last_step)
         if self.scaler is not None:
@@ -235,28 +224,24 @@ class Engine:
             raise EngineError(
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
-        self._mode.flush()
-        self._mode.renewed()
-        self._updates.emit(self._blocks)
+        self._run(self.program.masters_set())
         self.synchronize()
 
     def drop_gradients(self) -> None:
         """Forget what backward has delivered since the last step."""
         self._norm = None
         self._gradients.drop()
-        self._mode.drop()
+        self._run(self.program.drop())
 
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
         if not self._closed:
             if self.phase is Phase.FORWARD:
-                self._mode.flush()
+                self._run(self.program.flush())
             self.lanes.synchronize()
-            for block in self._blocks:
-                block.wait_uploaded(Lane.COMPUTE)
-            if self._streamer is not None:
-                self._streamer.lay_open()
+            self.program.synchronized()
+            self.residency.expose_host_weights()
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step(), which then waits for them."""
@@ -270,8 +255,7 @@ class Engine:
         self._closed = True
         self._passages.close()
         self.lanes.close()
-        if self._streamer is not None:
-            self._streamer.leave()
+        self.residency.close()
         self._ranks.close()
 
     def _measure(self, asker: str, max_norm: float | None = None) -> _Norm:
@@ -291,9 +275,9 @@ class Engine:
         """What every rank must be about to do alike; see `_check_agreement`."""
         if self._ranks.alone:
             return []
-        digests = [crc32(repr(x).encode()) for x in (self._updates.hyperparameters(), clipping)]
+        digests = [crc32(repr(x).encode()) for x in (self._functions.hyperparameters(), clipping)]
         counts = [self.step_count, self._gradients.micro_steps]
-        return [*counts, self._collectives.take_digest(), *digests]
+        return [*counts, self._functions.take_digest(), *digests]
 
     def _check_agreement(self, of_ranks: torch.Tensor) -> None:
         """Every rank must have launched the same collectives and be about to do the same update.
@@ -320,9 +304,12 @@ class Engine:
                     "its batches differ"
                 )
 
-    def _report(
-        self, norm: _Norm, decision: Decision, guess: Guess, micro_steps: int
-    ) -> StepReport:
+    def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
+        scale = self.loss_scale * self._ranks.size
+        used = self._functions.hyperparameters()
+        return Decision(self.step_count + 1, skipped, coef, scale, used)
+
+    def _report(self, norm: _Norm, decision: Decision, micro_steps: int) -> StepReport:
         timeline: tuple[Interval, ...] = ()
         if self._sampling:
             self._sampling = False
@@ -336,10 +323,10 @@ class Engine:
             skipped_in_a_row=self._skipped_in_a_row,
             nonfinite=norm.nonfinite,
             clip_coef=decision.coef,
-            loss_scale=decision.scale,
+            loss_scale=self.loss_scale,
             micro_steps=micro_steps,
-            early_buckets=guess.buckets,
-            guessed_right=guess.right,
+            early_buckets=self.program.guess.buckets,
+            guessed_right=self.program.guess.right,
             exposed_ms=spent.exposed_ms,
             busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
             d2h_bytes=spent.d2h_bytes,

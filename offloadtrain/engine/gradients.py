@@ -1,4 +1,4 @@
-"""Gradients on their way down: delivered by autograd, gathered per block, copied, summed, measured.
+"""Gradients as autograd delivers them: which block is whole, and when it sends them down.
 
 [Note: Micro-steps]
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
@@ -28,16 +28,15 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
 from offloadtrain.distributed import Ranks
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.reduce import Reduction
-from offloadtrain.engine.ring import Lease, Ring
+from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.kernels import KernelCalls
 from offloadtrain.order import Turns
-from offloadtrain.transfer import Buffer, Lane, Lanes, Range, copy
+from offloadtrain.step.program import Program
+from offloadtrain.transfer import Buffer
 
 
 class GradientError(OffloadTrainError):
@@ -84,24 +83,23 @@ class Gradients:
 
     def __init__(
         self,
-        lanes: Lanes,
         blocks: Sequence[Block],
+        program: Program,
+        interpreter: Interpreter,
+        functions: Functions,
         *,
         ranks: Ranks,
-        reduction: Reduction,
-        host_ring: Ring,
         squares: Buffer,
-        grad_accum_steps: int,
     ) -> None:
         """`squares`: host fp64, (number of parameters,), each parameter's sum of squares, of what
         is in this rank's shards."""
-        self._lanes = lanes
         self._blocks = blocks
+        self._program = program
+        self._interpreter = interpreter
+        self._functions = functions
         self._ranks = ranks
-        self._reduction = reduction
-        self._host_ring = host_ring
         self._squares = squares
-        self._grad_accum_steps = grad_accum_steps
+        self._grad_accum_steps = program.spec.config.grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
         self._trained = [block for block in blocks if block.buckets]
         slots = [slot for block in blocks for bucket in block.buckets for slot in bucket.slots]
@@ -166,10 +164,8 @@ class Gradients:
         """Forget every gradient since the last step."""
         for block in self._blocks:
             block.end_backward()
-            for bucket in block.buckets:
-                bucket.touched = bucket.normed = False
-                for slot in bucket.slots:
-                    slot.param.grad = None
+            for slot in (slot for bucket in block.buckets for slot in bucket.slots):
+                slot.param.grad = None
         self._reset_deliveries()
         self.open = False
         self.micro_steps = 0
@@ -184,10 +180,7 @@ class Gradients:
         Args:
             beside: what every rank tells the others in the same exchange.
         """
-        for block in self._blocks:
-            for bucket in block.buckets:
-                self._complete(bucket)
-        self._lanes.host_wait(self._lanes.record(Lane.HOST), "the gradient norm")
+        self._interpreter.run(self._program.norm())
         squares = self._squares.flat.cpu()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.exchange(torch.cat([squares, told_beside]))
@@ -230,7 +223,7 @@ class Gradients:
         place = {number: position for position, number in enumerate(self._turns.seen)}
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
-        self._lanes.host_wait(self._lanes.record(Lane.COMM), "the first gradients' sums")
+        self._interpreter.run(self._program.first_sums())
         of_ranks = self._ranks.exchange([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
         for block, is_late in zip(self._trained, late, strict=True):
@@ -248,117 +241,17 @@ class Gradients:
     def _take(self, block: Block) -> None:
         """Send what the block's parameters hold down, and let go of it on the device. Among ranks
         everybody sends, zeros where nothing is held."""
+        held, self._functions.delivered = {}, {}
         for bucket in block.buckets:
-            delivered = [slot for slot in bucket.slots if slot.param.grad is not None]
-            if delivered or not self._ranks.alone:
-                self._send(bucket, delivered)
+            pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.param.grad) is not None]
+            for slot, _ in pairs:
+                slot.param.grad = None
+            if pairs:
+                held[bucket.name] = len(pairs) == len(bucket.slots)
+                self._functions.delivered[bucket.name] = pairs
+        ready = self._program.grads_ready(block.name, held, last=self._in_last)
+        self._interpreter.run(ready)
         self._deliveries[block].left = True
-
-    def _send(self, bucket: Bucket, delivered: Sequence[Slot]) -> None:
-        """Piece by piece through the staging rings; most buckets are one piece."""
-        complete = len(delivered) == len(bucket.slots) or not self._ranks.alone
-        whole = self._in_last and complete
-        pairs = [(slot, grad) for slot in delivered if (grad := slot.param.grad) is not None]
-        for slot in delivered:
-            slot.param.grad = None
-        ranges = self._reduction.pieces(bucket)
-        measured = whole and bucket.grad is None and len(ranges) == 1
-        for lo, hi in ranges:
-            lease = self._reduction.launch(bucket, pairs, lo, hi)
-            assert lease.filled is not None
-            self._lanes.wait(Lane.D2H, lease.filled, f"gradients of {bucket.name}")
-            if bucket.grad is None:
-                self._accumulate(bucket, lease, lo, hi, measured=measured)
-            elif bucket.touched:
-                self._add(bucket, lease, lo, hi)
-            else:
-                self._copy_down(bucket, lease, lo, hi)
-        bucket.touched, bucket.normed = True, measured
-        if whole and not measured:
-            self._measure(bucket)
-
-    def _copy_down(self, bucket: Bucket, lease: Lease, lo: int, hi: int) -> None:
-        assert bucket.grad is not None
-        self._wait_free(bucket, Lane.D2H)
-        target = Range(bucket.grad, lo, hi)
-        self._lanes.launch(Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [target])
-        lease.release(self._lanes.record(Lane.D2H))
-
-    def _wait_free(self, bucket: Bucket, lane: Lane) -> None:
-        """Before `lane` overwrites the weights of the last step, they must have left."""
-        if bucket.grad_free_after is not None:
-            self._lanes.wait(lane, bucket.grad_free_after, f"upload of {bucket.name} has left")
-            bucket.grad_free_after = None
-
-    def _add(self, bucket: Bucket, lease: Lease, lo: int, hi: int) -> None:
-        """A second gradient of one micro-step: added in its dtype, as autograd itself does."""
-        staged = self._stage(bucket, lease)
-
-        def add(staged: Tensor, grad: Tensor) -> None:
-            grad.add_(staged)
-
-        target = Range(bucket.gradient.buffer, lo, hi)
-        self._lanes.launch(Lane.HOST, f"add {bucket.name}", add, [staged.range], [target])
-        staged.release(self._lanes.record(Lane.HOST))
-
-    def _accumulate(
-        self, bucket: Bucket, lease: Lease, lo: int, hi: int, *, measured: bool
-    ) -> None:
-        """Into the fp32 sum over microbatches; squared in the same pass if it is the last one."""
-        staged, first = self._stage(bucket, lease), not bucket.touched
-        layout, target = bucket.layout, Range(bucket.gradient.buffer, lo, hi)
-
-        @KernelCalls
-        def accumulate(staged: Tensor, total: Tensor) -> None:
-            kernels.accumulate(total, staged, first)
-
-        @KernelCalls
-        def measure(staged: Tensor, total: Tensor, squares: Tensor) -> None:
-            kernels.accumulate_squares(total, staged, first, layout, squares)
-
-        if first:
-            self._wait_free(bucket, Lane.HOST)
-        self._lanes.launch(
-            Lane.HOST,
-            f"accumulate {bucket.name}",
-            measure if measured else accumulate,
-            [staged.range],
-            [target, self._squares.whole] if measured else [target],
-        )
-        staged.release(self._lanes.record(Lane.HOST))
-
-    def _stage(self, bucket: Bucket, lease: Lease) -> Lease:
-        """Bring a gradient into a staging slot of the host."""
-        numel = lease.range.hi - lease.range.lo
-        staged = self._host_ring.take(numel, bucket.dtype, Lane.D2H)
-        self._lanes.launch(Lane.D2H, f"d2h {bucket.name}", copy, [lease.range], [staged.range])
-        arrived = self._lanes.record(Lane.D2H)
-        lease.release(arrived)
-        self._lanes.wait(Lane.HOST, arrived, f"gradients of {bucket.name} on the host")
-        return staged
-
-    def _complete(self, bucket: Bucket) -> None:
-        if not bucket.touched:
-            self._wait_free(bucket, Lane.HOST)
-            name = f"no gradient {bucket.name}"
-            self._lanes.launch(Lane.HOST, name, KernelCalls(kernels.zero), (), [bucket.gradient])
-            bucket.touched, bucket.normed = True, False
-        if not bucket.normed:
-            self._measure(bucket)
-
-    def _measure(self, bucket: Bucket) -> None:
-        """Sum of squares per parameter, on the host as soon as the gradient is there."""
-        self._lanes.wait(Lane.HOST, self._lanes.record(Lane.D2H), f"gradients of {bucket.name}")
-        layout = bucket.layout
-
-        @KernelCalls
-        def measure(flat: Tensor, squares: Tensor) -> None:
-            kernels.sum_squares_many(flat, layout, squares)
-
-        self._lanes.launch(
-            Lane.HOST, f"norm {bucket.name}", measure, [bucket.gradient], [self._squares.whole]
-        )
-        bucket.normed = True
 
 
 def _check_gradient(slot: Slot) -> None:

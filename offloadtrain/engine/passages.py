@@ -16,8 +16,8 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.hooks import watch, watch_inside
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.recompute import Recomputed, Written
+from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.saved import SavedTensors
-from offloadtrain.engine.streamer import Streamer
 from offloadtrain.transfer import Lanes, Span
 
 
@@ -55,7 +55,7 @@ class Passages:
         entries: Mapping[nn.Module, list[Block]],
         lanes: Lanes,
         *,
-        streamer: Streamer | None,
+        residency: Residency,
         recomputed: Sequence[nn.Module],
         parking: Parking | None,
     ) -> None:
@@ -65,7 +65,7 @@ class Passages:
         """Called when a forward of the model begins that is not part of a backward."""
         self._model = model
         self._lanes = lanes
-        self._streamer = streamer
+        self._residency = residency
         self._parking = parking
         self._blocks = blocks
         self._order: dict[Block, None] = {}
@@ -74,7 +74,7 @@ class Passages:
         self._handles: list[RemovableHandle] = []
         self._audit: Audit | None = None
         self._audited = _has_compiled(model)
-        self._saved = _saved_tensors(blocks, streamer)
+        self._saved = _saved_tensors(blocks, residency)
         written = Written()
         self._recomputed = {m: Recomputed(m, weakref.ref(self), written) for m in recomputed}
         self._attach(entries)
@@ -157,8 +157,7 @@ class Passages:
 
     def _enter_root(self) -> None:
         self.on_root()
-        if self._streamer is not None:
-            self._streamer.restart()
+        self._residency.restart()
         if self._parking is not None:
             self._parking.restart()
         if not self._audited:
@@ -219,20 +218,20 @@ class Passages:
 def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     """Modules with parameters of their own in streamed blocks, and whose these are. Not in compiled
     blocks: the compiler would make code for each block anew, as it takes hooks for a difference."""
-    streamed = [b for b in blocks if b.streamer is not None and not _has_compiled(b.module)]
+    streamed = [b for b in blocks if b.streamed and not _has_compiled(b.module)]
     owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
     found = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
     return {module: list(dict.fromkeys(owners)) for module, owners in found.items() if owners}
 
 
-def _saved_tensors(blocks: Sequence[Block], streamer: Streamer | None) -> SavedTensors:
+def _saved_tensors(blocks: Sequence[Block], residency: Residency) -> SavedTensors:
     saved = SavedTensors()
     for block in blocks:
-        if block.streamer is None:
+        if not block.streamed:
             saved.register(block)
-    if streamer is not None:
-        saved.register_streamed(streamer)
+    if residency.streamed:
+        saved.register_streamed(residency)
     return saved
 
 

@@ -31,8 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.parking import Parked, Parking
-from offloadtrain.engine.streamer import Streamer, StreamError
+from offloadtrain.engine.residency import Residency
 from offloadtrain.errors import OffloadTrainError
+from offloadtrain.step.streaming import StreamError
 
 _autograd = (
     torch._C._autograd
@@ -110,17 +111,17 @@ class WhileStreaming:
     """Stands for a tensor that is no weight, and tells how far backward is; saved in the forward of
     streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
 
-    __slots__ = ("_blocks", "_clock", "_generations", "_packed", "_streamer")
+    __slots__ = ("_blocks", "_clock", "_generations", "_packed", "_residency")
 
     def __init__(
         self,
         packed: Kept | PassedOn | Parked,
-        streamer: Streamer,
+        residency: Residency,
         blocks: tuple[Block, ...],
         clock: int,
     ) -> None:
         self._packed = packed
-        self._streamer = streamer
+        self._residency = residency
         self._blocks = blocks
         self._clock = clock
         self._generations = [block.generation for block in blocks]
@@ -128,9 +129,9 @@ class WhileStreaming:
             block.packed()
 
     def unpack(self) -> Tensor:
-        self._streamer.passed(self._clock)
+        self._residency.passed(self._clock)
         # First, since it may run other blocks again, which need their turn in the slots.
-        with self._streamer.unpacking():
+        with self._residency.unpacking():
             tensor = self._packed.unpack()
         for block, generation in zip(self._blocks, self._generations, strict=True):
             block.unpacked(generation, self._clock)
@@ -154,17 +155,17 @@ class SavedTensors:
         """Counts forwards of modules: what is saved later has a higher number."""
         self._owners: dict[int, tuple[Block, Bucket]] = {}
         self._absent: dict[int, Block] = {}
-        self._streamer: Streamer | None = None
+        self._residency: Residency | None = None
 
     def register(self, block: Block) -> None:
         """Of a block that stays on the device."""
         for bucket in block.buckets:
             self._owners[_address(bucket.working.flat)] = (block, bucket)
 
-    def register_streamed(self, streamer: Streamer) -> None:
-        """Blocks whose place on the device is the streamer's to tell."""
-        self._streamer = streamer
-        for block in streamer.blocks:
+    def register_streamed(self, residency: Residency) -> None:
+        """Blocks whose place on the device changes."""
+        self._residency = residency
+        for block in residency.streamed:
             for bucket in block.held:
                 self._absent[_address(block.placeholder(bucket))] = block
 
@@ -199,7 +200,7 @@ class SavedTensors:
         self._clock += 1
         for block in blocks:
             block.clock = block.clock if again else self._clock
-        self.within = tuple(block for block in blocks if block.streamer is not None) or outside
+        self.within = tuple(block for block in blocks if block.streamed) or outside
         return outside
 
     def pack(self, tensor: Tensor, outer: _Hooks | None, parking: Parking | None) -> Any:
@@ -212,9 +213,9 @@ class SavedTensors:
             packed = parking.park(tensor)
         else:
             packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
-        if self._streamer is None:
+        if self._residency is None:
             return packed
-        return WhileStreaming(packed, self._streamer, self.within, self._clock)
+        return WhileStreaming(packed, self._residency, self.within, self._clock)
 
     def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -230,8 +231,8 @@ class SavedTensors:
                 "this one on the device: working = 'device', or more resident_blocks"
             )
         found = self._owners.get(address)
-        if found is None and self._streamer is not None:
-            found = self._streamer.owner(tensor)
+        if found is None and self._residency is not None:
+            found = self._residency.owner(tensor)
         return found
 
 

@@ -41,12 +41,11 @@ class Role(StrEnum):
 
     STATE = "state"
     OTHER = "other"
-    GRAD = "grad"
-    GRAD_SUM = "grad_sum"
+    GRADIENT = "gradient"
     PENDING = "pending"
-    SHOWN = "shown"
+    SNAPSHOT = "snapshot"
     WORKING = "working"
-    KEPT = "kept"
+    DEVICE_SHARD = "device_shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def kept_requests(spec: StepSpec) -> Iterator[Request]:
         yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
         if spec.loads_from_host(bucket):
-            yield _shard("frozen weights", bucket, bucket.dtype, Role.SHOWN)
+            yield _shard("frozen weights", bucket, bucket.dtype, Role.SNAPSHOT)
 
 
 def host_staging(spec: StepSpec) -> list[Request]:
@@ -182,13 +181,13 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
     ]
     yield from state
     if spec.accumulates:
-        yield _shard("gradient sums", bucket, "float32", Role.GRAD_SUM, "gradient")
+        yield _shard("gradient sums", bucket, "float32", Role.GRADIENT, "gradient")
     else:
-        yield _shard("gradients", bucket, bucket.dtype, Role.GRAD, "gradient")
+        yield _shard("gradients", bucket, bucket.dtype, Role.GRADIENT, "gradient")
     if spec.has_pending(bucket, copied=copied):
         yield _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
     if spec.has_snapshot(bucket):
-        yield _shard("shown weights", bucket, bucket.dtype, Role.SHOWN)
+        yield _shard("shown weights", bucket, bucket.dtype, Role.SNAPSHOT)
     for one in state if copied else ():
         other = "other copy of the state"
         yield replace(one, owner=other, name=f"other {one.name}", role=Role.OTHER)
@@ -224,7 +223,7 @@ def weight_requests(spec: StepSpec) -> Iterator[Request]:
             yield Request(owner, bucket.numel, bucket.dtype, f"working {name}", name, Role.WORKING)
     for bucket in (bucket for block in spec.blocks for bucket in block.held):
         if spec.loads_from_shard(bucket):
-            yield _shard("weight shards", bucket, bucket.dtype, Role.KEPT, "shard")
+            yield _shard("weight shards", bucket, bucket.dtype, Role.DEVICE_SHARD, "shard")
 
 
 def slot_requests(spec: StepSpec) -> list[Request]:

@@ -158,6 +158,13 @@ class StepSpec:
         """Bucket → its block, frozen ones included."""
         return {bucket.name: block for block in self.blocks for bucket in block.held}
 
+    @cached_property
+    def _trained(self) -> frozenset[str]:
+        return frozenset(bucket.name for bucket in self.buckets)
+
+    def is_trained(self, bucket: BucketSpec) -> bool:
+        return bucket.name in self._trained
+
     # Where the weights of streamed blocks are between their uses.
 
     def is_streamed(self, bucket: BucketSpec) -> bool:

@@ -6,12 +6,12 @@ from contextvars import ContextVar
 
 import torch
 
+from offloadtrain.step.operations import Lane
 from offloadtrain.transfer.base import (
     PARKED,
     Buffer,
     Event,
     Interval,
-    Lane,
     LaneError,
     Lanes,
     LaneTotals,

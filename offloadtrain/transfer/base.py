@@ -16,12 +16,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from offloadtrain.errors import OffloadTrainError
+from offloadtrain.step.operations import Lane
 
 PARKED = ("park input", "load input")
 """Copies of block inputs, which live on the host wherever the state does."""
@@ -29,24 +29,6 @@ PARKED = ("park input", "load input")
 
 class LaneError(OffloadTrainError):
     """An operation failed on a lane that runs beside the training thread."""
-
-
-class Lane(StrEnum):
-    """Where an operation runs."""
-
-    COMPUTE = "compute"
-    """The stream of the user's forward and backward."""
-    D2H = "d2h"
-    """Copies from the device to the host: gradients."""
-    HOST = "host"
-    """CPU work on host memory: sums, norms, Adam."""
-    H2D = "h2d"
-    """Copies from the host to the device: weights that an update has changed."""
-    LOAD = "load"
-    """Copies from the host to the device: streamed weights, in the order of their use. Beside h2d,
-    whose next copy may wait for an update that the forward does not need yet."""
-    COMM = "comm"
-    """Collectives between ranks, in one order on all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

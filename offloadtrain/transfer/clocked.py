@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offloadtrain.events import WAIT
-from offloadtrain.transfer.base import Interval, Lane, Lanes, Range, Span, now_ms
+from offloadtrain.step.operations import Lane
+from offloadtrain.transfer.base import Interval, Lanes, Range, Span, now_ms
 
 
 class ClockedLanes(Lanes):

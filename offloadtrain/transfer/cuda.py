@@ -29,10 +29,10 @@ import torch
 
 from offloadtrain import cuda_driver
 from offloadtrain.events import WAIT
+from offloadtrain.step.operations import Lane
 from offloadtrain.transfer.base import (
     Event,
     Interval,
-    Lane,
     LaneError,
     Lanes,
     LaneTotals,

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offloadtrain import kernels
-from offloadtrain.transfer.base import Interval, Lane, Operation, now_ms
+from offloadtrain.step.operations import Lane
+from offloadtrain.transfer.base import Interval, Operation, now_ms
 from offloadtrain.transfer.worker import Failure, Worker
 
 

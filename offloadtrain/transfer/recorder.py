@@ -3,92 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from offloadtrain.transfer.base import (
-    Event,
-    Interval,
-    Lane,
-    Lanes,
-    LaneTotals,
-    Operation,
-    Range,
-    Span,
+from offloadtrain.step.operations import Lane
+from offloadtrain.step.trace import (
+    Bytes,
+    Closed,
+    Entry,
+    Launched,
+    Opened,
+    Recorded,
+    Undefined,
+    Waited,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """An interval of memory, by address: buffers of several dtypes may share it."""
-
-    name: str
-    lo: int
-    hi: int
-
-    @classmethod
-    def of(cls, range_: Range) -> Bytes:
-        lo = range_.view.data_ptr()
-        return cls(range_.buffer.name, lo, lo + range_.nbytes)
-
-    def overlaps(self, other: Bytes) -> bool:
-        return self.lo < other.hi and other.lo < self.hi
-
-    def covers(self, other: Bytes) -> bool:
-        return self.lo <= other.lo and other.hi <= self.hi
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """An operation on a lane."""
-
-    lane: Lane
-    name: str
-    reads: tuple[Bytes, ...]
-    writes: tuple[Bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Event number `event` stands for all that was launched on the lane before."""
-
-    lane: Lane
-    event: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """What the lane (None: the launching thread, and so all lanes) does from here on is after."""
-
-    lane: Lane | None
-    event: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Foreign code may touch these bytes on the compute lane from here on."""
-
-    span: int
-    name: str
-    reads: tuple[Bytes, ...]
-    writes: tuple[Bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The end of a span."""
-
-    span: int
-
-
-@dataclass(frozen=True, slots=True)
-class Undefined:
-    """These bytes hold nothing until they are written."""
-
-    bytes: Bytes
-
-
-Entry = Launched | Recorded | Waited | Opened | Closed | Undefined
+from offloadtrain.transfer.base import Event, Interval, Lanes, LaneTotals, Operation, Range, Span
 
 
 class _Numbered(Event):
@@ -172,12 +99,17 @@ class RecordingLanes(Lanes):
         self.inner.close_span(span)
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
-        self.program.append(Undefined(Bytes.of(range_)))
+        self.program.append(Undefined(extent(range_)))
         return self.inner.alloc(range_, lane)
 
 
 def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:
-    return tuple(map(Bytes.of, ranges))
+    return tuple(map(extent, ranges))
+
+
+def extent(range_: Range) -> Bytes:
+    lo = range_.view.data_ptr()
+    return Bytes(range_.buffer.name, lo, lo + range_.nbytes)
 
 
 def _own(event: Event) -> _Numbered:

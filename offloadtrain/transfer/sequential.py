@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.transfer.base import Event, Lane, Operation, Range, now_ms, views
+from offloadtrain.step.operations import Lane
+from offloadtrain.transfer.base import Event, Operation, Range, now_ms, views
 from offloadtrain.transfer.clocked import ClockedLanes
 
 

@@ -8,16 +8,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from offloadtrain.transfer.base import (
-    Event,
-    Interval,
-    Lane,
-    LaneTotals,
-    Operation,
-    Range,
-    now_ms,
-    views,
-)
+from offloadtrain.step.operations import Lane
+from offloadtrain.transfer.base import Event, Interval, LaneTotals, Operation, Range, now_ms, views
 from offloadtrain.transfer.clocked import ClockedLanes
 from offloadtrain.transfer.host_lane import Endable, Flag, make_host_lane
 from offloadtrain.transfer.worker import Failure, Worker

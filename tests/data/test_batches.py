@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokens import DataError, TokenFile, write_tokens
+from tests import levels
 
 
 def counting_file(path: Path, count: int) -> TokenFile:
@@ -72,6 +73,7 @@ def test_the_order_never_changes(file: TokenFile) -> None:
 GOLDEN_STARTS = [778, 788, 418, 358, 588, 448, 208, 878]
 
 
+@levels.examples(100)
 @given(
     seq_len=st.integers(1, 300),
     batch=st.integers(1, 9),
@@ -79,7 +81,6 @@ GOLDEN_STARTS = [778, 788, 418, 358, 588, 448, 208, 878]
     worlds=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     shuffle=st.booleans(),
 )
-@settings(deadline=None, max_examples=100)
 def test_any_number_of_ranks_takes_the_same_global_order(
     file: TokenFile,
     seq_len: int,
@@ -120,8 +121,8 @@ def test_any_number_of_ranks_takes_the_same_global_order(
     assert taken == starts(alone, len(taken))
 
 
+@levels.examples(50)
 @given(calls=st.integers(0, 200), batch=st.integers(1, 7))
-@settings(deadline=None, max_examples=50)
 def test_resume_is_exact_in_any_epoch(file: TokenFile, calls: int, batch: int) -> None:
     straight = Batches(file, batch=batch, seq_len=37, seed=9)
     starts(straight, calls)

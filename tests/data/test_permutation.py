@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data.permutation import Permutation
+from tests import levels
 
 
 def shuffled(size: int, seed: int = 0, epoch: int = 0) -> list[int]:
     return Permutation(size, seed, epoch)(np.arange(size)).tolist()  # type: ignore[no-any-return]
 
 
+@levels.examples(100)
 @given(size=st.integers(1, 5000), seed=st.integers(), epoch=st.integers(0, 1 << 40))
 def test_every_size_is_a_bijection(size: int, seed: int, epoch: int) -> None:
     assert sorted(shuffled(size, seed, epoch)) == list(range(size))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data import documents
@@ -20,6 +20,7 @@ from offloadtrain.data import prepare as prepare_module
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.tokens import DataError, TokenFile
 from offloadtrain.errors import ConfigError
+from tests import levels
 
 
 def tokens(path: Path | None) -> bytes:
@@ -112,8 +113,8 @@ def test_pieces_do_not_show_in_the_result(mixed: Path, tmp_path: Path) -> None:
     assert both(whole) == both(in_pieces)
 
 
+@levels.examples(60)
 @given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=20), piece=st.integers(1, 60))
-@settings(deadline=None, max_examples=60)
 def test_jsonl_cut_anywhere_gives_each_line_once(
     texts: list[str], piece: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -444,7 +445,7 @@ def test_a_script_without_a_main_guard_is_told_so_instead_of_hanging(tmp_path: P
     )
     search = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, script], env=os.environ | search, capture_output=True, timeout=60
+        [sys.executable, script], env=os.environ | search, capture_output=True, timeout=300
     )
     assert done.returncode == 1
     assert b"DataError: a worker process ended early" in done.stderr

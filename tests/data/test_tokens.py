@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter, write_tokens
 from offloadtrain.errors import OffloadTrainError
+from tests import levels
 
 Damage = Callable[[bytes], bytes]
 
@@ -43,8 +44,8 @@ def test_the_smallest_dtype_is_chosen(tmp_path: Path, vocab_size: int, dtype: st
     assert (tmp_path / "a.bin").stat().st_size == HEADER_BYTES + 2 * file.tokens.itemsize
 
 
+@levels.examples(30)
 @given(pieces=st.lists(st.lists(st.integers(0, 69999)), min_size=1))
-@settings(deadline=None, max_examples=30)
 def test_pieces_are_read_back_joined(
     pieces: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -168,12 +169,14 @@ def test_texts_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> None:
         write_tokens(tmp_path / "a.bin", [], vocab_size=2, tokenizer="x" * 5000)
 
 
+@levels.examples(100)
 @given(text=st.text())
 def test_bytes_decode_to_what_was_encoded(text: str) -> None:
     encoding = tokenizer("bytes")
     assert encoding.decode(encoding.encode(text)) == text
 
 
+@levels.examples(100)
 @given(tokens=st.lists(st.integers(0, 255)))
 def test_any_bytes_decode_to_some_text(tokens: list[int]) -> None:
     assert isinstance(tokenizer("bytes").decode(tokens), str)

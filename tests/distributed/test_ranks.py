@@ -16,10 +16,11 @@ import offloadtrain as ot
 from offloadtrain.distributed import RankError
 from offloadtrain.engine import GradientError, ModelError
 from offloadtrain.memory import Tier
+from offloadtrain.step.prove import prove
 from offloadtrain.step.spec import ALIGN
+from offloadtrain.step.trace import Launched
 from offloadtrain.transfer import SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import prove
-from offloadtrain.transfer.recorder import Launched, RecordingLanes
+from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import compare, own_batches

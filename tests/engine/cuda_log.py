@@ -16,10 +16,10 @@ from ctypes import c_uint64
 from dataclasses import dataclass
 from typing import Any
 
+from offloadtrain.step.prove import prove
+from offloadtrain.step.trace import Entry, Recorded, Waited
 from offloadtrain.transfer import Lane
 from offloadtrain.transfer.host_lane import Flag, HostLane, NativeHostLane
-from offloadtrain.transfer.prover import prove
-from offloadtrain.transfer.recorder import Entry, Recorded, Waited
 from offloadtrain.transfer.worker import Worker
 
 ADDRESS = 0x7F00_0000_0000

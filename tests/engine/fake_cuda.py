@@ -34,18 +34,11 @@ import torch
 from torch import Tensor
 
 from offloadtrain import cuda_driver, kernels
+from offloadtrain.step.trace import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
 from offloadtrain.transfer import CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.transfer import cuda as cuda_module
 from offloadtrain.transfer.host_lane import make_host_lane
-from offloadtrain.transfer.recorder import (
-    Bytes,
-    Closed,
-    Launched,
-    Opened,
-    Recorded,
-    Undefined,
-    Waited,
-)
+from offloadtrain.transfer.recorder import extent
 from offloadtrain.transfer.worker import Worker
 from tests.engine.cuda_log import ADDRESS, Log, LoggedHost
 
@@ -311,16 +304,16 @@ class LoggedLanes(CudaLanes):
         super().close_span(span)
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
-        self._log.add(Undefined(Bytes.of(range_)))
+        self._log.add(Undefined(extent(range_)))
         return super().alloc(range_, lane)
 
 
 def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:
-    return tuple(map(Bytes.of, ranges))
+    return tuple(map(extent, ranges))
 
 
 HOSTS = ("queue", "thread")
-LONGEST_S = 30
+LONGEST_S = 300
 
 
 @contextmanager
@@ -336,7 +329,7 @@ def installed(host: str = "queue", **times: float) -> Iterator[Gpu]:
         gpu = Gpu(**times)  # type: ignore[arg-type]
         gpu.install(patch)
         yield gpu
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (left := running() - before) and time.monotonic() < until:
         time.sleep(1e-3)
     assert not left, "these threads are left"

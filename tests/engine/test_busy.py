@@ -110,8 +110,11 @@ def test_compute_is_counted_once_and_without_its_waits(lanes: Lanes) -> None:
     inner = lanes.open_span("inner", [buffer.whole])
     lanes.launch(Lane.COMPUTE, "gather", sleep)
     lanes.close_span(inner)
+    launched = time.perf_counter()
     lanes.launch(Lane.HOST, "adam", sleep)
-    lanes.host_wait(lanes.record(Lane.HOST), "adam")
+    done = lanes.record(Lane.HOST)
+    beside_ms = 1e3 * (time.perf_counter() - launched) if isinstance(lanes, ThreadLanes) else 0.0
+    lanes.host_wait(done, "adam")
     lanes.close_span(outer)
     lanes.launch(Lane.COMPUTE, "after", sleep)
     wall_ms = 1e3 * (time.perf_counter() - began)
@@ -120,7 +123,7 @@ def test_compute_is_counted_once_and_without_its_waits(lanes: Lanes) -> None:
     lanes.close()
     assert 40 <= spent.busy_ms[Lane.COMPUTE] <= wall_ms - spent.exposed_ms
     assert spent.busy_ms[Lane.HOST] >= 20
-    assert spent.exposed_ms >= 0.9 * spent.busy_ms[Lane.HOST]
+    assert spent.exposed_ms >= 0.9 * (spent.busy_ms[Lane.HOST] - beside_ms)
     assert set(began_again.busy_ms.values()) == {0.0}
 
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import gradients, modes, streamer, update
+from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.report import StepReport
+from offloadtrain.step import modes
+from offloadtrain.step.operations import Kind
 from offloadtrain.transfer import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.distributed.pool import Pool
@@ -148,7 +150,7 @@ def over_streams(gpu: Gpu, case: Case, **options: Any) -> Trained:
 def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
     """With the same run over threads: the same bits, and all of it in order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.Odds, "good", lambda odds: True)  # guesses however often it was wrong
+        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
         expected = train(ThreadLanes(), case, **options)
         gpu.backward_passes = 0
         found = over_streams(gpu, case, **options)
@@ -237,10 +239,10 @@ def test_a_timeline_has_what_each_lane_did(gpu: Gpu, options: dict[str, Any]) ->
     assert not any(other.timeline for other in found.reports if other is not report)
 
 
-@pytest.mark.parametrize("broken", [gradients, update, streamer], ids=["d2h", "h2d", "load"])
+@pytest.mark.parametrize("broken", [Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD])
 @pytest.mark.parametrize("among", [False, True])
 def test_a_failure_in_a_step(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, broken: Any, among: bool
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, broken: Kind, among: bool
 ) -> None:
     """The training thread raises, and `close` ends everything."""
     left = iter(range(7))
@@ -250,8 +252,9 @@ def test_a_failure_in_a_step(
             raise OSError("planted")
         copy(source, target)
 
-    monkeypatch.setattr(broken, "copy", fails)
-    case = Case(PARKED if broken is streamer else {}, {"among_ranks": among})
+    made = Functions.of
+    monkeypatch.setattr(Functions, "of", lambda f, op: fails if op.kind is broken else made(f, op))
+    case = Case(PARKED if broken is Kind.LOAD else {}, {"among_ranks": among})
     with pytest.raises((LaneError, OSError), match="planted"):
         over_streams(gpu, case, steps=6)
 

@@ -108,7 +108,7 @@ def test_waiting_is_exposed(lanes: LoggedLanes) -> None:
     """For the host lane, for an upload behind it, for an event; not where a lane's thread waits."""
 
     def slow() -> Event:
-        lanes.launch(Lane.HOST, "slow", sleeps(60))
+        lanes.launch(Lane.HOST, "slow", sleeps(150))
         return lanes.record(Lane.HOST)
 
     def upload() -> Event:
@@ -116,11 +116,11 @@ def test_waiting_is_exposed(lanes: LoggedLanes) -> None:
         lanes.launch(Lane.H2D, "up", sleeps(0))
         return lanes.record(Lane.H2D)
 
-    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, slow(), "host")) >= 20
-    assert exposed(lanes, lambda: lanes.wait(Lane.D2H, upload(), "upload")) >= 20
-    assert exposed(lanes, lambda: lanes.host_wait(upload(), "upload")) >= 20
+    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, slow(), "host")) >= 75
+    assert exposed(lanes, lambda: lanes.wait(Lane.D2H, upload(), "upload")) >= 75
+    assert exposed(lanes, lambda: lanes.host_wait(upload(), "upload")) >= 75
     assert exposed(lanes, lambda: lanes.wait(Lane.LOAD, upload(), "by a thread")) == 0
-    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "")) < 20
+    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "")) < 75
 
 
 @timely

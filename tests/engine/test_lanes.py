@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from offloadtrain import memory, telemetry
-from offloadtrain.engine.ring import Ring
 from offloadtrain.memory import Arena, Ledger, Tier
 from offloadtrain.step.memory import HostMemoryError, Request
 from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy
@@ -38,21 +37,10 @@ def test_foreign_events_are_refused() -> None:
         SequentialLanes().wait(Lane.HOST, Event(), "nothing")
 
 
-def test_a_ring_hands_out_its_slots_in_turn() -> None:
-    lanes = SequentialLanes()
-    made = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    ring = Ring("ring", lanes, 64, lambda nbytes: made)
-    leases = [ring.take(4, torch.float32, Lane.D2H) for _ in range(3)]
-    addresses = [lease.range.view.data_ptr() for lease in leases]
-    assert addresses[0] == addresses[2] != addresses[1]
-    leases[0].release(lanes.record(Lane.HOST))
-
-
 def test_poison_shows_a_stale_read() -> None:
-    lanes = SequentialLanes()
+    lanes, buffer = SequentialLanes(), Buffer("b", torch.zeros(4))
     lanes.poison = True
-    ring = Ring("ring", lanes, 64, lambda n: [torch.zeros(n, dtype=torch.uint8)])
-    assert ring.take(4, torch.float32, Lane.D2H).range.view.isnan().all()
+    assert lanes.alloc(buffer.whole, Lane.D2H).view.isnan().all()
 
 
 def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:

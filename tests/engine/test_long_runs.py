@@ -53,16 +53,19 @@ def alive() -> tuple[int, int, int]:
 
 
 @each_option
-def test_a_thousand_steps_hold_no_more_than_fifty(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("few", "many"), [(20, 140), pytest.param(50, 1000, marks=pytest.mark.slow)]
+)
+def test_many_steps_hold_no_more_than_few(few: int, many: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Chain(2)
     optimizer = ot.offload(model, device="cpu", **options)
     tokens = batches(1)[0]
     held = []
-    for number in range(1, 1001):
+    for number in range(1, many + 1):
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
-        if number in (50, 1000):
+        if number in (few, many):
             held.append(alive())
     optimizer.close()
     objects, tensors, nbytes = zip(*held, strict=True)

@@ -170,7 +170,7 @@ def test_many_steps_leave_nothing_behind() -> None:
         optimizer.backward(loss_of(net, tokens))
         optimizer.step()
     before = alive()
-    for _ in range(200):
+    for _ in range(60):
         optimizer.backward(loss_of(net, tokens))
         optimizer.step()
         optimizer.zero_grad()

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.engine import modes
-from offloadtrain.step import spec
+from offloadtrain.step import modes, spec
+from offloadtrain.step.prove import order, prove
+from offloadtrain.step.trace import Entry, Recorded, Waited
 from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import order, prove
-from offloadtrain.transfer.recorder import Entry, RecordingLanes, Waited
+from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
+from tests import levels
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 
 CASES = [
@@ -65,7 +66,7 @@ def run(
     torch.manual_seed(0)
     model: nn.Module = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.Odds, "good", lambda odds: True)  # guesses however often it was wrong
+        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
         with on_lanes(lanes):
             optimizer = ot.offload(
                 model,
@@ -112,6 +113,7 @@ def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatc
     assert prove(program("unusual", accum=accum, steps=4, **MODES[mode])) == []
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("state", "precision"), CASES[::2])
 @pytest.mark.parametrize("placement", sorted(set(PLACEMENTS) - {"on the device"}))
 @each_mode
@@ -123,7 +125,7 @@ def test_no_race_with_streamed_weights(
     assert prove(program(name, state, precision, accum=2, steps=4, **options)) == []
 
 
-@settings(max_examples=120, deadline=None)
+@levels.examples(120)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
@@ -150,7 +152,7 @@ def test_any_legal_order_has_the_same_bits(
         assert torch.equal(found[key], value), key
 
 
-@settings(max_examples=24, deadline=None)
+@levels.examples(24)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),
@@ -184,6 +186,7 @@ def test_a_failure_on_a_lane_is_raised_and_close_does_not_hang() -> None:
     lanes.close()
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(("state", "accum"), [("fp32", 1), ("split16", 2)])
 @pytest.mark.parametrize("placement", ["on the device", "streamed"])
 @each_mode
@@ -203,27 +206,36 @@ def test_every_wait_is_needed_or_follows_from_others(
     assert needed > 20
 
 
-def edges(program: list[Entry], part: str) -> list[int]:
-    return [i for i, e in enumerate(program) if isinstance(e, Waited) and part in e.why]
+def waits(program: list[Entry], waiter: Lane, awaited: Lane) -> set[int]:
+    """Where one lane waits for another."""
+    of = {e.event: e.lane for e in program if isinstance(e, Recorded)}
+    return {
+        number
+        for number, e in enumerate(program)
+        if isinstance(e, Waited) and e.lane is waiter and of[e.event] is awaited
+    }
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "working", "part"),
+    ("name", "state", "working", "waiter", "awaited"),
     [
-        ("unusual", "fp32", "device", "gradients of"),
-        ("unusual", "fp32", "device", "adam of"),
-        ("unusual", "fp32", "device", "upload of"),
-        ("unusual", "fp32", "device", "slot is free"),
-        ("unusual", "split16", "device", "upload of"),
-        ("chain", "fp32", "host", "compute has done with the slot"),
-        ("chain", "fp32", "host", "weights of"),
-        ("chain", "fp32", "host", "upload of layers"),
-        ("skipping", "fp32", "host", "last load of"),
+        ("unusual", "fp32", "device", Lane.D2H, Lane.COMPUTE),
+        ("unusual", "fp32", "device", Lane.HOST, Lane.D2H),
+        ("unusual", "fp32", "device", Lane.H2D, Lane.HOST),
+        ("unusual", "fp32", "device", Lane.COMPUTE, Lane.H2D),
+        ("unusual", "fp32", "device", Lane.COMPUTE, Lane.D2H),
+        ("unusual", "split16", "device", Lane.HOST, Lane.H2D),
+        ("chain", "fp32", "host", Lane.LOAD, Lane.COMPUTE),
+        ("chain", "fp32", "host", Lane.LOAD, Lane.HOST),
+        ("chain", "fp32", "host", Lane.COMPUTE, Lane.LOAD),
+        ("skipping", "fp32", "host", Lane.HOST, Lane.LOAD),
     ],
 )
-def test_a_kind_of_wait_left_out_is_a_race(name: str, state: str, working: str, part: str) -> None:
+def test_a_kind_of_wait_left_out_is_a_race(
+    name: str, state: str, working: str, waiter: Lane, awaited: Lane
+) -> None:
     whole = program(name, state, steps=4, working=working)
-    left_out = set(edges(whole, part))
+    left_out = waits(whole, waiter, awaited)
     assert left_out
     faults = prove([entry for i, entry in enumerate(whole) if i not in left_out])
     assert any(fault.kind == "race" for fault in faults)

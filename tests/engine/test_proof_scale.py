@@ -1,4 +1,5 @@
-"""Two thousand random configurations of the engine proved, and six hundred orders of it run."""
+"""Two thousand random configurations of the engine proved, and six hundred orders of it run. Level
+quick draws a shard of each, fifty configurations and thirty orders."""
 
 from __future__ import annotations
 
@@ -10,17 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import modes
-from offloadtrain.step import spec
+from offloadtrain.step import modes, spec
+from offloadtrain.step.prove import prove
 from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
 
-CONFIGURATIONS = 2000
-SHARDS = 20
-LARGE_EVERY = 50
+SHARDS, IN_A_SHARD = 40, 50
 
 
 class Tower(nn.Module):
@@ -89,7 +87,7 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
         del kept["warmup_steps"]
     if kept["working"] == "device":
         del kept["resident_blocks"]
-    patch.setattr(modes.Odds, "good", lambda odds: True)
+    patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
     patch.setattr(spec, "STAGING_BYTES", 256 if pieces else 64 << 20)
     with on_lanes(lanes):
         optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)
@@ -105,11 +103,12 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
     return found
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_no_configuration_races(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(shard)
-    for number in range(CONFIGURATIONS // SHARDS):
-        options = drawn(draw, large=number % LARGE_EVERY == 0)
+    for number in range(IN_A_SHARD):
+        options = drawn(draw, large=number == 0)
         with monkeypatch.context() as patch:
             faults = prove(recorded(options, patch))
         assert faults == [], options
@@ -118,7 +117,8 @@ def test_no_configuration_races(shard: int, monkeypatch: pytest.MonkeyPatch) -> 
 ORDERS = 30
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("shard", range(20))
 def test_six_hundred_orders_have_the_same_bits(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any legal order, the latest possible, and threads with delays; staging and slots poisoned."""
     options = drawn(random.Random(1000 + shard), large=False)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from offloadtrain.step.prove import prove
 from offloadtrain.transfer import Buffer, Lane, Lanes, SequentialLanes
-from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
 
 

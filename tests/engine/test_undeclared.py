@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import offloadtrain as ot
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.streamer import Streamer
+from offloadtrain.engine.residency import Residency
 from offloadtrain.transfer import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.transfer.base import Operation, Span
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
@@ -73,9 +73,7 @@ class Watch(TorchDispatchMode):
         buckets = [b for block in optimizer._blocks for b in block.buckets]
         flats = [bucket.working.flat for bucket in buckets]
         self.storages = {flat.untyped_storage().data_ptr() for flat in flats}
-        streamer = optimizer._engine._streamer
-        if streamer is not None:
-            self.storages |= {slot.memory.data_ptr() for slot in streamer._slots}
+        self.storages |= {slot.data_ptr() for slot in optimizer._engine.residency.memory.slots}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -164,8 +162,7 @@ def test_a_recompute_behind_the_hooks(name: str) -> None:
 
 def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpacked(self: Block, generation: int, clock: int) -> None:
-        if self.streamer is not None:
-            self.streamer.unpacked(self, clock)
+        self.source.unpacked(self, clock)
 
     torch.manual_seed(0)
     model = MODELS["chain"]()
@@ -177,7 +174,7 @@ def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_block_evicted_in_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Streamer, "pinned", lambda self, block: False)
+    monkeypatch.setattr(Residency, "pinned", lambda self, block: False)
     torch.manual_seed(0)
     model = Several(False)
     with watched(model, working="host", device_slots=2) as (optimizer, watch):

@@ -18,9 +18,9 @@ import offloadtrain as ot
 from offloadtrain import kernels
 from offloadtrain.memory import Arena, Ledger, Tier
 from offloadtrain.step.memory import Request
+from offloadtrain.step.prove import prove
 from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.transfer import copy as transfer_copy
-from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
 from tests.gpu.precision import DTYPE, DTYPES, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of

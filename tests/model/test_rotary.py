@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.model.rotary import RotaryTables, rotary_tables, rotate
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.shapes import SIZES
+from tests import levels
 
 COS_TP, SIN_TP = rotary_tables(16, 256, 10000.0)
 
 
+@levels.examples(50)
 @given(q_at=st.integers(0, 100), k_at=st.integers(0, 100), shift=st.integers(0, 155))
-@settings(deadline=None, max_examples=50)
 def test_products_depend_on_the_distance_only(q_at: int, k_at: int, shift: int) -> None:
     q_H, k_H = torch.randn(2, 16, generator=torch.Generator().manual_seed(q_at))
 

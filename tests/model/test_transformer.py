@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,6 +19,7 @@ from offloadtrain.shapes import (
     num_block_params,
     num_params,
 )
+from tests import levels
 
 LLAMA = ModelShape(
     vocab_size=97, num_layers=2, d_model=64, num_heads=8, num_kv_heads=2, max_seq_len=48
@@ -61,6 +62,7 @@ def test_num_params_is_exact_for_every_named_size(name: str) -> None:
     assert block_numel == num_block_params(SIZES[name])
 
 
+@levels.examples(60)
 @given(
     heads=st.sampled_from([(1, 1), (4, 0), (4, 2), (6, 3)]),
     head_dim=st.sampled_from([2, 6, 8]),
@@ -71,7 +73,6 @@ def test_num_params_is_exact_for_every_named_size(name: str) -> None:
     tied=st.booleans(),
     bias=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
 def test_num_params_is_exact_for_any_shape(
     heads: tuple[int, int],
     head_dim: int,

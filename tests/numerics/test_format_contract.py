@@ -203,17 +203,23 @@ def differing_inside(found: State, expected: State, layout: Layout) -> int:
 # ---- what is held ------------------------------------------------------------------------------
 
 
-def patterns() -> Tensor:
-    """2^22 fp32 patterns, and those around every boundary of 16, 8 and 5 dropped bits."""
+def patterns(random_bits: int) -> Tensor:
+    """2^n fp32 patterns, and those around every boundary of 16, 8 and 5 dropped bits."""
     source = torch.Generator().manual_seed(9)
-    random = torch.randint(0, 1 << 32, (1 << 22,), dtype=torch.int64, generator=source)
+    random = torch.randint(0, 1 << 32, (1 << random_bits,), dtype=torch.int64, generator=source)
     high = torch.arange(1 << 16) << 16
     lows = (0, 1, 0x0F, 0x10, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x8001, 0xFF80, 0xFFFF)
     return reference.fp32_of(torch.cat([random, *(high | low for low in lows)]))
 
 
-def test_split16_round_trip() -> None:
-    values = patterns()
+each_count = pytest.mark.parametrize(
+    "random_bits", [16, pytest.param(22, marks=pytest.mark.slow)], ids=lambda n: f"2^{n}"
+)
+
+
+@each_count
+def test_split16_round_trip(random_bits: int) -> None:
+    values = patterns(random_bits)
     state = zero_state("split16", values.numel(), torch.bfloat16)
     kernels.set_master(state, values)
     nan = values.isnan()
@@ -224,9 +230,10 @@ def test_split16_round_trip() -> None:
     assert bool(back[nan].isnan().all() and state[0][nan].isnan().all())
 
 
+@each_count
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_int8_round_trip(dtype: torch.dtype) -> None:
-    values = patterns()
+def test_int8_round_trip(dtype: torch.dtype, random_bits: int) -> None:
+    values = patterns(random_bits)
     state = zero_state("int8", values.numel(), dtype)
     kernels.set_master(state, values)
     back, nan = kernels.master_of(state), values.isnan()

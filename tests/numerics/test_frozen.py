@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.streamer import block_bytes
 from offloadtrain.memory import Tier
 from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.transfer import on_lanes
@@ -20,7 +19,7 @@ from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, pair, train
-from tests.numerics.test_streaming import MODES
+from tests.numerics.test_streaming import MODES, block_bytes
 
 
 class Adapted(Layer):
@@ -109,10 +108,7 @@ def test_device_memory_does_not_grow_with_what_is_frozen() -> None:
         frozen.append(rows["frozen weights"])
         layers = [n for n, p in model.named_parameters() if not p.requires_grad and "layers" in n]
         optimizer.synchronize()
-        on_device = {
-            slot.memory.data_ptr()
-            for slot in optimizer._engine._streamer._slots  # type: ignore[union-attr]
-        }
+        on_device = {slot.data_ptr() for slot in optimizer._engine.residency.memory.slots}
         addresses = {
             p.untyped_storage().data_ptr() for n, p in model.named_parameters() if n in layers
         }
@@ -126,7 +122,7 @@ def test_frozen_weights_move_up_only_and_have_no_state() -> None:
     _, optimizer, model = pair(Adapters(8), working="host", device_slots=2)
     for tokens in batches(2):
         train(optimizer, model, [tokens])
-    blocks = [block for block in optimizer._blocks if block.streamer is not None]
+    blocks = [block for block in optimizer._blocks if block.streamed]
     before = optimizer._engine.lanes.totals.copy()
     train(optimizer, model, batches(1))
     moved = optimizer._engine.lanes.totals.minus(before)
@@ -134,7 +130,7 @@ def test_frozen_weights_move_up_only_and_have_no_state() -> None:
     assert moved.d2h_bytes == trained
     size = block_bytes(blocks[0])
     frozen_only = block_bytes(blocks[1])
-    rest = sum(block_bytes(b) for b in optimizer._blocks if b.streamer is None)
+    rest = sum(block_bytes(b) for b in optimizer._blocks if not b.streamed)
     # Each block in forward, and in backward but the last one, which is still there, and what the
     # next step begins with.
     loads = moved.h2d_bytes - rest
@@ -182,6 +178,6 @@ def test_they_count_in_the_limits() -> None:
         offload(host_memory_limit=needed // 2)
     layer = sum(p.numel() for p in Adapted().parameters()) * 2
     some = offload(device_memory_limit=on_device + 6 * layer)
-    stay = [block for block in some._blocks if block.repeated and block.streamer is None]
+    stay = [block for block in some._blocks if block.repeated and not block.streamed]
     assert 3 <= len(stay) <= 6
     some.close()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.transfer import SequentialLanes, on_lanes
+from tests import levels
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun
 
@@ -157,7 +158,7 @@ def test_a_loss_that_is_divided_already(precision: str) -> None:
     assert_same(resident, optimizer, model)
 
 
-@settings(max_examples=25, deadline=None)
+@levels.examples(25)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     precision=st.sampled_from(sorted(DTYPES)),

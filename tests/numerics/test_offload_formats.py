@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain import kernels
 from offloadtrain.kernels import torch_backend
+from tests import levels
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 
@@ -126,13 +127,14 @@ def compare(
     optimizer.close()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("state", "precision"), NARROW)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_as_resident(name: str, state: str, precision: str) -> None:
     compare(name, state, precision, 1, 0.5, 10 if precision == "fp16" else 4)
 
 
-@settings(max_examples=20, deadline=None)
+@levels.examples(20)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     kind=st.sampled_from(NARROW),

@@ -87,6 +87,7 @@ RECOMPUTES: dict[str, Callable[[], Chain]] = {
 each_recompute = pytest.mark.parametrize("name", RECOMPUTES)
 
 
+@pytest.mark.cover(1)
 @each_recompute
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("mode", MODES)

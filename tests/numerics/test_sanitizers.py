@@ -36,6 +36,7 @@ needs_asan = pytest.mark.skipif(not has_sanitizer("address,undefined"), reason="
 needs_tsan = pytest.mark.skipif(not has_sanitizer("thread"), reason="no ThreadSanitizer")
 
 
+@pytest.mark.slow
 @needs_asan
 def test_kernels_stay_inside_their_buffers() -> None:
     done = run("kernels")
@@ -43,6 +44,7 @@ def test_kernels_stay_inside_their_buffers() -> None:
     assert "baseline: clean" in done.stdout or "neon: clean" in done.stdout
 
 
+@pytest.mark.slow
 @needs_asan
 def test_a_buffer_too_short_by_one_is_seen() -> None:
     done = run("kernels", "-DPLANT_FAULT")
@@ -51,13 +53,14 @@ def test_a_buffer_too_short_by_one_is_seen() -> None:
 
 
 @needs_tsan
-@pytest.mark.parametrize("part", ["pool", "queue"])
+@pytest.mark.parametrize("part", [pytest.param("pool", marks=pytest.mark.slow), "queue"])
 def test_pool_and_queue_have_no_race(part: str) -> None:
     done = run(part)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{part}: clean" in done.stdout
 
 
+@pytest.mark.slow
 @needs_tsan
 @pytest.mark.parametrize("part", ["pool", "queue"])
 def test_a_race_is_seen(part: str) -> None:

@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain import kernels
 from offloadtrain.engine.bucket import pack
 from offloadtrain.kernels import Backend, Layout
+from tests import levels
 from tests.numerics.format_cases import NARROW, differing, gradient, random_state, stepped
 from tests.numerics.kernel_cases import each_backend
 
@@ -65,7 +66,7 @@ def test_stochastic_rounding_does_not_know_of_shards(
         assert not differing(found, wanted), bucket.lo
 
 
-@settings(max_examples=200, deadline=None)
+@levels.examples(200)
 @given(numels=st.lists(st.integers(1, 2000), min_size=1, max_size=6), size=st.integers(1, 9))
 def test_every_element_has_one_owner(numels: list[int], size: int) -> None:
     held = buckets(numels, size, "fp32", torch.float32)

@@ -43,6 +43,7 @@ def displacement(values: Fp32State) -> Tensor:
     return (values.master.double() - 1.0).abs()
 
 
+@pytest.mark.cover(1)
 @each_state
 @pytest.mark.parametrize("burst", [1.0, 1e4])
 @pytest.mark.parametrize("gradient", [1e-6, 1e-10])
@@ -67,6 +68,7 @@ def test_updates_below_the_weights_last_place_add_up(name: str, dtype: torch.dty
     assert bool((found > 0).all())
 
 
+@pytest.mark.slow
 def test_moments_rounded_to_nearest_stall() -> None:
     """The control: the same run with what the kernels do not do."""
     wide = Fp32State(torch.ones(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL))

@@ -116,6 +116,7 @@ def judged(found: Fp32State, run: Run, name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.cover(1)
 @each_state
 @each_burst
 @each_size
@@ -180,6 +181,7 @@ def test_bf16_moments_rounded_to_nearest_stall() -> None:
     assert float(moved(found).mean() / moved(wide(run)).mean()) < 0.5
 
 
+@pytest.mark.slow
 def test_8_bit_moments_rounded_to_nearest_stall() -> None:
     run = Run(1e-6, 1e4, steps=STEPS // 2)
     wrong = judged(nearest_int8(run), run, "int8")

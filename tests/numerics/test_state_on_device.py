@@ -11,8 +11,8 @@ import offloadtrain as ot
 from offloadtrain import kernels
 from offloadtrain.kernels import AdamScalars, Fp32State, Layout, on_device
 from offloadtrain.memory import Tier
+from offloadtrain.step.prove import prove
 from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.prover import prove
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes
@@ -26,6 +26,7 @@ LANES: dict[str, Any] = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize(
     ("name", "precision"),

@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine import StaleGraphError
-from offloadtrain.engine.block import Block, Residence
-from offloadtrain.engine.streamer import Streamer, StreamError, block_bytes
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.residency import Residency
 from offloadtrain.step import spec
 from offloadtrain.step.memory import DeviceMemoryError
+from offloadtrain.step.streaming import StreamError
 from offloadtrain.transfer import on_lanes
+from tests import levels
 from tests.numerics.models import STREAMED, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, poisoned, train
 from tests.numerics.test_update_modes import assert_equal, delayed_pair, everything, follow
@@ -30,9 +32,17 @@ MODES: dict[str, dict[str, Any]] = {
     "speculative": {"update": "speculative"},
 }
 each_model = pytest.mark.parametrize("name", STREAMED)
+
+
+def block_bytes(block: Block) -> int:
+    """Device memory of a block's working weights."""
+    return sum(bucket.spec.nbytes for bucket in block.held)
+
+
 each_precision = pytest.mark.parametrize("precision", DTYPES)
 
 
+@pytest.mark.cover(1)
 @each_precision
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @each_model
@@ -41,7 +51,7 @@ def test_streaming_changes_no_bit(name: str, slots: int, precision: str) -> None
     compare(name, precision, clip=0.5, steps=steps, working="host", device_slots=slots)
 
 
-@settings(max_examples=60, deadline=None)
+@levels.examples(60)
 @given(
     name=st.sampled_from(STREAMED),
     precision=st.sampled_from(sorted(DTYPES)),
@@ -100,27 +110,24 @@ def deep(depth: int = 8) -> nn.Module:
 
 
 def blocks_of(optimizer: ot.OffloadOptimizer) -> list[Block]:
-    return [block for block in optimizer._blocks if block.streamer is not None]
-
-
-def streamer_of(optimizer: ot.OffloadOptimizer) -> Streamer:
-    found = optimizer._engine._streamer
-    assert found is not None
-    return found
+    return [block for block in optimizer._blocks if block.streamed]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_never_more_blocks_than_slots(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer, model = pair(deep(), working="host", device_slots=slots)
     seen = []
-    original = Block.entered_device
+    original = Residency.enter
 
-    def entered(self: Block, event: Any) -> None:
-        original(self, event)
-        held = [b for b in blocks_of(optimizer) if b.residence is not Residence.HOST]
-        seen.append(len(held))
+    def enter(self: Residency, block: str, slot: int) -> None:
+        original(self, block, slot)
+        on_slots = [
+            b for b in blocks_of(optimizer) if not b.held[0].slots[0].param.data.isnan().all()
+        ]
+        assert len(on_slots) <= slots
+        seen.append(len(self.resident))
 
-    monkeypatch.setattr(Block, "entered_device", entered)
+    monkeypatch.setattr(Residency, "enter", enter)
     for tokens in batches(3):
         train(optimizer, model, [tokens])
     assert max(seen) == slots
@@ -132,7 +139,7 @@ def test_the_bytes_of_streaming(slots: int, loads: int) -> None:
     _, optimizer, model = pair(deep(8), working="host", device_slots=slots)
     blocks = blocks_of(optimizer)
     size = block_bytes(blocks[0])
-    rest = sum(block_bytes(b) for b in optimizer._blocks if b.streamer is None)
+    rest = sum(block_bytes(b) for b in optimizer._blocks if not b.streamed)
     moved = []
     for tokens in batches(4):
         before = optimizer._engine.lanes.totals.h2d_bytes
@@ -146,10 +153,10 @@ def test_blocks_are_loaded_ahead() -> None:
     _, optimizer, model = pair(deep(), working="host", device_slots=2)
     train(optimizer, model, batches(1))
     train(optimizer, model, batches(1))
-    streamer, blocks = streamer_of(optimizer), blocks_of(optimizer)
-    assert streamer.resident == blocks[:2]  # for the next forward
+    residency, blocks = optimizer._engine.residency, blocks_of(optimizer)
+    assert residency.resident == blocks[:2]  # for the next forward
     seen: list[bool] = []
-    blocks[3].module.register_forward_hook(lambda *_: seen.append(blocks[4] in streamer.resident))
+    blocks[3].module.register_forward_hook(lambda *_: seen.append(blocks[4] in residency.resident))
     train(optimizer, model, batches(1))
     assert seen == [True]
 

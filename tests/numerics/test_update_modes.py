@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import modes
+from offloadtrain.step import modes
 from offloadtrain.step.memory import HostMemoryError
+from tests import levels
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
@@ -33,6 +34,7 @@ def report(optimizer: ot.OffloadOptimizer) -> ot.StepReport:
 # ---- exact, with Adam inside backward ---------------------------------------------------------
 
 
+@pytest.mark.cover(1)
 @each_model
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -103,6 +105,7 @@ def test_a_loaded_checkpoint_ends_the_trouble() -> None:
 # ---- speculative ------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(1)
 @each_model
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize("precision", DTYPES)
@@ -134,7 +137,7 @@ def test_wrong_guesses_change_no_bit(
     state: str, pattern: str, accum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong where the loss is made large; every step guesses, whatever the odds."""
-    monkeypatch.setattr(modes.Odds, "good", lambda odds: True)
+    monkeypatch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
     steps = 6
     wrong = wrong_at(pattern, steps)
     found = {}
@@ -222,7 +225,7 @@ def test_a_second_gradient_undoes_the_guess_of_its_block() -> None:
 
 def test_it_stops_guessing_where_guesses_are_wrong_and_begins_again() -> None:
     _, optimizer, model = pair(make("chain"), clip=1e4, **SPECULATIVE)
-    window = modes.Odds.WINDOW
+    window = modes.SpeculationPolicy.WINDOW
     guesses = []
     for number, tokens in enumerate(batches(4 * window)):
         wrong = number < 2 * window
@@ -313,6 +316,7 @@ def follow(
         assert optimizer.grad_norm == run.norms[-1]
 
 
+@pytest.mark.cover(1)
 @each_model
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("warmup", [0, 2])
@@ -397,7 +401,7 @@ def test_a_backward_that_fails_ends_the_delay() -> None:
 # ---- all of them ------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@levels.examples(40)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     precision=st.sampled_from(sorted(DTYPES)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import offloadtrain as ot
@@ -22,6 +22,7 @@ from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.plan.plan import make
 from offloadtrain.shapes import ModelShape
 from offloadtrain.step import spec
+from tests import levels
 
 JOB = """
 name = "planned"
@@ -90,7 +91,7 @@ MODELS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@levels.examples(60)
 @given(
     shape=MODELS,
     state=st.sampled_from(["fp32", "split16", "int8"]),
@@ -191,7 +192,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
         assert params == sum(param.numel() for param in model.parameters())
 
 
-@settings(max_examples=60, deadline=None)
+@levels.examples(60)
 @given(
     shape=MODELS,
     options=st.fixed_dictionaries(

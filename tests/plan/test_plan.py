@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain import config as jobs
@@ -30,6 +30,7 @@ from offloadtrain.plan.times import _Costs
 from offloadtrain.schedule import StepShape, steady
 from offloadtrain.shapes import SIZES
 from offloadtrain.step import memory as step_memory
+from tests import levels
 from tests.plan.test_memory import job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,7 @@ def test_more_needs_more_and_takes_longer(state: str) -> None:
         assert other.prediction.seconds > base.prediction.seconds
 
 
-@settings(max_examples=30, deadline=None)
+@levels.examples(30)
 @given(
     gpu=st.integers(1, 40),
     host=st.integers(1, 64),
@@ -137,7 +138,7 @@ def test_bytes_on_the_bus_per_parameter() -> None:
 # ---- times
 
 
-@settings(max_examples=25, deadline=None)
+@levels.examples(25)
 @given(
     layers=st.integers(2, 6),
     update=st.sampled_from(["exact", "speculative", "delayed"]),
@@ -199,15 +200,15 @@ def test_faster_links_are_never_slower() -> None:
         assert planned(config, replace(V100, **better)).prediction.seconds <= before * (1 + 1e-9)
 
 
-def test_near_linear_over_nvlink() -> None:
-    """8 A100 or H100 of one host, each with the batch that one would have."""
-    for name in ("a100_80gb", "h100"):
-        machine = find(name)[1]
-        alone = shipped_job("gpt_13b_32gb", train__global_batch_tokens=32768)
-        eight = shipped_job("gpt_13b_32gb", train__global_batch_tokens=8 * 32768)
-        one = make(alone, name, machine).prediction.tokens_per_s
-        many = make(eight, name, machine, 8).prediction.tokens_per_s
-        assert many / (8 * one) >= 0.95
+@pytest.mark.parametrize("name", ["a100_80gb", pytest.param("h100", marks=pytest.mark.slow)])
+def test_near_linear_over_nvlink(name: str) -> None:
+    """8 of one host, each with the batch that one would have."""
+    machine = find(name)[1]
+    alone = shipped_job("gpt_13b_32gb", train__global_batch_tokens=32768)
+    eight = shipped_job("gpt_13b_32gb", train__global_batch_tokens=8 * 32768)
+    one = make(alone, name, machine).prediction.tokens_per_s
+    many = make(eight, name, machine, 8).prediction.tokens_per_s
+    assert many / (8 * one) >= 0.95
 
 
 # ---- what to change
@@ -394,7 +395,16 @@ def test_any_job_has_a_plan_or_one_clear_line() -> None:
 # ---- dry runs
 
 
-@pytest.mark.parametrize("name", [n for n in shipped_jobs() if n.startswith(("gpt_13b", "demo"))])
+LARGE = {name for name in shipped_jobs() if name.startswith("gpt_13b")} - {"gpt_13b_streamed"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("demo", "gpt_13b_streamed"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(LARGE)),
+    ],
+)
 def test_the_engine_lays_out_what_is_planned(name: str) -> None:
     """Every shipped 13B job, whole, on the meta device."""
     config = shipped_job(name)
@@ -450,6 +460,7 @@ def test_the_13b_jobs_fit_32_gb_and_128_gib() -> None:
     assert planning.PROCESS_BYTES["cuda"] in v100.host.values()
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_13b_takes_little_memory() -> None:
     """A model of 25 GiB in 16 bits, laid out and proved in less than 2 GiB."""
     code = (

@@ -29,6 +29,7 @@ from offloadtrain.plan.published import (
     zero_bytes,
 )
 from offloadtrain.shapes import SIZES, num_params
+from tests import levels
 
 DATA: dict[str, Any] = json.loads(validate_plan.PUBLISHED.read_text())
 FIGURES, DGX2 = validate_plan.load()
@@ -316,6 +317,7 @@ def _step(run: Run, software: Software = SOFTWARE) -> float:
     return step_times(run, DGX2, software).step
 
 
+@levels.examples(100)
 @given(RUNS)
 def test_more_work_never_takes_less(run: Run) -> None:
     """Equal where a delayed Adam is what the step waits for."""
@@ -326,12 +328,14 @@ def test_more_work_never_takes_less(run: Run) -> None:
     assert _step(replace(run, shape=deeper)) > least
 
 
+@levels.examples(100)
 @given(RUNS)
 def test_nothing_takes_negative_time_or_beats_the_gpu(run: Run) -> None:
     assert all(seconds >= 0 for seconds in asdict(step_times(run, DGX2, SOFTWARE)).values())
     assert 0 < tflops(run, DGX2, SOFTWARE) < DGX2.fp16_tflops
 
 
+@levels.examples(100)
 @given(RUNS)
 def test_the_delayed_update_never_costs_and_better_software_never_hurts(run: Run) -> None:
     most = _step(replace(run, dpu=False)) * (1 + 1e-9)
@@ -340,6 +344,7 @@ def test_the_delayed_update_never_costs_and_better_software_never_hurts(run: Run
     assert _step(replace(run, dpu=False), best) <= most
 
 
+@levels.examples(100)
 @given(RUNS)
 def test_higher_stages_and_offload_never_need_more_of_the_gpu(run: Run) -> None:
     sizes = [gpu_bytes(replace(run, stage=stage), SOFTWARE) for stage in (1, 2, 3)]
@@ -391,6 +396,7 @@ def test_replicas_between_hosts_add_their_sync() -> None:
     assert pipelines.row("2bw", short, DGX2).step_s == pytest.approx(sync)
 
 
+@levels.examples(100)
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_the_bubble_lies_between_no_pipeline_and_no_bubble(stages: int, count: int) -> None:
     assert 1 / stages <= gpipe_seconds(stages, count) <= 1

@@ -6,8 +6,8 @@
     Early        nothing global must be known (no clipping, no loss scaling, no skipping): Adam of
                  a bucket runs as soon as its gradient is on the host, inside backward
     Speculative  Adam runs inside backward on the guess "no clipping, no overflow", into the other
-                 copy of the state. A right guess makes the other copy the state; a wrong one
-                 forgets it and updates as Exact does. The bits are those of Exact in any case
+                 copy of the state. A right guess makes the other copy the state; a wrong one is
+                 discarded, and the update runs as in Exact. The bits are those of Exact in any case
     Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
                  backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
@@ -19,16 +19,17 @@ nothing twice. No update runs inside the first backward: it shows which blocks d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket
-from offloadtrain.engine.ring import Lease
-from offloadtrain.engine.update import Updates
 from offloadtrain.errors import OffloadTrainError
-from offloadtrain.transfer import Event, Lane, Lanes
+from offloadtrain.step.operations import Ref, Update
+from offloadtrain.step.places import Bucket
+from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.updates import UpdatePath
+
+Block = tuple[str, Sequence[Bucket]]
+"""Its name, and what is trained of it."""
 
 
 class UpdateError(OffloadTrainError):
@@ -42,24 +43,25 @@ class Decision:
     Attributes:
         step: which optimizer step this is, 1-based; where it is skipped, which one it would be.
         coef: the clip coefficient, 1.0 for none.
-        scale: the loss scale that the gradients carry.
-        ranks: whose mean the gradient is; the sum over them arrives.
+        scale: what the gradients have to be divided by: the loss scale times the number of ranks,
+            whose sum arrives.
+        hyperparameters: in force in step(); compared with those of updates inside backward.
     """
 
     step: int
-    skipped: bool
-    coef: float
-    scale: float
-    ranks: int
+    skipped: bool = False
+    coef: float = 1.0
+    scale: float = 1.0
+    hyperparameters: object = None
 
     @property
-    def grad_scale(self) -> float:
-        return self.coef / (self.scale * self.ranks)
+    def update(self) -> Update:
+        return Update(self.step, self.coef / self.scale, out_of_place=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """How an update that ran inside backward has turned out.
+    """How updates that ran inside backward have turned out.
 
     Attributes:
         buckets: updated inside backward.
@@ -76,26 +78,30 @@ class Exact:
     waits_for_norm = True
     """Whether the gradient can still be clipped after backward."""
 
-    def __init__(self, lanes: Lanes, updates: Updates) -> None:
-        self._lanes = lanes
+    def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
-        self._staged: dict[Bucket, Lease] = {}
-        """Updated already, and not uploaded."""
+        self._staged: dict[Bucket, Ref] = {}
+        """Updated already, and not uploaded: where the new weights wait."""
 
-    def completed(self, block: Block, *, step: int, scale: float) -> None:
-        """Inside backward: the step's gradient of the block is whole, and launched to the host.
+    def grads_complete(self, block: Block, early: Decision) -> None:
+        """Inside backward: the step's gradient of the block is whole, and on its way to the host.
 
-        `scale`: what the gradient has to be divided by.
+        `early`: the decision as it is where nothing is clipped and nothing skipped.
         """
 
-    def spoiled(self, block: Block) -> None:
+    def grads_again(self, block: Block) -> None:
         """A gradient arrived for a block whose gradient was complete."""
 
-    def settle(self) -> None:
-        """Inside backward, now and then: a moment to look what can be done."""
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Blocks whose new weights go up once no graph needs the old ones."""
+        return ()
+
+    def graph_freed(self, block: str) -> None:
+        """No graph needs the weights of a block that is `behind`."""
 
     def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
-        """In step(): launch what is left of the update and the uploads, in forward order."""
+        """In step(): what is left of the update, and the uploads, in forward order."""
         if not decision.skipped:
             self._apply(order, decision)
         return Guess()
@@ -106,21 +112,23 @@ class Exact:
     def flush(self) -> None:
         """Between steps: upload what waits, so that the device has the newest weights."""
 
-    def renewed(self) -> None:
+    def reset(self) -> None:
         """The whole state was set or loaded: what went before it does not matter any more."""
 
     def verify(self) -> None:
         """At the end of step(): raise what would have left the step half done before."""
 
     def _apply(self, order: Sequence[Block], decision: Decision) -> None:
-        read = self._lanes.record(Lane.COMPUTE)
-        for block in order:
-            for bucket in block.buckets:
-                staged = self._staged.pop(bucket, None) or self._updates.adam(
-                    bucket, step=decision.step, grad_scale=decision.grad_scale
-                )
-                self._updates.upload(bucket, staged, read)
-            self._updates.uploaded(block)
+        self._updates.backward_is_over(order)
+        for name, buckets in order:
+            self._updates.upload(name, self._updated(buckets, decision))
+
+    def _updated(
+        self, buckets: Iterable[Bucket], decision: Decision
+    ) -> Iterator[tuple[Bucket, Ref]]:
+        for bucket in buckets:
+            staged = self._staged.pop(bucket, None)
+            yield bucket, staged or self._updates.adam(bucket, decision.update)
 
 
 class Early(Exact):
@@ -128,23 +136,23 @@ class Early(Exact):
 
     waits_for_norm = False
 
-    def __init__(self, lanes: Lanes, updates: Updates) -> None:
-        super().__init__(lanes, updates)
-        self._used: list[dict[str, Any]] = []
+    def __init__(self, updates: UpdatePath) -> None:
+        super().__init__(updates)
+        self._used: object = None
         self._outdated = False
         self._lost = False
 
-    def completed(self, block: Block, *, step: int, scale: float) -> None:
+    def grads_complete(self, block: Block, early: Decision) -> None:
         self._require_whole()
-        self._used = self._used or self._updates.hyperparameters()
-        for bucket in block.buckets:
-            self._staged[bucket] = self._updates.adam(bucket, step=step, grad_scale=1.0 / scale)
+        self._used = self._used or early.hyperparameters
+        for bucket in block[1]:
+            self._staged[bucket] = self._updates.adam(bucket, early.update)
 
-    def spoiled(self, block: Block) -> None:
-        if any(bucket in self._staged for bucket in block.buckets):
+    def grads_again(self, block: Block) -> None:
+        if any(bucket in self._staged for bucket in block[1]):
             self._lost = True
             raise UpdateError(
-                f"block '{block.name}' received another gradient after its update ran: with "
+                f"block '{block[0]}' received another gradient after its update ran: with "
                 "skip_nonfinite = False and no clip_norm, Adam runs inside backward, and a step "
                 "has exactly grad_accum_steps backward passes. Sum the losses before backward(), "
                 "or set skip_nonfinite = True"
@@ -152,9 +160,9 @@ class Early(Exact):
 
     def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
         self._require_whole()
-        used, self._used = self._used, []
+        used, self._used = self._used, None
         early = len(self._staged)
-        self._outdated = bool(used) and used != self._updates.hyperparameters()
+        self._outdated = bool(used) and used != decision.hyperparameters
         self._apply(order, decision)
         return Guess(buckets=early)
 
@@ -168,12 +176,12 @@ class Early(Exact):
             )
 
     def drop(self) -> None:
-        self._used = []
+        self._used = None
         self._lost = self._lost or bool(self._staged)
 
-    def renewed(self) -> None:
+    def reset(self) -> None:
         self._staged.clear()
-        self._used = []
+        self._used = None
         self._lost = False
 
     def _require_whole(self) -> None:
@@ -185,7 +193,7 @@ class Early(Exact):
             )
 
 
-class Odds:
+class SpeculationPolicy:
     """Whether to guess again: as long as half of the last guesses were, or would have been, right.
 
     A right guess hides the Adam that a wrong one wastes, so that half is where it begins to pay.
@@ -206,41 +214,40 @@ class Odds:
 class Speculative(Exact):
     """Adam inside backward into the other copy of the state, where a bucket has one."""
 
-    def __init__(self, lanes: Lanes, updates: Updates) -> None:
-        super().__init__(lanes, updates)
-        self._odds = Odds()
-        self._used: list[dict[str, Any]] = []
+    def __init__(self, updates: UpdatePath) -> None:
+        super().__init__(updates)
+        self._policy = SpeculationPolicy()
+        self._used: object = None
 
-    def completed(self, block: Block, *, step: int, scale: float) -> None:
-        if not self._odds.good():
+    def grads_complete(self, block: Block, early: Decision) -> None:
+        if not self._policy.good():
             return
-        self._used = self._used or self._updates.hyperparameters()
-        for bucket in block.buckets:
-            if bucket.other:
-                self._staged[bucket] = self._updates.adam(
-                    bucket, step=step, grad_scale=1.0 / scale, beside=True
-                )
+        self._used = self._used or early.hyperparameters
+        update = Update(early.step, early.update.grad_scale, out_of_place=True)
+        for bucket in block[1]:
+            if bucket.has_second_copy:
+                self._staged[bucket] = self._updates.adam(bucket, update)
 
-    def spoiled(self, block: Block) -> None:
-        for bucket in block.buckets:
+    def grads_again(self, block: Block) -> None:
+        for bucket in block[1]:
             self._staged.pop(bucket, None)
 
     def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
         unclipped = not decision.skipped and decision.coef == 1.0
-        self._odds.saw(unclipped)
-        right = unclipped and (not self._used or self._used == self._updates.hyperparameters())
+        self._policy.saw(unclipped)
+        right = unclipped and (not self._used or self._used == decision.hyperparameters)
         guessed = len(self._staged)
         if right:
             for bucket in self._staged:
-                bucket.flip()
+                self._updates.swap(bucket)
         else:
             self._staged.clear()
-        self._used = []
+        self._used = None
         super().apply(order, decision)
         return Guess(guessed, right if guessed else None)
 
     def drop(self) -> None:
-        self._used = []
+        self._used = None
         self._staged.clear()
 
 
@@ -252,40 +259,36 @@ class Delayed(Exact):
     next step().
     """
 
-    def __init__(
-        self, lanes: Lanes, updates: Updates, warmup_steps: int, *, alone: bool = True
-    ) -> None:
-        super().__init__(lanes, updates)
+    def __init__(self, updates: UpdatePath, warmup_steps: int, *, alone: bool) -> None:
+        super().__init__(updates)
         self._warmup_steps = warmup_steps
         self._alone = alone
-        self._waiting: dict[Block, list[tuple[Bucket, Lease]]] = {}
-        self._behind: list[Block] = []
-        """Complete in this backward, with an update of the last step that waits."""
+        self._waiting: dict[str, list[tuple[Bucket, Ref]]] = {}
+        """Updated, and not uploaded; the last block of the forward first."""
+        self._behind: list[str] = []
         self._begun = False
         """Some blocks have their new weights, and the backward goes on."""
 
-    def completed(self, block: Block, *, step: int, scale: float) -> None:
-        if block in self._waiting and self._alone:
-            self._behind.append(block)
-        self.settle()
+    @property
+    def behind(self) -> tuple[str, ...]:
+        return tuple(self._behind)
 
-    def settle(self) -> None:
-        """Upload to the blocks whose weights no graph needs any more."""
-        quiet = [block for block in self._behind if block.quiet]
-        for block in quiet:
-            self._behind.remove(block)
-            self._begun = True
-            self._upload(block, self._lanes.record(Lane.COMPUTE))
+    def grads_complete(self, block: Block, early: Decision) -> None:
+        if block[0] in self._waiting and self._alone:
+            self._behind.append(block[0])
+
+    def graph_freed(self, block: str) -> None:
+        self._behind.remove(block)
+        self._begun = True
+        self._upload([block])
 
     def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
         self.flush()
         if decision.step <= self._warmup_steps:
             return super().apply(order, decision)
         if not decision.skipped:
-            for block in reversed(order):  # as the next backward needs their gradients' memory
-                self._waiting[block] = [
-                    (bucket, self._update(bucket, decision)) for bucket in block.buckets
-                ]
+            for name, buckets in reversed(order):  # as the next backward needs their memory
+                self._waiting[name] = list(self._updated(buckets, decision))
         return Guess()
 
     def drop(self) -> None:
@@ -296,14 +299,19 @@ class Delayed(Exact):
     def flush(self) -> None:
         self._behind.clear()
         self._begun = False
-        read = self._lanes.record(Lane.COMPUTE)
-        for block in reversed(list(self._waiting)):  # in forward order
-            self._upload(block, read)
+        self._upload(list(reversed(self._waiting)))  # in forward order
 
-    def _update(self, bucket: Bucket, decision: Decision) -> Lease:
-        return self._updates.adam(bucket, step=decision.step, grad_scale=decision.grad_scale)
+    def _upload(self, blocks: Sequence[str]) -> None:
+        old = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
+        self._updates.backward_is_over(old)
+        for name in blocks:
+            self._updates.upload(name, self._waiting.pop(name))
 
-    def _upload(self, block: Block, read: Event) -> None:
-        for bucket, staged in self._waiting.pop(block):
-            self._updates.upload(bucket, staged, read)
-        self._updates.uploaded(block)
+
+def mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
+    """The update mode that the options ask for."""
+    if spec.config.update == "delayed":
+        return Delayed(updates, spec.config.warmup_steps, alone=spec.alone)
+    if spec.config.update == "speculative":
+        return Speculative(updates)
+    return (Early if spec.updates_early else Exact)(updates)

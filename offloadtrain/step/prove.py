@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from offloadtrain.transfer.base import Lane
-from offloadtrain.transfer.recorder import (
+from offloadtrain.step.operations import Lane, Operation
+from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.trace import (
+    APART_BITS,
     Bytes,
     Closed,
     Entry,
@@ -24,10 +26,12 @@ from offloadtrain.transfer.recorder import (
     Recorded,
     Undefined,
     Waited,
+    trace,
 )
 
 _LANES = tuple(Lane)
-_PAGE = 1 << 16
+_INDEX = {lane: index for index, lane in enumerate(_LANES)}
+_PAGE_BITS = 16
 Clock = tuple[int, ...]
 
 
@@ -39,7 +43,7 @@ class Fault:
     message: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Access:
     bytes: Bytes
     writes: bool
@@ -54,45 +58,42 @@ class _Access:
 class _Memory:
     """Accesses that a later one may conflict with, by page."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bits: int) -> None:
+        self._page_bits = page_bits
         self._pages: dict[int, list[_Access]] = {}
 
-    def overlapping(self, bytes_: Bytes) -> list[_Access]:
-        found = {
-            id(access): access
-            for page in _pages(bytes_)
+    def overlapping(self, bytes_: Bytes) -> dict[_Access, None]:
+        """Each once, in the order in which they were added to a page."""
+        return {
+            access: None
+            for page in self._of(bytes_)
             for access in self._pages.get(page, ())
             if access.bytes.overlaps(bytes_)
         }
-        return list(found.values())
 
     def add(self, access: _Access) -> None:
-        for page in _pages(access.bytes):
+        for page in self._of(access.bytes):
             self._pages.setdefault(page, []).append(access)
 
     def remove(self, accesses: Iterable[_Access]) -> None:
         for access in accesses:
-            for page in _pages(access.bytes):
+            for page in self._of(access.bytes):
                 self._pages[page].remove(access)
 
-
-def _pages(bytes_: Bytes) -> range:
-    return (
-        range(bytes_.lo // _PAGE, (bytes_.hi - 1) // _PAGE + 1)
-        if bytes_.hi > bytes_.lo
-        else range(0)
-    )
+    def _of(self, bytes_: Bytes) -> range:
+        first, last = bytes_.lo >> self._page_bits, (bytes_.hi - 1) >> self._page_bits
+        return range(first, last + 1) if bytes_.hi > bytes_.lo else range(0)
 
 
 class _Proof:
-    def __init__(self) -> None:
+    def __init__(self, page_bits: int) -> None:
         self.faults: list[Fault] = []
         self.clocks: list[Clock] = []
         """Of each operation and each span's beginning, in the order of launch."""
         self._lanes = [(0,) * len(_LANES) for _ in _LANES]
         self._thread: Clock = (0,) * len(_LANES)
         self._events: dict[int, Clock] = {}
-        self._memory = _Memory()
+        self._memory = _Memory(page_bits)
         self._spans: dict[int, list[_Access]] = {}
 
     def take(self, entry: Entry) -> None:
@@ -102,7 +103,7 @@ class _Proof:
                 self.clocks.append(clock)
                 self._touch(lane, name, reads, writes, clock)
             case Recorded(lane, event):
-                self._events[event] = _merged(self._lanes[_index(lane)], self._thread)
+                self._events[event] = _merged(self._lanes[_INDEX[lane]], self._thread)
             case Waited(lane, event, why):
                 self._wait(lane, event, why)
             case Opened(span, name, reads, writes):
@@ -121,7 +122,7 @@ class _Proof:
                 self.faults.append(Fault("unclosed", f"{accesses[0].name} was never closed"))
 
     def _advance(self, lane: Lane) -> Clock:
-        index = _index(lane)
+        index = _INDEX[lane]
         clock = list(_merged(self._lanes[index], self._thread))
         clock[index] += 1
         self._lanes[index] = tuple(clock)
@@ -134,12 +135,12 @@ class _Proof:
         elif lane is None:
             self._thread = _merged(self._thread, seen)
         else:
-            self._lanes[_index(lane)] = _merged(self._lanes[_index(lane)], seen)
+            self._lanes[_INDEX[lane]] = _merged(self._lanes[_INDEX[lane]], seen)
 
     def _close(self, span: int) -> None:
         clock = self._advance(Lane.COMPUTE)
         for access in self._spans.pop(span):
-            access.open, access.time = False, clock[_index(Lane.COMPUTE)]
+            access.open, access.time = False, clock[_INDEX[Lane.COMPUTE]]
 
     def _touch(
         self,
@@ -151,7 +152,7 @@ class _Proof:
         *,
         open: bool = False,
     ) -> list[_Access]:
-        index, made = _index(lane), []
+        index, made = _INDEX[lane], []
         for bytes_, is_write in [*((r, False) for r in reads), *((w, True) for w in writes)]:
             access = _Access(bytes_, is_write, index, clock[index], name, open)
             self._check(access, clock)
@@ -181,9 +182,13 @@ class _Proof:
 
 
 def prove(program: Iterable[Entry]) -> list[Fault]:
-    """Every race, uninitialised read, wait for nothing and unclosed span of a program."""
-    proof = _proof(program)
-    return proof.faults
+    """Every race, uninitialised read, wait for nothing and unclosed span of a recorded program."""
+    return _proof(program).faults
+
+
+def prove_operations(spec: StepSpec, operations: Iterable[Operation]) -> list[Fault]:
+    """The same of a program that was not run, at its real size."""
+    return _proof(trace(spec, operations), APART_BITS).faults
 
 
 def order(program: Iterable[Entry]) -> list[Clock]:
@@ -191,8 +196,8 @@ def order(program: Iterable[Entry]) -> list[Clock]:
     return _proof(program).clocks
 
 
-def _proof(program: Iterable[Entry]) -> _Proof:
-    proof = _Proof()
+def _proof(program: Iterable[Entry], page_bits: int = _PAGE_BITS) -> _Proof:
+    proof = _Proof(page_bits)
     for entry in program:
         proof.take(entry)
     proof.end()
@@ -205,7 +210,3 @@ def _before(access: _Access, clock: Clock) -> bool:
 
 def _merged(a: Clock, b: Clock) -> Clock:
     return tuple(map(max, a, b))
-
-
-def _index(lane: Lane) -> int:
-    return _LANES.index(lane)

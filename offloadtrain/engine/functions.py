@@ -1,0 +1,203 @@
+"""What each kind of operation does, as a function over the views of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from offloadtrain import kernels
+from offloadtrain.distributed import Ranks
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Slot
+from offloadtrain.kernels import KernelCalls
+from offloadtrain.optim import UpdateRule
+from offloadtrain.step.operations import Kind, Launch
+from offloadtrain.transfer import Lanes, Operation, copy
+
+Delivered = Sequence[tuple[Slot, Tensor]]
+"""Parameters of a bucket, in its order, with the gradients that they received."""
+
+
+class Functions:
+    """Makes the function of a launch; it gets the views of its reads, then those of its writes.
+
+    Attributes:
+        delivered: bucket → what autograd has left, while it is sent down.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        lanes: Lanes,
+        ranks: Ranks,
+        rule: UpdateRule,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        seed: int,
+    ) -> None:
+        """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew."""
+        self.delivered: dict[str, Delivered] = {}
+        self.seed = seed
+        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+        self._lanes = lanes
+        self._ranks = ranks
+        self._rule = rule
+        self._groups = groups
+        self._digest = 0
+        self._made: dict[Kind, Callable[[Launch], Operation]] = {
+            Kind.GATHER: self._gather,
+            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.ROUND: lambda op: _round,
+            Kind.GRAD_DOWN: lambda op: copy,
+            Kind.ADD: lambda op: _add,
+            Kind.ACCUMULATE: self._accumulate,
+            Kind.NO_GRADIENT: lambda op: KernelCalls(kernels.zero),
+            Kind.NORM: self._norm,
+            Kind.ADAM: self._adam,
+            Kind.CAST: lambda op: KernelCalls(kernels.cast),
+            Kind.WEIGHTS_UP: lambda op: copy,
+            Kind.ALL_GATHER: self._all_gather,
+            Kind.PUBLISH: lambda op: KernelCalls(kernels.copy),
+            Kind.LOAD: lambda op: copy,
+        }
+
+    def of(self, op: Launch) -> Operation:
+        """The function of this launch."""
+        return self._made[op.kind](op)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Of every group, as they are now."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+
+    def take_digest(self) -> int:
+        """A checksum of the collectives since the last call, and of their order."""
+        digest, self._digest = self._digest, 0
+        return digest
+
+    def _gather(self, op: Launch) -> Operation:
+        """A flat copy of the gradients, zero where there is none, each rank's part behind the
+        other: see [Note: Pieces of a shard]."""
+        bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
+        count, ranks = op.hi - op.lo, self._ranks.size
+        if op.hi == bucket.shard_numel:  # the last piece: with it the gradients' memory goes
+            self.delivered.pop(op.owner, None)
+
+        def gather(flat: Tensor) -> None:
+            if count == bucket.shard_numel:
+                fill(flat, 0, delivered)
+                return
+            for rank in range(ranks):
+                start = rank * bucket.shard_numel + op.lo
+                fill(flat[rank * count : (rank + 1) * count], start, delivered)
+
+        return gather
+
+    def _reduce_scatter(self, op: Launch) -> Operation:
+        self._count(op)
+
+        def reduce(memory: Tensor) -> None:
+            self._ranks.reduce_scatter(memory)
+
+        return reduce
+
+    def _all_gather(self, op: Launch) -> Operation:
+        self._count(op)
+
+        def gather(memory: Tensor) -> None:
+            self._ranks.all_gather(memory)
+
+        return gather
+
+    def _count(self, op: Launch) -> None:
+        self._digest = crc32(op.name.encode(), self._digest)
+        self._lanes.totals.comm_bytes += self._ranks.sent_bytes(op.writes[0].nbytes)
+
+    def _accumulate(self, op: Launch) -> Operation:
+        layout, first = self._buckets[op.owner].layout, op.first
+
+        def accumulate(staged: Tensor, total: Tensor) -> None:
+            kernels.accumulate(total, staged, first)
+
+        def measure(staged: Tensor, total: Tensor, squares: Tensor) -> None:
+            kernels.accumulate_squares(total, staged, first, layout, squares)
+
+        return KernelCalls(measure if len(op.writes) > 1 else accumulate)
+
+    def _norm(self, op: Launch) -> Operation:
+        layout = self._buckets[op.owner].layout
+
+        def measure(flat: Tensor, squares: Tensor) -> None:
+            kernels.sum_squares_many(flat, layout, squares)
+
+        return KernelCalls(measure)
+
+    def _adam(self, op: Launch) -> Operation:
+        bucket, update = self._buckets[op.owner], op.update
+        assert update is not None
+        group = dict(self._groups[bucket.group])  # as it is now: it may change after step()
+        rule, format, layout, seed = self._rule, bucket.format, bucket.layout, self.seed
+        fields, emits = len(bucket.state), not format.holds_weight
+
+        def adam(grad: Tensor, *rest: Tensor) -> None:
+            after = rest[-fields:]
+            rule.update(
+                format,
+                rest[:fields] if update.out_of_place else after,
+                grad,
+                rest[-fields - 1] if emits else None,
+                layout,
+                group=group,
+                step=update.step,
+                grad_scale=update.grad_scale,
+                seed=seed,
+                out=after if update.out_of_place else None,
+            )
+
+        return KernelCalls(adam) if rule.calls_only_kernels else adam
+
+
+def _add(staged: Tensor, grad: Tensor) -> None:
+    grad.add_(staged)
+
+
+def _round(wide: Tensor, narrow: Tensor) -> None:
+    narrow.copy_(wide)
+
+
+def fill(flat: Tensor, lo: int, delivered: Delivered) -> None:
+    """Write elements [lo, lo + len(flat)) of a bucket's gradient, zero where there is none.
+
+    Args:
+        flat: device, (n,), working dtype.
+    """
+    hi, end = lo + flat.numel(), lo
+    targets, sources = [], []
+    with torch.no_grad():
+        for slot, grad in delivered:
+            first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
+            if first >= last:
+                continue
+            if first > end:
+                flat[end - lo : first - lo].zero_()
+            target, whole = flat[first - lo : last - lo], last - first == slot.numel
+            targets.append(slot.shaped(target) if whole else target)
+            sources.append(grad if whole else _part(slot, grad, first, last))
+            end = last
+        if end < hi:
+            flat[end - lo :].zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:
+    if grad.stride() == slot.stride:
+        flat = torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
+    else:
+        flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
+        slot.shaped(flat).copy_(grad)
+    return flat[first - slot.offset : last - slot.offset]

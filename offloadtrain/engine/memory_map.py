@@ -1,0 +1,97 @@
+"""From the program's names of memory to the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.step.operations import Memory, Ref
+from offloadtrain.transfer import Buffer, Range
+
+_ATTRIBUTES = {
+    Memory.WORKING: "working",
+    Memory.DEVICE_SHARD: "device_shard",
+    Memory.GRADIENT: "gradient",
+    Memory.PENDING: "pending",
+    Memory.SNAPSHOT: "snapshot",
+}
+
+Staging = Callable[[str | int, int], tuple[str, Tensor]]
+"""(slot or owner, bytes that are needed) → the slot's name and its memory, (n,) uint8."""
+
+
+class MemoryMap:
+    """Finds the buffer that a `Ref` names; a buffer is made once."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        norms: Buffer,
+        slots: Sequence[Tensor],
+        staging: Mapping[Memory, Staging],
+    ) -> None:
+        """`norms`: (number of parameters,) fp64. `slots`: memory on the device that streamed blocks
+        take turns in, each (n,) uint8."""
+        self._norms = norms
+        self.slots = slots
+        self._staging = staging
+        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+        self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
+        self._offsets = dict(_offsets(blocks))
+        self._made: dict[tuple[object, ...], Buffer] = {}
+
+    def range(self, ref: Ref) -> Range:
+        """The elements that it names."""
+        key = (ref.memory, ref.owner, ref.dtype, ref.copy, ref.field)
+        buffer = self._made.get(key)
+        if buffer is None:
+            buffer = self._made[key] = self._make(ref)
+        return Range(buffer, ref.lo, ref.hi)
+
+    def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
+        """The working weights of a streamed bucket while its block has this slot."""
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        return self.range(Ref(Memory.WORKING, bucket.name, 0, 0, dtype, copy=slot)).buffer
+
+    def _make(self, ref: Ref) -> Buffer:
+        if ref.memory is Memory.NORMS:
+            return self._norms
+        if ref.memory in self._staging:
+            name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
+            return Buffer(name, memory.view(_dtype(ref)))
+        bucket = self._buckets[str(ref.owner)]
+        if ref.memory is Memory.STATE:
+            return self._copies[bucket.name][ref.copy][ref.field]
+        if ref.memory is Memory.WORKING and bucket.streamed:
+            return self._slice(bucket, ref.copy)
+        found = getattr(bucket, _ATTRIBUTES[ref.memory])
+        assert isinstance(found, Buffer)
+        return found
+
+    def _slice(self, bucket: Bucket, slot: int) -> Buffer:
+        lo = self._offsets[bucket.name]
+        with torch.inference_mode(False):
+            memory = self.slots[slot][lo : lo + bucket.numel * bucket.dtype.itemsize]
+            return Buffer(f"working {bucket.name}", memory.view(bucket.dtype))
+
+
+def _dtype(ref: Ref) -> torch.dtype:
+    found = getattr(torch, ref.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _offsets(blocks: Sequence[Block]) -> list[tuple[str, int]]:
+    """Where each bucket lies in its block's slot, in bytes; every one starts on 256."""
+    found = []
+    for block in blocks:
+        offset = 0
+        for bucket in block.held:
+            found.append((bucket.name, offset))
+            offset += bucket.numel * bucket.dtype.itemsize
+    return found

@@ -1,0 +1,117 @@
+"""Where the memory of each bucket is: refs for the operations of a step."""
+
+from __future__ import annotations
+
+from offloadtrain.step.operations import Memory, Ref
+from offloadtrain.step.spec import BucketSpec, StepSpec
+
+NORMS_DTYPE = "float64"
+
+
+class Bucket:
+    """One bucket's memory, and what of it is where in the step in progress.
+
+    Attributes:
+        pieces: [lo, hi) of the shard that its gradient goes down in.
+        copy: which copy of its state is the state.
+        slot: of a streamed bucket, the slot of the device that its block has, or had last.
+        touched: a gradient of the step in progress is in its memory.
+        normed: its sums of squares for this step are launched.
+    """
+
+    def __init__(self, spec: BucketSpec, step: StepSpec, rank: int) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.pieces = step.pieces(spec) if step.is_trained(spec) else []
+        self.copy = 0
+        self.slot = 0
+        self.touched = self.normed = False
+        self.loads_from_host = step.loads_from_host(spec)
+        self.loads_from_shard = step.loads_from_shard(spec)
+        self.has_snapshot = step.has_snapshot(spec) or not step.is_trained(spec)
+        self.has_pending = step.has_pending(spec)
+        self.has_second_copy = step.has_second_copy(spec)
+        self.accumulates = step.accumulates
+        self._lo = rank * spec.shard_numel
+        self._fields = spec.format.fields(step.moments)
+
+    @property
+    def whole(self) -> Ref:
+        """Its working weights on the device."""
+        return self._working(0, self.spec.numel)
+
+    @property
+    def shard(self) -> Ref:
+        """This rank's elements of them."""
+        return self._working(self._lo, self._lo + self.spec.shard_numel)
+
+    @property
+    def upload_target(self) -> Ref:
+        """What new weights go up to."""
+        return self._of(Memory.DEVICE_SHARD) if self.loads_from_shard else self.shard
+
+    @property
+    def gradient(self) -> Ref:
+        """What Adam reads."""
+        return self.piece(0, self.spec.shard_numel)
+
+    def piece(self, lo: int, hi: int) -> Ref:
+        """A part of the gradient."""
+        dtype = "float32" if self.accumulates else self.spec.dtype
+        return Ref(Memory.GRADIENT, self.name, lo, hi, dtype)
+
+    def state(self, *, other: bool = False) -> tuple[Ref, ...]:
+        """All fields of the state, or of its other copy."""
+        return tuple(self._field(number, other=other) for number in range(len(self._fields)))
+
+    def waiting(self, *, other: bool = False) -> Ref | None:
+        """Where new weights wait for their upload; None: in a slot of host staging."""
+        if self.spec.format.holds_weight:
+            return self._field(0, other=other)
+        if self.has_pending:
+            return self._of(Memory.PENDING)
+        if not self.accumulates:  # over the gradient, which has been read by then
+            return self._of(Memory.GRADIENT)
+        return None
+
+    @property
+    def snapshot(self) -> Ref:
+        return self._of(Memory.SNAPSHOT)
+
+    @property
+    def load_source(self) -> Ref:
+        """Of a streamed bucket: what loads read."""
+        if self.loads_from_shard:
+            return self._of(Memory.DEVICE_SHARD)
+        if self.has_snapshot:
+            return self.snapshot
+        source = self.waiting()
+        assert source is not None
+        return source
+
+    def _of(self, memory: Memory) -> Ref:
+        return Ref(memory, self.name, 0, self.spec.shard_numel, self.spec.dtype)
+
+    def _working(self, lo: int, hi: int) -> Ref:
+        return Ref(Memory.WORKING, self.name, lo, hi, self.spec.dtype, copy=self.slot)
+
+    def _field(self, number: int, *, other: bool) -> Ref:
+        field = self._fields[number]
+        values = field.numel(self.spec.shard_numel)
+        copy = 1 - self.copy if other else self.copy
+        dtype = field.dtype or self.spec.dtype
+        return Ref(Memory.STATE, self.name, 0, values, dtype, copy, number)
+
+
+class Ring:
+    """Slots of staging, used in turn."""
+
+    def __init__(self, memory: Memory, slots: int) -> None:
+        self._memory = memory
+        self._slots = slots
+        self._next = 0
+
+    def take(self, numel: int, dtype: str) -> Ref:
+        """The next slot's first elements."""
+        slot, self._next = self._next, (self._next + 1) % self._slots
+        return Ref(self._memory, slot, 0, numel, dtype)

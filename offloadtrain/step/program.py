@@ -1,0 +1,185 @@
+"""The program of a step: events in, operations out.
+
+[Note: The program]
+A step has no branch that depends on timing, only on what the user's code does: which block runs
+when, which gradients arrive, what the norm is. So the scheduler is a state machine without I/O. The
+engine tells it what happens and runs the operations that it answers, in their order, on streams and
+threads; the plan tells it what a usual step does and gives the operations seconds; the prover looks
+at the memory that they touch. There is no second description of a step.
+
+    forward      `use` waits for each block's weights, and loads what comes next
+    backward     `grads_ready` sends a block's gradients down; the host adds and measures them
+    step()       `norm` waits for the sums of squares (the only wait of the launching thread);
+                 `norm_known` launches what the update mode has not yet launched of Adam, and the
+                 upload of each block in forward order
+    forward      of the next step begins behind the first block's upload
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.gradients import GradientPath
+from offloadtrain.step.modes import Block, Decision, Guess, mode_of
+from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
+from offloadtrain.step.places import Bucket, Ring
+from offloadtrain.step.spec import RING_SLOTS, StepSpec
+from offloadtrain.step.streaming import Streaming
+from offloadtrain.step.updates import UpdatePath
+
+
+class Program:
+    """One rank's step. Every event returns the operations that it makes necessary.
+
+    Attributes:
+        guess: how the updates inside the last backward have turned out.
+        streaming: of blocks that come and go; its cursor knows how well their order was foreseen.
+        buckets: by name, frozen ones included.
+    """
+
+    def __init__(self, spec: StepSpec, rank: int = 0) -> None:
+        self.spec = spec
+        self.guess = Guess()
+        self._order = Dependencies()
+        self.buckets = {b.name: Bucket(b, spec, rank) for block in spec.blocks for b in block.held}
+        self._trained: dict[str, Sequence[Bucket]] = {
+            block.name: [self.buckets[b.name] for b in block.buckets] for block in spec.blocks
+        }
+        self._held: dict[str, Sequence[Bucket]] = {
+            block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
+        }
+        self.streaming = Streaming(spec, self._order, self._held)
+        host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
+        self._gradients = GradientPath(spec, rank, self._order, host_ring)
+        self._updates = UpdatePath(spec, self._order, host_ring, self.streaming)
+        self._mode = mode_of(spec, self._updates)
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether the gradient can still be clipped after backward."""
+        return self._mode.waits_for_norm
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`."""
+        return self._mode.behind
+
+    def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
+        """A forward of the model is about to begin, or the step is over. `pinned`: see `use`."""
+        self.streaming.restart(pinned)
+        return self._order.take()
+
+    def use(self, block: str, pinned: Collection[str] = ()) -> Operations:
+        """Compute is about to read the weights of a block.
+
+        Args:
+            pinned: streamed blocks that forwards or backwards in progress read: none of them gives
+                its slot away.
+
+        Raises:
+            StreamError: all slots are taken by pinned blocks.
+        """
+        if self.streaming.streams(block):
+            self.streaming.use(block, pinned)
+        else:
+            refs = [bucket.whole for bucket in self._trained[block]]
+            self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
+        return self._order.take()
+
+    def computes(self, kind: Kind, block: str) -> Operations:
+        """The user's own work, for who drives a program without a model."""
+        held = self._held.get(block, ())
+        reads = tuple(bucket.whole for bucket in held)
+        self._order.launch(Launch(kind, Lane.COMPUTE, block, reads))
+        return self._order.take()
+
+    def drop_slot(self, block: str) -> Operations:
+        """A streamed block gives its slot away now."""
+        self.streaming.drop(block)
+        return self._order.take()
+
+    def grads_ready(self, block: str, delivered: Mapping[str, bool], *, last: bool) -> Operations:
+        """Gradients of a block go down.
+
+        Args:
+            delivered: bucket → whether all of its parameters hold a gradient; of those where any
+                does. Among ranks all of them go, zeros where nothing is held.
+            last: this is the last micro-step of the step.
+        """
+        for bucket in self._trained[block]:
+            if bucket.name in delivered or not self.spec.alone:
+                complete = delivered.get(bucket.name, False) or not self.spec.alone
+                self._gradients.send(bucket, complete=complete, last=last)
+        return self._order.take()
+
+    def grads_complete(self, block: str, early: Decision) -> Operations:
+        """The step's gradient of the block is whole, and on its way: it may be updated."""
+        self._mode.grads_complete(self._block(block), early)
+        return self._order.take()
+
+    def grads_again(self, block: str) -> None:
+        """A gradient arrived for a block whose gradient was taken for complete.
+
+        Raises:
+            UpdateError: it was updated in place.
+        """
+        self._mode.grads_again(self._block(block))
+
+    def graph_freed(self, block: str) -> Operations:
+        """No graph needs the old weights of a block that is `behind`."""
+        self._mode.graph_freed(block)
+        return self._order.take()
+
+    def first_sums(self) -> Operations:
+        """The launching thread waits for the collectives so far."""
+        self._order.host_wait(self._order.record(Lane.COMM), "the first gradients' sums")
+        return self._order.take()
+
+    def norm(self) -> Operations:
+        """All gradients of the step have arrived: what is missing of their sums of squares. The
+        launching thread has them when these operations are done."""
+        trained = (bucket for buckets in self._trained.values() for bucket in buckets)
+        self._gradients.complete(trained)
+        return self._order.take()
+
+    def norm_known(self, forward_order: Sequence[str], decision: Decision) -> Operations:
+        """In step(): what is left of the update, and the uploads; see `guess`."""
+        order = [self._block(name) for name in forward_order]
+        self.guess = self._mode.apply(order, decision)
+        return self._order.take()
+
+    def step_ends(self) -> None:
+        """The gradients are used up, or given up."""
+        for buckets in self._trained.values():
+            for bucket in buckets:
+                bucket.touched = bucket.normed = False
+
+    def verify(self) -> None:
+        """Raises UpdateError: what would have left the step half done before."""
+        self._mode.verify()
+
+    def drop(self) -> Operations:
+        """The gradients of the step are given up before it was decided."""
+        self.step_ends()
+        self._mode.drop()
+        return self._order.take()
+
+    def flush(self) -> Operations:
+        """Between steps: what waits goes up, so that the newest weights are in their places."""
+        self._mode.flush()
+        return self._order.take()
+
+    def synchronized(self) -> None:
+        """The launching thread has seen every lane empty."""
+        self._order.synchronized()
+
+    def masters_set(self) -> Operations:
+        """The state was set or loaded: the masters go up as they are."""
+        self._mode.flush()
+        self._mode.reset()
+        self._updates.emit([self._block(name) for name in self._trained])
+        return self._order.take()
+
+    def _block(self, name: str) -> Block:
+        return name, self._trained[name]

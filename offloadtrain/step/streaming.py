@@ -1,0 +1,130 @@
+"""Streaming: blocks whose weights come to the device for their use take turns in a few slots.
+
+[Note: Streaming]
+A streamed block's weights are on the host, or as shards on all devices, and on this device only
+while a slot holds them. A use is the block's forward, or the unpacking of one of its saved weights
+in backward; either makes sure that the block has a slot and that compute waits for its load. The
+blocks that will be used next are loaded ahead, in the order that the step before has shown; another
+order is served as it comes, right and slower. Weights on the device are clean, so eviction moves
+nothing: the slot is free when compute has done what it was given before. Two things pin a block: a
+forward of it that is running, and its backward, from the first unpacking of something saved in its
+forward until something is unpacked that was saved before: autograd runs nodes in the reverse of the
+order in which they were made. While a block has no slot its parameters are NaN: whoever reads them
+past the engine sees it.
+
+Among ranks each holds a shard of the weights, on its host or on its device. A load puts the shard
+into its place in the slot and gathers the others around it; so every rank must use blocks in the
+same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from offloadtrain.errors import OffloadTrainError
+from offloadtrain.order import Cursor, prefetches, victim
+from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Ref
+from offloadtrain.step.places import Bucket
+from offloadtrain.step.spec import StepSpec
+
+
+class StreamError(OffloadTrainError):
+    """More blocks are needed at once than there are slots."""
+
+
+class Streaming:
+    """Gives streamed blocks their slots.
+
+    Attributes:
+        cursor: where the step is in the order of uses that the one before has shown.
+    """
+
+    def __init__(
+        self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[Bucket]]
+    ) -> None:
+        """`held`: block → all buckets that come and go with it."""
+        self.cursor = Cursor()
+        self._alone = spec.alone
+        self._order = order
+        self._held = held
+        self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
+        self._number = {block: number for number, block in enumerate(self._blocks)}
+        self._slots: list[str | None] = [None] * spec.slots
+        self._before: list[list[Ref]] = [[] for _ in range(spec.slots)]
+        """What each slot held last."""
+
+    def streams(self, block: str) -> bool:
+        """Whether the block is one of them."""
+        return block in self._number
+
+    @property
+    def resident(self) -> list[str]:
+        """Blocks that have a slot."""
+        return [block for block in self._slots if block is not None]
+
+    def use(self, block: str, pinned: Collection[str]) -> None:
+        """Compute is about to read the block: load it if need be, and what comes after it.
+
+        Raises:
+            StreamError: all slots are taken by `pinned` blocks.
+        """
+        if block not in self._slots:
+            self._load(block, self._room(block, pinned))
+        refs = [bucket.whole for bucket in self._held[block]]
+        self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
+        self.cursor.used(self._number[block])
+        self._load_ahead({block, *pinned})
+
+    def restart(self, pinned: Collection[str]) -> None:
+        """A pass is over, its weights may have changed: begin to load for the next one."""
+        self.cursor.restart()
+        self._load_ahead(pinned)
+
+    def drop(self, block: str) -> None:
+        """Take the block's slot away, if it has one: what it holds is of no use any more."""
+        if block not in self._slots:
+            return
+        slot = self._slots.index(block)
+        self._slots[slot] = None
+        self._before[slot] = [bucket.whole for bucket in self._held[block]]
+        self._order.operations.append(Leave(block))
+        # The slot's next load waits for what compute was given so far, and for nothing later.
+        event = self._order.record(Lane.COMPUTE)
+        self._order.was_read(self._before[slot], event, f"use of {block}")
+
+    def _room(self, block: str, pinned: Collection[str]) -> int:
+        if None not in self._slots:
+            movable = {self._number[b] for b in self.resident if b not in pinned}
+            leaving = victim(movable, self.cursor.future)
+            if leaving is None:
+                raise StreamError(
+                    f"'{block}' is needed while {' and '.join(map(repr, self.resident))} are in "
+                    f"use, and there are {len(self._slots)} device slots for streamed blocks: set "
+                    f"device_slots = {len(self._slots) + 1}"
+                )
+            self.drop(self._blocks[leaving])
+        return self._slots.index(None)
+
+    def _load_ahead(self, pinned: Collection[str]) -> None:
+        resident = [self._number[block] for block in self.resident]
+        fixed = [self._number[block] for block in self.resident if block in pinned]
+        for number, leaving in prefetches(resident, fixed, self.cursor.future, len(self._slots)):
+            if leaving is not None:
+                self.drop(self._blocks[leaving])
+            self._load(self._blocks[number], self._slots.index(None))
+
+    def _load(self, block: str, slot: int) -> None:
+        buckets = self._held[block]
+        self._slots[slot] = block
+        for bucket in buckets:
+            bucket.slot = slot
+        self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])
+        self._order.operations.append(Enter(block, slot))
+        for bucket in buckets:
+            reads, writes = (bucket.load_source,), (bucket.shard,)
+            op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, reads, writes)
+            self._order.launch(op, fresh=bucket.whole)
+            if not self._alone:
+                whole = (bucket.whole,)
+                self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))

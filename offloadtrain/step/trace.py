@@ -1,0 +1,148 @@
+"""What was asked of the lanes, call by call: of a real run, or of a program that nobody ran.
+
+The recorder of a real run writes these entries with the addresses that its memory has; `trace`
+writes them for the operations of a program, at addresses of its own. `prove` takes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.operations import (
+    Event,
+    HostWait,
+    Lane,
+    Launch,
+    Memory,
+    Operation,
+    Record,
+    Ref,
+    Wait,
+)
+from offloadtrain.step.operations import Undefined as Undefine
+from offloadtrain.step.spec import StepSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """An interval of memory, by address: buffers of several dtypes may share it."""
+
+    name: str
+    lo: int
+    hi: int
+
+    def overlaps(self, other: Bytes) -> bool:
+        return self.lo < other.hi and other.lo < self.hi
+
+    def covers(self, other: Bytes) -> bool:
+        return self.lo <= other.lo and other.hi <= self.hi
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """An operation on a lane."""
+
+    lane: Lane
+    name: str
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Event number `event` stands for all that was launched on the lane before."""
+
+    lane: Lane
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """What the lane (None: the launching thread, and so all lanes) does from here on is after."""
+
+    lane: Lane | None
+    event: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Foreign code may touch these bytes on the compute lane from here on."""
+
+    span: int
+    name: str
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The end of a span."""
+
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Undefined:
+    """These bytes hold nothing until they are written."""
+
+    bytes: Bytes
+
+
+Entry = Launched | Recorded | Waited | Opened | Closed | Undefined
+
+
+APART_BITS = 40
+"""Pieces of memory of a traced program begin 2^40 bytes from each other."""
+
+
+def trace(spec: StepSpec, operations: Iterable[Operation]) -> list[Entry]:
+    """A program as if it had been run: its memory lies where nothing else does."""
+    found: list[Entry] = []
+    numbers: dict[Event, int] = {}
+    at = _Addresses(spec)
+    for op in operations:
+        match op:
+            case Launch():
+                reads, writes = map(at.bytes, op.reads), map(at.bytes, op.writes)
+                found.append(Launched(op.lane, op.name, tuple(reads), tuple(writes)))
+            case Record():
+                numbers[op.event] = len(numbers)
+                found.append(Recorded(op.event.lane, numbers[op.event]))
+            case Wait():
+                found.append(Waited(op.lane, numbers[op.event], op.why))
+            case HostWait():
+                found.append(Waited(None, numbers[op.event], op.why))
+            case Undefine():
+                found.append(Undefined(at.bytes(op.ref)))
+    return found
+
+
+class _Addresses:
+    """Gives every piece of memory a place of its own; slots are shared by the blocks in them."""
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._streamed = spec.streamed
+        self._block_of = spec.block_of
+        self._offsets: dict[str, int] = {}
+        for block in spec.blocks:
+            offset = 0
+            for bucket in block.held:
+                self._offsets[bucket.name] = offset
+                offset += bucket.nbytes
+        self._bases: dict[tuple[object, ...], int] = {}
+
+    def bytes(self, ref: Ref) -> Bytes:
+        size, start = ITEMSIZE[ref.dtype], self._start(ref)
+        return Bytes(
+            f"{ref.memory.value} {ref.owner}", start + ref.lo * size, start + ref.hi * size
+        )
+
+    def _start(self, ref: Ref) -> int:
+        key: tuple[object, ...] = (ref.memory, ref.owner, ref.copy, ref.field)
+        offset = 0
+        if ref.memory is Memory.WORKING and self._block_of[str(ref.owner)].name in self._streamed:
+            key, offset = ("slot", ref.copy), self._offsets[str(ref.owner)]
+        return self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset

@@ -1,0 +1,238 @@
+"""What the canonical form of a program tells apart, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from offloadtrain.step.prove import prove
+from offloadtrain.step.trace import (
+    Bytes,
+    Closed,
+    Entry,
+    Launched,
+    Opened,
+    Recorded,
+    Undefined,
+    Waited,
+)
+from offloadtrain.transfer import Buffer, Lane, SequentialLanes
+from offloadtrain.transfer.recorder import RecordingLanes
+from tests.oracle import runs
+from tests.oracle.canonical import END, canonical
+from tests.oracle.cases import CASES, MODES, Case
+from tests.oracle.programs import difference
+
+EXAMPLES = [
+    Case(mode=mode, placement=placement, accum=accum)
+    for mode, placement, accum in (
+        ("exact", "on the device", 1),
+        ("early", "streamed, 2 slots", 2),
+        ("speculative, wrong", "partly streamed", 1),
+        ("delayed", "streamed, inputs offloaded", 2),
+    )
+]
+each_example = pytest.mark.parametrize("case", EXAMPLES, ids=lambda case: case.mode)
+
+
+@cache
+def program(case: Case) -> tuple[Entry, ...]:
+    lanes = runs.KeepingLanes()
+    loop = runs.offloaded(case, lanes)
+    loop.step()
+    loop.step()
+    loop.optimizer.synchronize()
+    loop.optimizer.close()
+    return tuple(lanes.program)
+
+
+def moved(entry: Entry, by: Callable[[Bytes], Bytes]) -> Entry:
+    match entry:
+        case Launched() | Opened():
+            reads, writes = (tuple(map(by, bytes_)) for bytes_ in (entry.reads, entry.writes))
+            return replace(entry, reads=reads, writes=writes)
+        case Undefined(bytes_):
+            return Undefined(by(bytes_))
+        case _:
+            return entry
+
+
+def lane_of(entry: Entry) -> Lane | None:
+    match entry:
+        case Launched(lane=lane) | Recorded(lane=lane) | Waited(lane=lane):
+            return lane
+        case Opened() | Closed():
+            return Lane.COMPUTE
+        case _:
+            return None
+
+
+@each_example
+def test_waits_that_follow_from_others_do_not_count(case: Case) -> None:
+    """Every wait twice, and every event recorded twice."""
+    doubled: list[Entry] = []
+    for entry in program(case):
+        doubled += [entry, entry] if isinstance(entry, Recorded | Waited) else [entry]
+    assert canonical(doubled) == canonical(program(case))
+
+
+@each_example
+def test_a_wait_left_out_counts_where_it_is_needed(case: Case) -> None:
+    whole, needed = program(case), 0
+    expected = canonical(whole)
+    for index, entry in enumerate(whole):
+        if isinstance(entry, Waited):
+            without = [*whole[:index], *whole[index + 1 :]]
+            if prove(without):
+                assert canonical(without) != expected, entry
+                needed += 1
+    assert needed > 10
+
+
+@each_example
+def test_a_launch_left_out_counts(case: Case) -> None:
+    whole = program(case)
+    for index, entry in enumerate(whole):
+        if isinstance(entry, Launched):
+            assert canonical([*whole[:index], *whole[index + 1 :]]) != canonical(whole), entry
+
+
+@each_example
+def test_another_order_on_a_lane_counts(case: Case) -> None:
+    """Every launch changes its place with the next one of its lane, if they differ."""
+    whole, changed = program(case), 0
+    expected = canonical(whole)
+    last: dict[Lane, int] = {}
+    for index, entry in enumerate(whole):
+        if not isinstance(entry, Launched):
+            continue
+        before = last.get(entry.lane)
+        last[entry.lane] = index
+        if before is not None and whole[before] != entry:
+            swapped = list(whole)
+            swapped[before], swapped[index] = entry, whole[before]
+            assert canonical(swapped) != expected, entry
+            changed += 1
+    assert changed > 10
+
+
+@each_example
+def test_a_byte_more_or_less_counts(case: Case) -> None:
+    whole, changed = program(case), 0
+    expected = canonical(whole)
+    for index, entry in enumerate(whole):
+        if isinstance(entry, Launched | Opened) and (entry.reads or entry.writes):
+            other = list(whole)
+            other[index] = moved(entry, lambda b: replace(b, hi=b.hi - 1))
+            assert canonical(other) != expected, entry
+            changed += 1
+    assert changed > 10
+
+
+@each_example
+def test_addresses_do_not_count(case: Case) -> None:
+    whole = program(case)
+    elsewhere = [
+        moved(e, lambda b: replace(b, lo=b.lo + 7 * 4096, hi=b.hi + 7 * 4096)) for e in whole
+    ]
+    assert canonical(elsewhere) == canonical(whole)
+
+
+@each_example
+def test_the_order_of_launches_between_lanes_does_not_count(case: Case) -> None:
+    """All that is asked of the host lane comes as late as somebody waits for it."""
+    whole = program(case)
+    late: list[Entry] = []
+    held: list[Entry] = []
+    for entry in whole:
+        if lane_of(entry) is Lane.HOST:
+            held.append(entry)
+            continue
+        events = {e.event for e in held if isinstance(e, Recorded)}
+        if lane_of(entry) is None or (isinstance(entry, Waited) and entry.event in events):
+            late += held
+            held = []
+        late.append(entry)
+    assert late != list(whole)
+    assert canonical([*late, *held]) == canonical(whole)
+
+
+def recorded(body: Callable[[RecordingLanes], None]) -> list[str]:
+    lanes = RecordingLanes(SequentialLanes())
+    body(lanes)
+    return canonical(lanes.program)
+
+
+def touch(*_: torch.Tensor) -> None: ...
+
+
+def in_turn(memories: Sequence[torch.Tensor]) -> Callable[[RecordingLanes], None]:
+    """Buffers of four names over these memories."""
+    buffers = [Buffer(f"block {i}", memory) for i, memory in enumerate(memories)]
+
+    def body(lanes: RecordingLanes) -> None:
+        for buffer in buffers:
+            lanes.alloc(buffer.whole, Lane.LOAD)
+            lanes.launch(Lane.LOAD, "load", touch, [], [buffer.whole])
+
+    return body
+
+
+def test_which_slot_counts() -> None:
+    a, b, c, d = (torch.zeros(8) for _ in range(4))
+    taking_turns, other_slots = recorded(in_turn([a, b, a, b])), recorded(in_turn([c, d, c, d]))
+    assert taking_turns == other_slots
+    assert taking_turns != recorded(in_turn([a, b, b, a]))
+    assert taking_turns != recorded(in_turn([a, b, c, d]))
+    assert taking_turns[3] == (
+        "load load | writes block 2 in block 0[0:32] | undefined block 2 in block 0[0:32]"
+    )
+
+
+def test_undefined_memory_counts() -> None:
+    memory = torch.zeros(8)
+    buffer = Buffer("slot", memory)
+
+    def body(lanes: RecordingLanes) -> None:
+        lanes.launch(Lane.LOAD, "load", touch, [], [buffer.whole])
+
+    assert recorded(in_turn([memory])) != recorded(body)
+
+
+def test_what_is_known_is_named() -> None:
+    buffer = Buffer("b", torch.zeros(8))
+
+    def body(lanes: RecordingLanes) -> None:
+        for _ in range(2):
+            lanes.close_span(lanes.open_span("forward", [buffer.whole]))
+        lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "computed")
+        lanes.launch(Lane.D2H, "down", touch, [buffer.first(2)], [])
+        lanes.host_wait(lanes.record(Lane.D2H), "down")
+
+    assert recorded(body) == [
+        "compute forward | reads b[0:32]",
+        "compute end forward",
+        "compute forward | reads b[0:32]",
+        "compute end forward",
+        f"compute {END} | after d2h down~1",
+        "d2h down | reads b[0:8] | after compute end forward~2",
+    ]
+
+
+def test_a_difference_is_told_line_by_line() -> None:
+    whole = canonical(program(EXAMPLES[0]))
+    changed = [line.replace("adam head", "adam tail") for line in whole]
+    lines = difference("\n".join(whole), "\n".join(changed))
+    assert any(line.startswith("-host adam head") for line in lines)
+    assert any(line.startswith("+host adam tail") for line in lines)
+
+
+def test_every_pair_of_mode_and_placement_is_there() -> None:
+    plain = {(case.mode, case.placement) for case in CASES.values() if case.model == "chain"}
+    for mode in MODES:
+        for placement in ("on the device", "streamed, 1 slot", "partly streamed", "stage 3, host"):
+            assert (mode, placement) in plain

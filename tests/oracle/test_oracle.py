@@ -1,0 +1,39 @@
+"""Every case has the program that was recorded of it: see [Note: Canonical programs]."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.conftest import Run
+from tests.oracle.cases import CASES
+from tests.oracle.programs import difference, known
+from tests.oracle.record import together
+from tests.oracle.runs import limit_of, recorded
+
+ALONE = [name for name, case in CASES.items() if case.ranks == 1]
+AMONG_RANKS = [name for name, case in CASES.items() if case.ranks > 1]
+SHOWN = 40
+"""Lines of a difference."""
+
+
+def compare(name: str, now: str) -> None:
+    before = known()[name]
+    if before != now:
+        lines = difference(before, now)
+        more = [f"… and {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else []
+        pytest.fail("\n".join([f"{name}: - recorded, + now", *lines[:SHOWN], *more]), pytrace=False)
+
+
+def test_every_case_is_recorded() -> None:
+    assert list(CASES) == list(known())
+
+
+@pytest.mark.parametrize("name", ALONE, ids=str)
+def test_the_program_is_the_recorded_one(name: str) -> None:
+    compare(name, recorded(CASES[name], limit_of(known()[name])))
+
+
+@pytest.mark.parametrize("name", AMONG_RANKS, ids=str)
+def test_the_programs_of_all_ranks_are_the_recorded_ones(name: str, ranks: Run) -> None:
+    case = CASES[name]
+    compare(name, together(ranks(case.ranks, recorded, case, limit_of(known()[name]))))

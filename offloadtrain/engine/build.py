@@ -16,12 +16,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
 from offloadtrain.engine.cut import Part, cut
-from offloadtrain.engine.device_memory import (
-    DeviceMemory,
-    map_slots,
-    map_staging,
-    map_weights,
-)
+from offloadtrain.engine.device_memory import DeviceMemory, map_slots, map_staging, map_weights
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
@@ -38,7 +33,7 @@ from offloadtrain.step import memory
 from offloadtrain.step.memory import Request
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
-from offloadtrain.step.spec import RING_SLOTS, BlockSpec, StepSpec
+from offloadtrain.step.spec import BlockSpec, StepSpec
 from offloadtrain.transfer import Buffer, Lanes
 
 
@@ -257,12 +252,13 @@ def _parking(
 def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
     """For gradients that are summed, and for weights that have nowhere else to wait; otherwise it
     is mapped when a slot is first asked for."""
-    pieces = arena.map(memory.host_staging(spec)) if spec.accumulates else []
+    pieces: list[Tensor] = []
 
-    def slot(number: str | int, _: int) -> tuple[str, Tensor]:
+    def slot(number: str | int, _: int = 0) -> tuple[str, Tensor]:
         if not pieces:
-            request = Request("host staging", spec.host_staging_bytes, "uint8")
-            pieces.extend(arena.map([request] * RING_SLOTS))
+            pieces.extend(arena.map(memory.host_staging(spec)))
         return f"host staging[{number}]", pieces[int(number)]
 
+    if spec.accumulates:
+        slot(0)
     return slot

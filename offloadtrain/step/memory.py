@@ -139,9 +139,11 @@ def check_host_limit(spec: StepSpec) -> None:
 
 
 def host_requests(spec: StepSpec) -> Iterator[Request]:
-    """All that one arena holds: `kept_requests`, then `host_staging`."""
+    """All that one arena holds: `kept_requests`, then `host_staging` where microbatches are
+    summed."""
     yield from kept_requests(spec)
-    yield from host_staging(spec)
+    if spec.accumulates:
+        yield from host_staging(spec)
 
 
 def kept_requests(spec: StepSpec) -> Iterator[Request]:
@@ -155,9 +157,9 @@ def kept_requests(spec: StepSpec) -> Iterator[Request]:
 
 
 def host_staging(spec: StepSpec) -> list[Request]:
-    """For gradients that are summed, and for weights that have nowhere else to wait."""
-    slots = RING_SLOTS if spec.accumulates else 0
-    return [Request("host staging", spec.host_staging_bytes, "uint8")] * slots
+    """For gradients that are summed, and for weights that have nowhere else to wait. With one
+    microbatch, mapped when a bucket first gets a second gradient in a backward."""
+    return [Request("host staging", spec.host_staging_bytes, "uint8")] * RING_SLOTS
 
 
 def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[Request]:

@@ -32,6 +32,13 @@ MODES: dict[str, dict[str, Any]] = {
     "speculative": {"update": "speculative"},
 }
 each_model = pytest.mark.parametrize("name", STREAMED)
+
+
+def block_bytes(block: Block) -> int:
+    """Device memory of a block's working weights."""
+    return sum(bucket.spec.nbytes for bucket in block.held)
+
+
 each_precision = pytest.mark.parametrize("precision", DTYPES)
 
 

@@ -334,5 +334,5 @@ def test_a_precision_chosen_here_is_held_to_the_same_rules(
     """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
     job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
     monkeypatch.setattr("offloadtrain.assembly.resolve_precision", lambda *_: ("fp16", "no bf16"))
-    with pytest.raises(config.ConfigError, match=r"fp16 \(no bf16\)"):
+    with pytest.raises(config.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
         run(job, tmp_path / "run")

@@ -128,9 +128,7 @@ def test_two_gpus_answer(found: dict[str, dict[str, object]]) -> None:
 
 
 @pytest.mark.parametrize("refused", sorted(QUESTIONS))
-def test_each_question_may_be_refused(
-    found: dict[str, dict[str, object]], refused: str
-) -> None:
+def test_each_question_may_be_refused(found: dict[str, dict[str, object]], refused: str) -> None:
     told = found[refused]
     gpus = told["gpus"]
     assert isinstance(gpus, list)

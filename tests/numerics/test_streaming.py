@@ -109,10 +109,6 @@ def deep(depth: int = 8) -> nn.Module:
     return Chain(depth)
 
 
-def block_bytes(block: Block) -> int:
-    return sum(bucket.spec.nbytes for bucket in block.held)
-
-
 def blocks_of(optimizer: ot.OffloadOptimizer) -> list[Block]:
     return [block for block in optimizer._blocks if block.streamed]
 

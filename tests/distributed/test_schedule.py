@@ -57,6 +57,7 @@ def compared(mode: str, accum: int, options: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("mode", "accum"),

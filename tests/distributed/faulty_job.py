@@ -7,7 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from offloadtrain import cli, durable
 from offloadtrain.distributed import Ranks
@@ -51,8 +54,22 @@ def arm(point: str, step: int) -> None:
     Trainer._step = watched  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    point, step, rank, *rest = sys.argv[1:]
+def main(arguments: list[str]) -> int:
+    point, step, rank, *rest = arguments
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         arm(point, int(step))
-    sys.exit(cli.main(rest))
+    return cli.main(rest)
+
+
+def in_a_fork(said: Path, environ: dict[str, str], arguments: list[str]) -> None:
+    """All of a process that was forked with torch imported: `main`, what it prints in `said`."""
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    sys.exit(main(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

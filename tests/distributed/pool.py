@@ -10,13 +10,30 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
+PRELOADED = [
+    "offloadtrain.engine",
+    "torch._dynamo",  # what the first torch optimizer of a process imports, for a second
+    "torch.distributed.fsdp",
+    "tests.distributed.faulty_job",
+    "tests.distributed.test_checkpoints",
+    "tests.distributed.test_jobs",
+    "tests.distributed.test_sharded",
+]
+
+
+def forkserver() -> ForkServerContext:
+    """Processes that begin with what ranks import, instead of importing it for seconds each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class RankFailedError(AssertionError):
@@ -27,8 +44,7 @@ class Pool:
     """So many ranks; `run` calls a module-level function on each of them."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "offloadtrain", "offloadtrain.engine"])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import offloadtrain as ot
 from offloadtrain.distributed import all_gather_single, reduce_scatter_single
+from offloadtrain.engine.bucket import Bucket, Slot
 from tests.numerics.reference import ResidentRun, segment_squares
 
 
@@ -30,7 +31,7 @@ class DataParallelRun(ResidentRun):
 
     def sum_over_ranks(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """One microbatch's gradients, (working dtype) → fp32."""
-        summed = {}
+        summed, shards = {}, []
         for bucket in self.buckets:
             dtype = self.reduction or bucket.dtype
             whole = torch.zeros(bucket.numel, dtype=dtype)
@@ -38,9 +39,13 @@ class DataParallelRun(ResidentRun):
                 slot.view(whole).copy_(grads[slot.name])
             shard = torch.empty(bucket.numel // dist.get_world_size(), dtype=dtype)
             reduce_scatter_single(shard, whole)
-            all_gather_single(whole, shard)
-            whole = whole.to(bucket.dtype)
-            summed |= {slot.name: slot.view(whole).float() for slot in bucket.slots}
+            shards.append(shard.to(bucket.dtype).float())
+        own = torch.cat(shards)[None]
+        of_ranks = torch.empty(dist.get_world_size(), own.numel())
+        all_gather_single(of_ranks, own)
+        parts = of_ranks.split([shard.numel() for shard in shards], dim=1)
+        for bucket, part in zip(self.buckets, parts, strict=True):
+            summed |= {slot.name: slot.view(part.reshape(-1)) for slot in bucket.slots}
         return summed
 
     def step(self, batches, loss_of) -> list[float]:  # type: ignore[no-untyped-def]
@@ -87,19 +92,25 @@ class DataParallelRun(ResidentRun):
         return total
 
 
-def whole_state(optimizer: ot.OffloadOptimizer, key: str) -> dict[str, Tensor]:
-    """One field of the state of every parameter, put together from the ranks' shards."""
-    found = {}
-    for bucket in (b for block in optimizer._blocks for b in block.buckets):
-        for slot in bucket.slots:
-            piece = optimizer.state[slot.param][key].reshape(-1)
-            assert piece.numel() == bucket.piece(slot)[1] - bucket.piece(slot)[0]
-            pieces: list[Tensor | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(
-                pieces,
-                slot.flattened(optimizer.state[slot.param][key])
-                if piece.numel() == slot.numel
-                else piece,
-            )
-            found[slot.name] = slot.shaped(torch.cat([p for p in pieces if p is not None]))
-    return found
+def whole_state(optimizer: ot.OffloadOptimizer, *keys: str) -> dict[str, dict[str, Tensor]]:
+    """These fields of the state of every parameter, put together from the ranks' shards."""
+    buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
+    slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+    held = {key: {name: _piece(optimizer, key, *slots[name]) for name in slots} for key in keys}
+    of_ranks: list[dict[str, dict[str, Tensor]]] = [held] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)  # one for all: a collective costs more than its bytes
+    return {
+        key: {
+            name: slot.shaped(torch.cat([pieces[key][name] for pieces in of_ranks]))
+            for name, (_, slot) in slots.items()
+        }
+        for key in keys
+    }
+
+
+def _piece(optimizer: ot.OffloadOptimizer, key: str, bucket: Bucket, slot: Slot) -> Tensor:
+    """(n,) what this rank's shard holds of a parameter."""
+    piece = optimizer.state[slot.param][key]
+    lo, hi = bucket.piece(slot)
+    assert piece.numel() == hi - lo
+    return slot.flattened(piece) if piece.numel() == slot.numel else piece.reshape(-1)

@@ -113,30 +113,31 @@ def compare(
     for name, param in model.named_parameters():
         if not param.isnan().any():  # of a streamed block without a slot
             assert torch.equal(param, run.params[name]), name
-    for key, expect in {
-        "master": run.master,
-        "exp_avg": run.moment,
-        "exp_avg_sq": run.moment,
-    }.items():
-        for name, value in whole_state(optimizer, key).items():
-            of_reference = expect(name) if key == "master" else expect(name, key)
-            assert torch.equal(value, of_reference), (name, key)
+    for key, values in whole_state(optimizer, "master", "exp_avg", "exp_avg_sq").items():
+        for name, value in values.items():
+            expected_value = run.master(name) if key == "master" else run.moment(name, key)
+            assert torch.equal(value, expected_value), (name, key)
     optimizer.close()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_as_resident_data_parallelism(ranks: Run, size: int, name: str) -> None:
     ranks(size, compare, name)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("lanes", ["in order", "threads"])
-def test_ranks_on_different_paths(ranks: Run, size: int, lanes: str) -> None:
-    ranks(size, compare, "routed", lanes=lanes, steps=6, accum=2)
-    ranks(size, compare, "routed", lanes=lanes, steps=6, update="speculative", clip=1e9)
+@pytest.mark.parametrize("options", [{"accum": 2}, {"update": "speculative", "clip": 1e9}])
+def test_ranks_on_different_paths(
+    ranks: Run, size: int, lanes: str, options: dict[str, Any]
+) -> None:
+    ranks(size, compare, "routed", lanes=lanes, steps=6, **options)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("lanes", LANES)
@@ -145,39 +146,55 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
     ranks(2, compare, "chain", precision, lanes=lanes, zero_stage=stage, steps=steps)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("lanes", ["in order", "threads"])
-def test_stages_without_offload(ranks: Run, lanes: str, stage: int) -> None:
-    chosen = {"lanes": lanes, "zero_stage": stage, "state_on": "device"}
-    ranks(2, compare, "tied", **chosen)
-    ranks(4, compare, "frozen", accum=2, reduction="fp32", **chosen)
+@pytest.mark.parametrize(
+    ("size", "name", "options"), [(2, "tied", {}), (4, "frozen", {"accum": 2, "reduction": "fp32"})]
+)
+def test_stages_without_offload(
+    ranks: Run, size: int, name: str, options: dict[str, Any], lanes: str, stage: int
+) -> None:
+    ranks(size, compare, name, lanes=lanes, zero_stage=stage, state_on="device", **options)
 
 
 @pytest.mark.parametrize(
     ("size", "reduction", "precision"),
-    [(2, "working", "bf16"), (3, "fp32", "bf16"), (4, "working", "fp32"), (4, "working", "bf16")],
+    [
+        (2, "working", "bf16"),
+        (3, "fp32", "bf16"),
+        pytest.param(4, "working", "fp32", marks=pytest.mark.slow),
+        pytest.param(4, "working", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_microbatches_and_wide_sums(ranks: Run, size: int, reduction: str, precision: str) -> None:
     ranks(size, compare, "tied", precision, accum=2, reduction=reduction)
     ranks(size, compare, "frozen", precision, accum=2, reduction=reduction, clip=None)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("update", ["speculative", "early"])
 @pytest.mark.parametrize("lanes", ["threads", "seeded"])
-def test_update_modes(ranks: Run, lanes: str, update: str, stage: int) -> None:
+@pytest.mark.parametrize(("name", "accum"), [("chain", 2), ("two heads", 1)])
+def test_update_modes(
+    ranks: Run, name: str, accum: int, lanes: str, update: str, stage: int
+) -> None:
     chosen: dict[str, Any] = {"update": update, "clip": 1e9}
     if update == "early":
         chosen = {"clip": None, "skip_nonfinite": False}
-    ranks(2, compare, "chain", lanes=lanes, zero_stage=stage, steps=6, accum=2, **chosen)
-    ranks(2, compare, "two heads", lanes=lanes, zero_stage=stage, steps=6, **chosen)
+    ranks(2, compare, name, lanes=lanes, zero_stage=stage, steps=6, accum=accum, **chosen)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["chain", "frozen", "shared", "tied"])
 @pytest.mark.parametrize("activation", ["keep", "recompute", "offload"])
-def test_weights_in_shards_on_the_host(ranks: Run, name: str, activation: str) -> None:
-    ranks(2, compare, name, lanes="threads", working="host", zero_stage=3, activation=activation)
-    ranks(4, compare, name, working="host", zero_stage=3, activation=activation, accum=2)
+@pytest.mark.parametrize(("size", "options"), [(2, {"lanes": "threads"}), (4, {"accum": 2})])
+def test_weights_in_shards_on_the_host(
+    ranks: Run, size: int, options: dict[str, Any], activation: str, name: str
+) -> None:
+    shards: dict[str, Any] = {"working": "host", "zero_stage": 3, "activation": activation}
+    ranks(size, compare, name, **shards, **options)
 
 
 def test_wrong_guesses(ranks: Run) -> None:
@@ -189,13 +206,21 @@ def test_plain_backward(ranks: Run) -> None:
     ranks(2, compare, "unusual", explicit=False)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("clips", [(0.3,), (0.3, 0.2)])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_clipping_before_the_step(ranks: Run, stage: int, clips: tuple[float, ...]) -> None:
-    chosen: dict[str, Any] = {"zero_stage": stage, "clips": clips}
-    ranks(2, compare, "chain", clip=None, accum=2, **chosen)
-    ranks(2, compare, "tied", clip=0.25, update="speculative", lanes="threads", **chosen)
-    ranks(2, compare, "chain", "fp16", clip=None, steps=10, explicit=True, **chosen)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("chain", {"clip": None, "accum": 2}),
+        ("tied", {"clip": 0.25, "update": "speculative", "lanes": "threads"}),
+        ("chain", {"clip": None, "precision": "fp16", "steps": 10}),
+    ],
+)
+def test_clipping_before_the_step(
+    ranks: Run, name: str, options: dict[str, Any], stage: int, clips: tuple[float, ...]
+) -> None:
+    ranks(2, compare, name, zero_stage=stage, clips=clips, **options)
 
 
 def clips_apart(calls: int) -> str:
@@ -255,8 +280,8 @@ def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:
     with on_lanes(ThreadLanes(seed=dist.get_rank(), longest_delay_ms=0.5)):
         optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", clip_norm=0.5, **options)
     losses = []
-    stream = own_batches(6 * accum)
-    for step in range(6):
+    stream = own_batches(4 * accum)
+    for step in range(4):
         losses.append(train(optimizer, model, stream[step * accum : (step + 1) * accum]))
     kept = {
         name: {k: v.clone() for k, v in state.items()} for name, state in optimizer.named_state()
@@ -267,29 +292,37 @@ def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:
     return {"losses": losses, "norm": optimizer.last_step.grad_norm, "state": kept}
 
 
-def same_runs(one: dict[str, Any], other: dict[str, Any]) -> None:
-    first, second = run_of(**one), run_of(**other)
-    assert first["losses"] == second["losses"]
-    assert first["norm"] == second["norm"]
-    for name, state in first["state"].items():
-        for key, value in state.items():
-            assert torch.equal(value, second["state"][name][key]), (name, key)
+def same_runs(one: dict[str, Any], *others: dict[str, Any]) -> None:
+    first = run_of(**one)
+    for other in others:
+        second = run_of(**other)
+        assert first["losses"] == second["losses"], other
+        assert first["norm"] == second["norm"], other
+        for name, state in first["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, second["state"][name][key]), (other, name, key)
 
 
 @pytest.mark.parametrize(
-    ("state", "accum"), [("fp32", 1), ("fp32", 2), ("split16", 1), ("int8", 2)]
+    ("state", "accum"),
+    [
+        pytest.param("fp32", 1, marks=pytest.mark.slow),
+        ("fp32", 2),
+        pytest.param("split16", 1, marks=pytest.mark.slow),
+        ("int8", 2),
+    ],
 )
 def test_placements_change_no_bit(ranks: Run, state: str, accum: int) -> None:
     plain = {"state": state, "grad_accum_steps": accum}
-    for other in (
+    others: list[dict[str, Any]] = [
         {"zero_stage": 1},
         {"zero_stage": 3},
         {"zero_stage": 3, "working": "host"},
         {"zero_stage": 3, "resident_blocks": 2},
         {"update": "speculative"},
         {"zero_stage": 3, "update": "speculative", "working": "host"},
-    ):
-        ranks(2, same_runs, plain, plain | other)
+    ]
+    ranks(2, same_runs, plain, *(plain | other for other in others))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -298,10 +331,18 @@ def test_delayed_is_the_same_in_all_placements(ranks: Run, stage: int) -> None:
     ranks(2, same_runs, plain, plain | {"zero_stage": stage})
 
 
-def test_pieces_change_no_bit_between_two_ranks(ranks: Run) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"grad_accum_steps": 2},
+        pytest.param({"reduction": "fp32"}, marks=pytest.mark.slow),
+        {"state": "int8"},
+    ],
+)
+def test_pieces_change_no_bit_between_two_ranks(ranks: Run, options: dict[str, Any]) -> None:
     """With two addends the order of the sum is no question, so that cuts cannot matter."""
-    for options in ({}, {"grad_accum_steps": 2}, {"reduction": "fp32"}, {"state": "int8"}):
-        ranks(2, same_runs, options, options | {"pieces": 1024})
+    ranks(2, same_runs, options, options | {"pieces": 1024})
 
 
 def against_one_process(size: int) -> None:
@@ -327,7 +368,7 @@ def against_one_process(size: int) -> None:
     single.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_many_ranks_are_one(ranks: Run, size: int) -> None:
     ranks(size, against_one_process, size)
 
@@ -359,6 +400,6 @@ def against_torch(size: int) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_and_fsdp2_agree(ranks: Run, size: int) -> None:
     ranks(size, against_torch, size)

@@ -2,4 +2,10 @@
 
 `canonical` says what of a program counts, `cases` which runs there are, `runs` and `scripts` what
 they do, `programs` keeps what was recorded. `python -m tests.oracle.record` records anew.
+
+What changed since the first recording, of the engine that kept events by hand:
+* after gradients were dropped (zero_grad, a backward that failed) the next copy down waits for the
+  norm of the dropped gradient, which it could overtake before (12 cases);
+* step() waits for the last norm only, and not for updates that were launched behind it inside
+  backward (modes early and speculative): what it launches knows less of the host lane.
 """

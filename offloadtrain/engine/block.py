@@ -40,6 +40,7 @@ class Block:
         buckets: of what is trained.
         frozen: of what is not, where the block may be streamed: their weights come and go with it.
         repeated: one of several of its kind, and used one after the other: it can be streamed.
+        streamed: its weights come to a slot of the device for their use.
         source: brings its weights to where compute reads them.
         forwards: forwards of it that are running.
         generation: how many times the weights were replaced. A saved handle with another generation
@@ -63,6 +64,7 @@ class Block:
         self.buckets = buckets
         self.frozen = frozen
         self.repeated = repeated
+        self.streamed = False
         self.source: Source
         self.forwards = 0
         self.expected = sum(len(bucket.slots) for bucket in buckets)
@@ -81,11 +83,6 @@ class Block:
             return False
         # A recompute that nothing has told of: its graph holds them until autograd has gone on.
         return not (self._runs_again and self.source.pinned(self))
-
-    @property
-    def streamed(self) -> bool:
-        """Its weights come to a slot of the device for their use."""
-        return any(bucket.streamed for bucket in self.held)
 
     @property
     def held(self) -> tuple[Bucket, ...]:

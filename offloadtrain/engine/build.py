@@ -126,6 +126,7 @@ def lay_out(
     for block in blocks:
         if block.name not in spec.streamed:
             block.frozen = ()  # these stay where the rest of the model's frozen weights are
+        block.streamed = block.name in spec.streamed
         for bucket in block.held:
             bucket.streamed = spec.is_streamed(bucket.spec)
     return spec

@@ -43,20 +43,23 @@ class MemoryMap:
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
         self._offsets = dict(_offsets(blocks))
-        self._made: dict[tuple[object, ...], Buffer] = {}
+        self._made: dict[Ref, Buffer] = {}
+        self._ranges: dict[Ref, Range] = {}
 
     def range(self, ref: Ref) -> Range:
         """The elements that it names."""
-        key = (ref.memory, ref.owner, ref.dtype, ref.copy, ref.field)
-        buffer = self._made.get(key)
-        if buffer is None:
-            buffer = self._made[key] = self._make(ref)
-        return Range(buffer, ref.lo, ref.hi)
+        found = self._ranges.get(ref)
+        if found is None:
+            key = ref._replace(lo=0, hi=0)
+            if key not in self._made:
+                self._made[key] = self._make(ref)
+            found = self._ranges[ref] = Range(self._made[key], ref.lo, ref.hi)
+        return found
 
     def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
         """The working weights of a streamed bucket while its block has this slot."""
         dtype = str(bucket.dtype).removeprefix("torch.")
-        return self.range(Ref(Memory.WORKING, bucket.name, 0, 0, dtype, copy=slot)).buffer
+        return self.range(Ref(Memory.WORKING, bucket.name, slot, 0, 0, dtype)).buffer
 
     def _make(self, ref: Ref) -> Buffer:
         if ref.memory is Memory.NORMS:

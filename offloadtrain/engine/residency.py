@@ -43,6 +43,7 @@ class Residency:
         self._latest: Block | None = None
         """Used last: in its slot, waited for, and what follows it is on its way."""
         self._told = False
+        self._slot_at = {slot.data_ptr(): number for number, slot in enumerate(memory.slots)}
         for block in blocks:
             block.source = self
         for bucket in (bucket for block in self.streamed for bucket in block.held):
@@ -55,11 +56,11 @@ class Residency:
 
     def owner(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
         """Whose weights a tensor is a view of, if it lies in a slot."""
-        address = tensor.untyped_storage().data_ptr()
-        for block in self.resident:
-            if block.held[0].working.flat.untyped_storage().data_ptr() == address:
-                return block, _bucket_of(block, tensor)
-        return None
+        slot = self._slot_at.get(tensor.untyped_storage().data_ptr())
+        name = None if slot is None else self._program.streaming.slots[slot]
+        if name is None:
+            return None
+        return self._blocks[name], _bucket_of(self._blocks[name], tensor)
 
     # What the engine tells.
 

@@ -15,7 +15,7 @@ launched (`_LATE`) it is recorded when it is needed, or never.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offloadtrain.step.operations import (
@@ -37,15 +37,17 @@ _START = (0,) * len(_LANES)
 _LATE = frozenset({Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE})
 
 Cell = tuple[object, ...]
+Clock = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Use:
-    """Of one piece of memory: the event of its last write, and those of its reads since."""
+    """Of one piece of memory: the event of its last write, and those of its reads since; each with
+    who it was."""
 
     written: Event | None = None
-    writer: str = ""
-    read: dict[Lane, tuple[Event, str]] = field(default_factory=dict)
+    writer: Launch | str = ""
+    read: dict[Lane, tuple[Event, Launch | str]] = field(default_factory=dict)
 
 
 class Dependencies:
@@ -54,7 +56,8 @@ class Dependencies:
     def __init__(self) -> None:
         self.operations: Operations = []
         """Since the last `take`."""
-        self._known = [_START] * len(_LANES)
+        self._known: dict[Lane, Clock] = dict.fromkeys(Lane, _START)
+        """Lane → what is done when its next operation starts, but for what the thread knows."""
         self._thread = _START
         self._uses: dict[Cell, _Use] = {}
 
@@ -69,18 +72,23 @@ class Dependencies:
         Args:
             fresh: memory that is used again: what it held is undefined once the waits are over.
         """
-        cells = {_cell(ref): False for ref in op.reads}
-        cells |= {_cell(ref): True for ref in op.writes}
-        for cell, writes in cells.items():
-            self._wait_for(op.lane, cell, op.name, writes=writes)
+        lane, reads = op.lane, [self._use(ref) for ref in op.reads]
+        writes = [self._use(ref) for ref in op.writes]
+        for use in reads:
+            self._wait_for_writer(lane, use, op)
+        for use in writes:
+            self._wait_for_all(lane, use, op)
         if fresh is not None:
-            self.operations.append(Undefined(fresh, op.lane))
+            self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
-        event = self._advance(op.lane)
+        event = self._advance(lane)
         if op.kind not in _LATE:
             self._say(event)
-        for cell, writes in cells.items():
-            self._note(cell, event, op.name, writes=writes)
+        for use in reads:
+            use.read[lane] = (event, op)
+        for use in writes:
+            use.written, use.writer = event, op
+            use.read.clear()
         return event
 
     def record(self, lane: Lane) -> Event:
@@ -91,11 +99,8 @@ class Dependencies:
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
         """Nothing if the lane knows already that the event has happened."""
-        index, at = _INDEX[lane], _INDEX[event.lane]
-        if max(self._known[index][at], self._thread[at]) < event.clock[at]:
-            self._say(event)
-            self._known[index] = _merged(self._known[index], event.clock)
-            self.operations.append(Wait(lane, event, why))
+        if not self._knows(lane, event):
+            self._wait(lane, event, why)
 
     def host_wait(self, event: Event, why: str) -> None:
         """The launching thread waits, and with it all that it launches from here on."""
@@ -103,84 +108,89 @@ class Dependencies:
         self._thread = _merged(self._thread, event.clock)
         self.operations.append(HostWait(event, why))
 
+    def written(self, ref: Ref) -> Event | None:
+        """The event behind its last write."""
+        return self._use(ref).written
+
+    def synchronized(self) -> None:
+        """The launching thread has seen every lane empty."""
+        for known in self._known.values():
+            self._thread = _merged(self._thread, known)
+
+    def needs(self, lane: Lane, refs: Sequence[Ref], reader: str) -> None:
+        """Before code that is not launched reads this memory on the lane."""
+        for ref in reversed(refs):  # the last was written last: its event stands for all
+            self._wait_for_writer(lane, self._use(ref), reader)
+
+    def was_read(self, refs: Iterable[Ref], event: Event, reader: str) -> None:
+        """Code that was not launched has read this memory before the event."""
+        for ref in refs:
+            self._use(ref).read[event.lane] = (event, reader)
+
+    def reuse(self, refs: Iterable[Ref], of: Iterable[Ref]) -> None:
+        """The memory of `of` becomes that of `refs`: their first writer waits for all who used
+        it."""
+        last: dict[Lane, tuple[Event, Launch | str]] = {}
+        for ref in of:
+            use = self._uses.pop(_cell(ref), _Use())
+            written = [(use.written, use.writer)] if use.written is not None else []
+            for event, who in [*written, *use.read.values()]:
+                known = last.get(event.lane)
+                if known is None or known[0].position < event.position:
+                    last[event.lane] = (event, who)
+        for ref in refs:
+            self._uses[_cell(ref)] = _Use(read=dict(last))
+
+    def _use(self, ref: Ref) -> _Use:
+        cell = _cell(ref)
+        found = self._uses.get(cell)
+        if found is None:
+            found = self._uses[cell] = _Use()
+        return found
+
+    def _knows(self, lane: Lane, event: Event) -> bool:
+        at, position = _INDEX[event.lane], event.position
+        of_lane, of_thread = self._known[lane][at], self._thread[at]
+        return lane is event.lane or position <= of_lane or position <= of_thread
+
+    def _wait(self, lane: Lane, event: Event, why: str) -> None:
+        self._say(event)
+        self._known[lane] = _merged(self._known[lane], event.clock)
+        self.operations.append(Wait(lane, event, why))
+
+    def _wait_for_writer(self, lane: Lane, use: _Use, reader: Launch | str) -> None:
+        event = use.written
+        if event is not None and not self._knows(lane, event):
+            self._wait(lane, event, f"{_name(reader)} needs what {_name(use.writer)} writes")
+
+    def _wait_for_all(self, lane: Lane, use: _Use, writer: Launch) -> None:
+        self._wait_for_writer(lane, use, writer)
+        for event, reader in use.read.values():
+            if not self._knows(lane, event):
+                self._wait(lane, event, f"{writer.name} overwrites what {_name(reader)} reads")
+
     def _advance(self, lane: Lane) -> Event:
-        index = _INDEX[lane]
-        clock = list(_merged(self._known[index], self._thread))
+        index, clock = _INDEX[lane], list(_merged(self._known[lane], self._thread))
         clock[index] += 1
-        self._known[index] = tuple(clock)
-        return Event(lane, self._known[index])
+        known = self._known[lane] = tuple(clock)
+        return Event(lane, known, clock[index])
 
     def _say(self, event: Event) -> None:
         """Record it, unless it is: from here on it stands for all that its lane was given."""
         if not event.recorded:
             event.recorded = True
-            event.clock = self._known[_INDEX[event.lane]]
+            event.clock = self._known[event.lane]
+            event.position = event.clock[_INDEX[event.lane]]
             self.operations.append(Record(event))
 
-    def written(self, ref: Ref) -> Event | None:
-        """The event behind its last write."""
-        return self._uses.get(_cell(ref), _Use()).written
 
-    def synchronized(self) -> None:
-        """The launching thread has seen every lane empty."""
-        for known in self._known:
-            self._thread = _merged(self._thread, known)
-
-    def needs(self, lane: Lane, refs: Iterable[Ref], reader: str) -> None:
-        """Before code that is not launched reads this memory on the lane."""
-        for ref in reversed(list(refs)):  # the last was written last: its event stands for all
-            self._wait_for(lane, _cell(ref), reader, writes=False)
-
-    def was_read(self, refs: Iterable[Ref], event: Event, reader: str) -> None:
-        """Code that was not launched has read this memory before the event."""
-        for ref in refs:
-            self._note(_cell(ref), event, reader, writes=False)
-
-    def was_written(self, refs: Iterable[Ref], event: Event, writer: str) -> None:
-        """Code that was not launched has written this memory before the event."""
-        for ref in refs:
-            self._note(_cell(ref), event, writer, writes=True)
-
-    def reuse(self, refs: Iterable[Ref], of: Iterable[Ref]) -> None:
-        """The memory of `of` becomes that of `refs`: their first writer waits
-        for all who used it."""
-        last: dict[Lane, tuple[Event, str]] = {}
-        for ref in of:
-            use = self._uses.pop(_cell(ref), _Use())
-            written = [(use.written, use.writer)] if use.written is not None else []
-            for event, name in [*written, *use.read.values()]:
-                known = last.get(event.lane)
-                if known is None or _at(known[0]) < _at(event):
-                    last[event.lane] = (event, name)
-        for ref in refs:
-            self._uses[_cell(ref)] = _Use(read=dict(last))
-
-    def _wait_for(self, lane: Lane, cell: Cell, name: str, *, writes: bool) -> None:
-        use = self._uses.get(cell)
-        if use is None:
-            return
-        if use.written is not None and use.written.lane is not lane:
-            what = "overwrites" if writes else "reads"
-            self.wait(lane, use.written, f"{name} {what} what {use.writer} writes")
-        if writes:
-            for event, reader in use.read.values():
-                if event.lane is not lane:
-                    self.wait(lane, event, f"{name} overwrites what {reader} reads")
-
-    def _note(self, cell: Cell, event: Event, name: str, *, writes: bool) -> None:
-        if writes:
-            self._uses[cell] = _Use(event, name)
-        else:
-            self._uses.setdefault(cell, _Use()).read[event.lane] = (event, name)
-
-
-def _at(event: Event) -> int:
-    return event.clock[_INDEX[event.lane]]
+def _name(who: Launch | str) -> str:
+    return who if isinstance(who, str) else who.name
 
 
 def _cell(ref: Ref) -> Cell:
-    return (ref.memory, ref.owner, ref.copy)
+    return ref[:3]
 
 
-def _merged(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+def _merged(a: Clock, b: Clock) -> Clock:
     return a if a == b else tuple(map(max, a, b))

@@ -20,7 +20,7 @@ class GradientPath:
         self._host_ring = host_ring
         self._ring = Ring(Memory.STAGING, spec.staging_slots)
         self._rounded = Ring(Memory.ROUNDED, spec.staging_slots)
-        self._norms = Ref(Memory.NORMS, "", 0, spec.num_tensors, NORMS_DTYPE)
+        self._norms = Ref(Memory.NORMS, "", 0, 0, spec.num_tensors, NORMS_DTYPE)
 
     def send(self, bucket: Bucket, *, complete: bool, last: bool) -> None:
         """All that its parameters hold.
@@ -75,7 +75,7 @@ class GradientPath:
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (whole,), lo, hi)
         )
         first = self._rank * count
-        shard = Ref(whole.memory, whole.owner, first, first + count, dtype)
+        shard = Ref(whole.memory, whole.owner, 0, first, first + count, dtype)
         if not wide:
             return shard
         narrow = self._rounded.take(count, bucket.spec.dtype)
@@ -85,7 +85,7 @@ class GradientPath:
 
     def _staging(self, bucket: Bucket, lo: int, numel: int, dtype: str) -> Ref:
         if self._spec.zero_stage == 1:  # every piece keeps a place of its own
-            return Ref(Memory.STAGING, f"{bucket.name}[{lo}]", 0, numel, dtype)
+            return Ref(Memory.STAGING, f"{bucket.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
 
     def _staged_on_host(self, bucket: Bucket, staged: Ref, lo: int, hi: int) -> Ref:

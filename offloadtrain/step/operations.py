@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from offloadtrain.step.formats import ITEMSIZE
 
@@ -91,23 +92,23 @@ class Memory(StrEnum):
     """Host: the sum of squares of every parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """Elements [lo, hi) of a piece of memory.
 
     Attributes:
         owner: a bucket; of staging, whose slots are used in turn, the number of the slot.
         copy: of `STATE`, which of its copies; of `WORKING` of a streamed block, which slot of the
             device. 0 where there is one.
+        dtype: by torch's name.
         field: of `STATE`, which of its tensors.
     """
 
     memory: Memory
     owner: str | int
+    copy: int
     lo: int
     hi: int
     dtype: str
-    copy: int = 0
     field: int = 0
 
     @property
@@ -121,18 +122,19 @@ class Event:
 
     Attributes:
         clock: lane → how many of its operations are done when it has happened.
+        position: of its own lane, how many.
         recorded: it stands in the program.
         real: what the interpreter keeps here.
     """
 
     lane: Lane
     clock: tuple[int, ...]
+    position: int
     recorded: bool = False
     real: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """What an `ADAM` is done with.
 
     Attributes:
@@ -146,8 +148,7 @@ class Update:
     out_of_place: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """Put an operation at the end of a lane.
 
     Attributes:
@@ -170,18 +171,16 @@ class Launch:
     @property
     def name(self) -> str:
         """As logs and traces have it."""
-        return f"{self.kind.value} {self.owner}"
+        return f"{self.kind} {self.owner}"
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """The event stands for all that was launched on its lane before."""
 
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """What is launched on the lane from here on starts after the event."""
 
     lane: Lane
@@ -189,46 +188,40 @@ class Wait:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostWait:
+class HostWait(NamedTuple):
     """The launching thread goes on after the event."""
 
     event: Event
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Undefined:
+class Undefined(NamedTuple):
     """This memory holds nothing from here on until `lane` writes it."""
 
     ref: Ref
     lane: Lane
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(NamedTuple):
     """A streamed block takes a slot of the device: its parameters become views of it."""
 
     block: str
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """A streamed block's slot is another's from here on: its parameters are placeholders."""
 
     block: str
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(NamedTuple):
     """A block's weights change: graphs built before are stale."""
 
     block: str
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(NamedTuple):
     """The other copy of a bucket's state becomes the state."""
 
     bucket: str

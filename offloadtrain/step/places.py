@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from offloadtrain.step.operations import Memory, Ref
 from offloadtrain.step.spec import BucketSpec, StepSpec
 
@@ -14,6 +16,7 @@ class Bucket:
     Attributes:
         pieces: [lo, hi) of the shard that its gradient goes down in.
         copy: which copy of its state is the state.
+        gradient: what Adam reads.
         slot: of a streamed bucket, the slot of the device that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
@@ -32,57 +35,54 @@ class Bucket:
         self.has_pending = step.has_pending(spec)
         self.has_second_copy = step.has_second_copy(spec)
         self.accumulates = step.accumulates
-        self._lo = rank * spec.shard_numel
-        self._fields = spec.format.fields(step.moments)
+        self.state_copies = tuple(self._state(copy, step.moments) for copy in (0, 1))
+        self.gradient = self.piece(0, spec.shard_numel)
+        self.snapshot = self._of(Memory.SNAPSHOT)
+        self._device_shard = self._of(Memory.DEVICE_SHARD)
+        lo = rank * spec.shard_numel
+        slots = range(max(step.slots, 1))
+        self._whole = [self._working(0, spec.numel, slot) for slot in slots]
+        self._shard = [self._working(lo, lo + spec.shard_numel, slot) for slot in slots]
 
     @property
     def whole(self) -> Ref:
         """Its working weights on the device."""
-        return self._working(0, self.spec.numel)
+        return self._whole[self.slot]
 
     @property
     def shard(self) -> Ref:
         """This rank's elements of them."""
-        return self._working(self._lo, self._lo + self.spec.shard_numel)
+        return self._shard[self.slot]
 
     @property
     def upload_target(self) -> Ref:
         """What new weights go up to."""
-        return self._of(Memory.DEVICE_SHARD) if self.loads_from_shard else self.shard
-
-    @property
-    def gradient(self) -> Ref:
-        """What Adam reads."""
-        return self.piece(0, self.spec.shard_numel)
+        return self._device_shard if self.loads_from_shard else self.shard
 
     def piece(self, lo: int, hi: int) -> Ref:
         """A part of the gradient."""
         dtype = "float32" if self.accumulates else self.spec.dtype
-        return Ref(Memory.GRADIENT, self.name, lo, hi, dtype)
+        return Ref(Memory.GRADIENT, self.name, 0, lo, hi, dtype)
 
     def state(self, *, other: bool = False) -> tuple[Ref, ...]:
         """All fields of the state, or of its other copy."""
-        return tuple(self._field(number, other=other) for number in range(len(self._fields)))
+        return self.state_copies[1 - self.copy if other else self.copy]
 
     def waiting(self, *, other: bool = False) -> Ref | None:
         """Where new weights wait for their upload; None: in a slot of host staging."""
         if self.spec.format.holds_weight:
-            return self._field(0, other=other)
+            return self.state(other=other)[0]
         if self.has_pending:
             return self._of(Memory.PENDING)
         if not self.accumulates:  # over the gradient, which has been read by then
-            return self._of(Memory.GRADIENT)
+            return self.gradient
         return None
-
-    @property
-    def snapshot(self) -> Ref:
-        return self._of(Memory.SNAPSHOT)
 
     @property
     def load_source(self) -> Ref:
         """Of a streamed bucket: what loads read."""
         if self.loads_from_shard:
-            return self._of(Memory.DEVICE_SHARD)
+            return self._device_shard
         if self.has_snapshot:
             return self.snapshot
         source = self.waiting()
@@ -90,17 +90,17 @@ class Bucket:
         return source
 
     def _of(self, memory: Memory) -> Ref:
-        return Ref(memory, self.name, 0, self.spec.shard_numel, self.spec.dtype)
+        return Ref(memory, self.name, 0, 0, self.spec.shard_numel, self.spec.dtype)
 
-    def _working(self, lo: int, hi: int) -> Ref:
-        return Ref(Memory.WORKING, self.name, lo, hi, self.spec.dtype, copy=self.slot)
+    def _working(self, lo: int, hi: int, slot: int) -> Ref:
+        return Ref(Memory.WORKING, self.name, slot, lo, hi, self.spec.dtype)
 
-    def _field(self, number: int, *, other: bool) -> Ref:
-        field = self._fields[number]
-        values = field.numel(self.spec.shard_numel)
-        copy = 1 - self.copy if other else self.copy
-        dtype = field.dtype or self.spec.dtype
-        return Ref(Memory.STATE, self.name, 0, values, dtype, copy, number)
+    def _state(self, copy: int, moments: Sequence[str]) -> tuple[Ref, ...]:
+        numel, own = self.spec.shard_numel, self.spec.dtype
+        return tuple(
+            Ref(Memory.STATE, self.name, copy, 0, field.numel(numel), field.dtype or own, number)
+            for number, field in enumerate(self.spec.format.fields(moments))
+        )
 
 
 class Ring:
@@ -114,4 +114,4 @@ class Ring:
     def take(self, numel: int, dtype: str) -> Ref:
         """The next slot's first elements."""
         slot, self._next = self._next, (self._next + 1) % self._slots
-        return Ref(self._memory, slot, 0, numel, dtype)
+        return Ref(self._memory, slot, 0, 0, numel, dtype)

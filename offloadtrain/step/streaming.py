@@ -38,6 +38,7 @@ class Streaming:
 
     Attributes:
         cursor: where the step is in the order of uses that the one before has shown.
+        slots: who has each of them.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Streaming:
         self._held = held
         self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
         self._number = {block: number for number, block in enumerate(self._blocks)}
-        self._slots: list[str | None] = [None] * spec.slots
+        self.slots: list[str | None] = [None] * spec.slots
         self._before: list[list[Ref]] = [[] for _ in range(spec.slots)]
         """What each slot held last."""
 
@@ -61,7 +62,7 @@ class Streaming:
     @property
     def resident(self) -> list[str]:
         """Blocks that have a slot."""
-        return [block for block in self._slots if block is not None]
+        return [block for block in self.slots if block is not None]
 
     def use(self, block: str, pinned: Collection[str]) -> None:
         """Compute is about to read the block: load it if need be, and what comes after it.
@@ -69,7 +70,7 @@ class Streaming:
         Raises:
             StreamError: all slots are taken by `pinned` blocks.
         """
-        if block not in self._slots:
+        if block not in self.slots:
             self._load(block, self._room(block, pinned))
         refs = [bucket.whole for bucket in self._held[block]]
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
@@ -83,10 +84,10 @@ class Streaming:
 
     def drop(self, block: str) -> None:
         """Take the block's slot away, if it has one: what it holds is of no use any more."""
-        if block not in self._slots:
+        if block not in self.slots:
             return
-        slot = self._slots.index(block)
-        self._slots[slot] = None
+        slot = self.slots.index(block)
+        self.slots[slot] = None
         self._before[slot] = [bucket.whole for bucket in self._held[block]]
         self._order.operations.append(Leave(block))
         # The slot's next load waits for what compute was given so far, and for nothing later.
@@ -94,29 +95,29 @@ class Streaming:
         self._order.was_read(self._before[slot], event, f"use of {block}")
 
     def _room(self, block: str, pinned: Collection[str]) -> int:
-        if None not in self._slots:
+        if None not in self.slots:
             movable = {self._number[b] for b in self.resident if b not in pinned}
             leaving = victim(movable, self.cursor.future)
             if leaving is None:
                 raise StreamError(
                     f"'{block}' is needed while {' and '.join(map(repr, self.resident))} are in "
-                    f"use, and there are {len(self._slots)} device slots for streamed blocks: set "
-                    f"device_slots = {len(self._slots) + 1}"
+                    f"use, and there are {len(self.slots)} device slots for streamed blocks: set "
+                    f"device_slots = {len(self.slots) + 1}"
                 )
             self.drop(self._blocks[leaving])
-        return self._slots.index(None)
+        return self.slots.index(None)
 
     def _load_ahead(self, pinned: Collection[str]) -> None:
         resident = [self._number[block] for block in self.resident]
         fixed = [self._number[block] for block in self.resident if block in pinned]
-        for number, leaving in prefetches(resident, fixed, self.cursor.future, len(self._slots)):
+        for number, leaving in prefetches(resident, fixed, self.cursor.future, len(self.slots)):
             if leaving is not None:
                 self.drop(self._blocks[leaving])
-            self._load(self._blocks[number], self._slots.index(None))
+            self._load(self._blocks[number], self.slots.index(None))
 
     def _load(self, block: str, slot: int) -> None:
         buckets = self._held[block]
-        self._slots[slot] = block
+        self.slots[slot] = block
         for bucket in buckets:
             bucket.slot = slot
         self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])

@@ -180,7 +180,7 @@ _SECTIONS: dict[str, type] = {
 _PLAIN = {"name": str, "runs_dir": str}
 _SIZES = ("host_memory_limit", "device_memory_limit")
 _NONE_IS_ZERO = ("clip_norm", *_SIZES)
-"""Keys of [offload] whose None is written 0; that of the others is to leave them out."""
+"""Keys of [offload] for which 0 is none."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.warn) -> Config:
@@ -223,7 +223,8 @@ def dump(config: Config) -> str:
     if config.train.global_batch_tokens:
         del tables["train"]["grad_accum_steps"]
     offload = tables["offload"]
-    offload |= {key: 0 for key in _NONE_IS_ZERO if offload[key] is None}
+    if offload["clip_norm"] is None:  # left out, it would be the default
+        offload["clip_norm"] = 0
     tables["offload"] = {key: value for key, value in offload.items() if value is not None}
     return toml.emit(tables)
 

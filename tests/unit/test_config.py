@@ -621,7 +621,8 @@ def test_zero_is_none(key: str) -> None:
 
 def test_what_is_none_is_left_out() -> None:
     text = config.dump(job())
-    assert "resident_blocks" not in text and "cast_inputs" not in text
+    for key in ("resident_blocks", "cast_inputs", "host_memory_limit", "device_memory_limit"):
+        assert f"{key} =" not in text
     assert "resident_blocks = 0" in config.dump(
         job("offload.resident_blocks=0", "offload.working=host")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 from tests import levels
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 torch.set_num_threads(1)
 
@@ -33,9 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if option.level is None:
         named = any("::" in arg for arg in config.args)  # who names one case wants that one
         option.level = "full" if named or "gpu" in option.markexpr else "quick"
-    if option.seed is None:  # set here, since pytest-xdist passes options on to its workers
-        option.seed = random.SystemRandom().randrange(10**6)
+    if option.seed is None:
+        own = random.SystemRandom().randrange(10**6)
+        option.seed = getattr(config, "workerinput", {}).get("seed", own)
     levels.choose(option.level)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Workers of pytest-xdist read the command line again: a seed that is not there is sent."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -32,12 +32,12 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
-def would(clone: Path, target: str, stamps: Sequence[str]) -> str:
+def would(clone: Path, target: str, stamps: Sequence[str], *variables: str) -> str:
     """What make would run where these phases of the installation are done."""
     for number, stamp in enumerate(stamps):
         (clone / ".venv" / stamp).touch()
         os.utime(clone / ".venv" / stamp, (1.1e9 + number, 1.1e9 + number))
-    command = ["make", "--no-print-directory", "-n", target]
+    command = ["make", "--no-print-directory", "-n", target, *variables]
     return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout
 
 
@@ -56,11 +56,29 @@ def test_a_second_demo_installs_nothing(clone: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("target", ["test", "lint"])
+@pytest.mark.parametrize("target", ["test", "test-rest", "test-all", "test-long", "lint"])
 def test_tools_are_installed_for_those_who_use_them(clone: Path, target: str) -> None:
     planned = would(clone, target, STAMPS[:3])
     assert "-r .venv/dev.txt" in planned and "-e ." not in planned, "the package is not built again"
     assert "pip" not in would(clone, target, STAMPS)
+
+
+@pytest.mark.parametrize(
+    ("target", "levels"),
+    [
+        ("test", ["quick"]),
+        ("test-rest", ["rest"]),
+        ("test-all", ["quick", "rest"]),
+        ("test-long", ["full"]),
+    ],
+)
+def test_levels_of_the_tests(clone: Path, target: str, levels: list[str]) -> None:
+    """In two processes; pytest's further arguments reach each of them."""
+    planned = would(clone, target, STAMPS, "TEST_ARGS=--seed 5")
+    assert planned.splitlines() == [
+        f".venv/bin/python -m pytest -n 2 --dist worksteal --level {level} --seed 5"
+        for level in levels
+    ]
 
 
 def test_every_phase_says_what_it_does_and_is_watched(clone: Path) -> None:

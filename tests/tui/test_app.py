@@ -24,7 +24,8 @@ from textual.widget import Widget
 from textual.widgets import Button, DataTable, Input
 
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, plain, ranks, unlucky, write
+from tests.tui.conftest import Screens
+from tests.tui.recordings import BEGIN_S, plain, unlucky, write
 from tests.tui.test_runs import live, trainer
 
 SIZES = {"wide": (160, 45), "medium": (110, 34), "small": (80, 24)}
@@ -64,53 +65,39 @@ def go(test: Coroutine[object, object, None]) -> None:
     asyncio.run(test)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recording", ["plain", "unlucky", "ranks", "nothing"])
-def test_every_screen_shows_what_it_is_for(tmp_path: Path, recording: str, size: str) -> None:
-    logs = {"plain": [plain()], "unlucky": [unlucky()], "ranks": ranks(), "nothing": [[]]}
-    write(tmp_path / "20261121-080000-demo", *logs[recording])
-
-    async def test() -> None:
-        async with watching(tmp_path / "20261121-080000-demo", size=size) as (app, press):
-            seen = {}
-            for number, name in enumerate(PANELS, 1):
-                await press(str(number))
-                seen[name] = text(app)
-                lines = seen[name].splitlines()
-                assert len(lines) <= SIZES[size][1]
-                assert max(map(len, lines)) <= SIZES[size][0]
-                assert "20261121-080000-demo" in lines[0]
-            assert "\x1b" not in "".join(seen.values())
-            if recording == "nothing":
-                assert "no step yet" in seen["overview"]
-                return
-            assert "working weights 24.0 GiB" in seen["overview"]
-            assert "exp_avg_sq" in seen["memory"] and "planned" in seen["memory"]
-            assert "compute waited" in seen["transfers"] and "GB/s" in seen["transfers"]
-            assert "gradient norm" in seen["plots"]
-            assert "skew" in seen["ranks"] and "Tesla V100" in seen["ranks"]
-            assert "run_started" in seen["events"]
-            assert "d_model" in seen["job"]
-            assert "20261121-080000-demo" in seen["runs"]
-            if recording != "ranks":
-                assert "adam" in seen["timeline"] or size == "small"
-
-    go(test())
+def test_every_screen_shows_what_it_is_for(
+    screens: Callable[[str, str], Screens], recording: str, size: str
+) -> None:
+    seen = screens(recording, size)
+    for lines in (shown.splitlines() for shown in seen.values()):
+        assert len(lines) <= SIZES[size][1]
+        assert max(map(len, lines)) <= SIZES[size][0]
+        assert "20261121-080000-demo" in lines[0]
+    assert "\x1b" not in "".join(seen.values())
+    if recording == "nothing":
+        assert "no step yet" in seen["overview"]
+        return
+    assert "working weights 24.0 GiB" in seen["overview"]
+    assert "exp_avg_sq" in seen["memory"] and "planned" in seen["memory"]
+    assert "compute waited" in seen["transfers"] and "GB/s" in seen["transfers"]
+    assert "gradient norm" in seen["plots"]
+    assert "skew" in seen["ranks"] and "Tesla V100" in seen["ranks"]
+    assert "run_started" in seen["events"]
+    assert "d_model" in seen["job"]
+    assert "20261121-080000-demo" in seen["runs"]
+    if recording != "ranks":
+        assert "adam" in seen["timeline"] or size == "small"
 
 
-def test_eight_ranks(tmp_path: Path) -> None:
-    write(tmp_path / "run", *ranks())
-
-    async def test() -> None:
-        async with watching(tmp_path / "run") as (app, press):
-            await press("6")
-            shown = text(app)
-            assert "8 ranks; the slowest is rank 3" in shown
-            assert re.search(r"7 +48 +2 steps", shown)
-            assert re.search(r"\b3 +50 +1\.\d+ s +1\.\d+ s +\+(19|2[01])\.\d %", shown)
-            assert len(re.findall(r" \+(19|2[01])\.\d %", shown)) == 1  # the others only wait
-
-    go(test())
+def test_eight_ranks(screens: Callable[[str, str], Screens]) -> None:
+    shown = screens("ranks", "medium")["ranks"]
+    assert "8 ranks; the slowest is rank 3" in shown
+    assert re.search(r"7 +48 +2 steps", shown)
+    assert re.search(r"\b3 +50 +1\.\d+ s +1\.\d+ s +\+(19|2[01])\.\d %", shown)
+    assert len(re.findall(r" \+(19|2[01])\.\d %", shown)) == 1  # the others only wait
 
 
 def test_the_whole_screen_goes_back_in_time(tmp_path: Path) -> None:
@@ -219,16 +206,10 @@ def test_the_timeline_is_exported(tmp_path: Path) -> None:
     go(test())
 
 
-def test_alerts_stand_on_every_screen(tmp_path: Path) -> None:
-    write(tmp_path / "run", unlucky())
-
-    async def test() -> None:
-        async with watching(tmp_path / "run") as (app, press):
-            assert "skips: 2 steps in a row were skipped" in text(app)
-            await press("8")
-            assert "skips: 2 steps in a row" in text(app)
-
-    go(test())
+def test_alerts_stand_on_every_screen(screens: Callable[[str, str], Screens]) -> None:
+    seen = screens("unlucky", "medium")
+    assert "skips: 2 steps in a row were skipped" in seen["overview"]
+    assert all("skips: 2 steps in a row" in shown for shown in seen.values())
 
 
 def requests_in(folder: Path) -> list[dict[str, object]]:
@@ -380,16 +361,16 @@ def test_without_a_run_there_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
     go(test())
 
 
-@pytest.mark.parametrize("theme", ["color-blind-safe", "ansi-dark", "textual-light"])
-def test_themes(tmp_path: Path, theme: str) -> None:
+def test_themes(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain())
 
     async def test() -> None:
         async with watching(folder) as (app, press):
             before = text(app)
-            app.theme = theme
-            await press("5", "1")
-            assert text(app) == before, "colors only"
+            for theme in ("color-blind-safe", "ansi-dark", "textual-light"):
+                app.theme = theme
+                await press("5", "1")
+                assert text(app) == before, f"colors only: {theme}"
 
     go(test())
 

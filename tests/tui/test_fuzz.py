@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloadtrain_tui.history import History, View
 from offloadtrain_tui.panels.events import matches
@@ -18,6 +18,7 @@ from offloadtrain_tui.source import Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.widgets.chart import _extents
 
+from tests import levels
 from tests.tui.recordings import lines, plain, unlucky
 
 LOG = lines(unlucky()) + lines(plain(30, seed=1), rank=1)
@@ -46,7 +47,7 @@ def look_at(history: History) -> None:
         view.system  # noqa: B018
 
 
-@settings(deadline=None, max_examples=60)
+@levels.examples(60)
 @given(seed=st.integers(0, 2**32), flips=st.integers(1, 200))
 def test_flipped_bytes(seed: int, flips: int) -> None:
     draw = random.Random(seed)
@@ -58,7 +59,7 @@ def test_flipped_bytes(seed: int, flips: int) -> None:
     look_at(history)
 
 
-@settings(deadline=None, max_examples=40)
+@levels.examples(40)
 @given(seed=st.integers(0, 2**32))
 def test_cut_and_interleaved_lines(seed: int) -> None:
     draw = random.Random(seed)
@@ -76,7 +77,7 @@ VALUE = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@levels.examples(200)
 @given(
     kind=st.sampled_from(
         ["step", "span", "system", "memory", "run_started", "alert", "control", "eval", "x"]

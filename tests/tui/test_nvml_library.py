@@ -57,27 +57,37 @@ ANSWERS = {
 }
 _STRUCT = """
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static int is_refused(const char *name) {
+    const char *refused = getenv("REFUSED");
+    return refused && !strcmp(refused, name);
+}
 struct field { unsigned id, scope; long long when, latency; int type, result;
                unsigned long long value; };
 """
 _LOOK = """
-import json, sys
+import json, os, sys
 from dataclasses import asdict
 from offloadtrain.nvml import Nvml
 from offloadtrain_tui.machine import sample
-times = iter([0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0])
-nvml = Nvml(clock=lambda: next(times))
-sample(nvml)
-found = sample(nvml)
-print(json.dumps({"state": nvml.state, "driver": nvml.driver(), **asdict(found)}))
+def look(refused):
+    os.environ["REFUSED"] = refused
+    times = iter([0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0])
+    nvml = Nvml(clock=lambda: next(times))
+    sample(nvml)
+    found = sample(nvml)
+    return {"state": nvml.state, "driver": nvml.driver(), **asdict(found)}
+print(json.dumps({refused: look(refused) for refused in ("", *sys.argv[1:])}))
 """
 
 
-def build(folder: Path, refused: str = "") -> Path:
-    """A libnvidia-ml.so.1 that answers all questions but one."""
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libnvidia-ml.so.1 that answers all questions but the one in $REFUSED."""
+    folder = tmp_path_factory.mktemp("nvml")
     functions = [
-        f"int {name}({QUESTIONS[name]}) {{ "
-        + ("return 3; }" if name == refused else f"{answer} return 0; }}")
+        f'int {name}({QUESTIONS[name]}) {{ if (is_refused("{name}")) return 3; {answer} return 0; }}'
         for name, answer in ANSWERS.items()
     ]
     functions.append('const char *nvmlErrorString(int code) { return "refused"; }')
@@ -89,23 +99,24 @@ def build(folder: Path, refused: str = "") -> Path:
     return folder
 
 
-def look(folder: Path) -> dict[str, object]:
-    """What the sampler sees with this library."""
+@pytest.fixture(scope="module")
+def found(library: Path) -> dict[str, dict[str, object]]:
+    """What the sampler sees with this library, by the question that is refused; "" is none."""
     done = subprocess.run(
-        [sys.executable, "-c", _LOOK],
-        env=os.environ | {"LD_LIBRARY_PATH": str(folder)},
+        [sys.executable, "-c", _LOOK, *QUESTIONS],
+        env=os.environ | {"LD_LIBRARY_PATH": str(library)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    told: dict[str, dict[str, object]] = json.loads(done.stdout)
+    return told
 
 
-def test_two_gpus_answer(tmp_path: Path) -> None:
-    found = look(build(tmp_path))
-    assert found["state"] == "" and found["driver"] == "610.47"
-    gpus = found["gpus"]
+def test_two_gpus_answer(found: dict[str, dict[str, object]]) -> None:
+    told = found[""]
+    assert told["state"] == "" and told["driver"] == "610.47"
+    gpus = told["gpus"]
     assert isinstance(gpus, list) and [gpu["uuid"] for gpu in gpus] == ["GPU-1", "GPU-2"]
     gpu = gpus[0]
     assert gpu["memory_used_bytes"] == 40 << 30 and gpu["memory_total_bytes"] == 140 << 30
@@ -117,21 +128,22 @@ def test_two_gpus_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", sorted(QUESTIONS))
-def test_each_question_may_be_refused(tmp_path: Path, refused: str) -> None:
-    found = look(build(tmp_path, refused))
-    gpus = found["gpus"]
+def test_each_question_may_be_refused(
+    found: dict[str, dict[str, object]], refused: str
+) -> None:
+    told = found[refused]
+    gpus = told["gpus"]
     assert isinstance(gpus, list)
     if refused in ("nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"):
-        assert gpus == [] and found["state"]
+        assert gpus == [] and told["state"]
     else:
-        assert len(gpus) == 2 and found["state"] == ""
+        assert len(gpus) == 2 and told["state"] == ""
 
 
-def test_the_monitor_shows_them(tmp_path: Path) -> None:
-    build(tmp_path)
+def test_the_monitor_shows_them(library: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "offloadtrain", "tui", "--once", "--screen", "ranks"],
-        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+        env=os.environ | {"LD_LIBRARY_PATH": str(library)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -6,16 +6,14 @@ difference.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from offloadtrain_tui.app import PANELS
 
-from tests.tui.recordings import plain, ranks, unlucky, write
-from tests.tui.test_app import text, watching
+from tests.tui.conftest import Screens
 
 SCREENS = Path(__file__).parent / "screens"
 CASES = [
@@ -30,23 +28,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("screen", "size", "recording"), CASES, ids="-".join)
+@pytest.mark.parametrize(("screen", "size", "recording"), CASES)
 def test_a_screen_looks_as_it_did(
-    screen: str, size: str, recording: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    screens: Callable[[str, str], Screens], screen: str, size: str, recording: str
 ) -> None:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    monkeypatch.chdir(tmp_path)
-    logs = {"plain": [plain()], "unlucky": [unlucky()], "ranks": ranks()}[recording]
-    folder = write(Path("runs/20261121-080000-demo").absolute(), *logs)
-
-    async def look() -> str:
-        async with watching(folder, size=size) as (app, press):
-            await press(str(list(PANELS).index(screen) + 1))
-            await press()
-            return text(app).replace(str(tmp_path), "…")
-
-    shown = "\n".join(line.rstrip() for line in asyncio.run(look()).splitlines()) + "\n"
+    lines = screens(recording, size)[screen].splitlines()
+    shown = "\n".join(line.rstrip() for line in lines) + "\n"
     known = SCREENS / f"{screen}-{size}-{recording}.txt"
     if os.environ.get("UPDATE_SCREENS"):
         SCREENS.mkdir(exist_ok=True)

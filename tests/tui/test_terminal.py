@@ -24,6 +24,7 @@ from tests.tui.recordings import lines, plain, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLUMNS, ROWS = 110, 34
+HANGS_S = 180.0
 FRAME = b"\x1b[?2026h"
 """Begin of a synchronized update: the terminal shows what follows at once."""
 CLEARED = re.compile(rb"\x1b\[[23]J")
@@ -46,11 +47,14 @@ class Terminal:
                 self._answer(self.read[-1][1])
         return b"".join(piece for _, piece in self.read[began:])
 
-    def until(self, text: bytes, seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.everything:
-            assert time.monotonic() < deadline, self.everything[-2000:]
-            self.watch(0.1)
+    def until(self, text: bytes, *, times: int = 1, since: int = 0) -> bytes:
+        """What is written from here, or from piece `since` on, until it holds a text so often. A
+        terminal that never shows it ends the test after minutes: a busy machine takes its time."""
+        deadline = time.monotonic() + HANGS_S
+        while (written := b"".join(piece for _, piece in self.read[since:])).count(text) < times:
+            assert time.monotonic() < deadline, written[-2000:]
+            self.watch(0.05)
+        return written
 
     def send(self, keys: bytes) -> None:
         os.write(self.master, keys)
@@ -70,7 +74,9 @@ def monitor(run: Path, **environ: str) -> Iterator[Terminal]:
     """`offloadtrain tui` in a terminal of its own."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "SSH_CONNECTION")}
+    # A process that has loaded readline has the size of its own terminal in the environment.
+    others = ("NO_COLOR", "SSH_CONNECTION", "COLUMNS", "LINES")
+    kept = {k: v for k, v in os.environ.items() if k not in others}
     known = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     process = subprocess.Popen(
         [sys.executable, "-m", "offloadtrain", "tui", str(run)],
@@ -126,50 +132,69 @@ def colors(terminal: Terminal) -> set[tuple[bytes, ...]]:
     return {color for color in found if len(set(color)) > 1}
 
 
+SHOWN = {
+    "2": b"planned",
+    "3": b"GB/s",
+    "4": b"adam",
+    "5": b"tokens/s",
+    "6": b"skew",
+    "7": b"run_started",
+    "8": b"d_model",
+    "9": b"runs",
+    "1": b"gradient norm",
+}
+"""A word of each screen, by the key that opens it."""
+
+
 def test_no_color_means_greys(run: Path) -> None:
     """On every screen: each kind of widget draws its own lines."""
     with monitor(run, NO_COLOR="1") as grey:
-        for key in b"123456789":
-            grey.send(bytes([key]))
-            grey.watch(0.4)
+        for key, word in SHOWN.items():
+            began = len(grey.read)
+            grey.send(key.encode())
+            grey.until(word, since=began)
     assert b"Traceback" not in grey.everything
     assert COLOR.search(grey.everything) and not colors(grey)
-    with monitor(run) as terminal:
-        terminal.watch(0.5)
-    assert colors(terminal)  # the check above can fail
 
 
 def test_nothing_flickers(run: Path) -> None:
     """News are drawn over what is there, a frame at a time; nothing is cleared first."""
     with growing(run), monitor(run) as terminal:
-        terminal.watch(1.5)
-        written = terminal.watch(3.0)
-    assert written and not CLEARED.search(written)
-    assert written.count(FRAME) >= 2  # otherwise this terminal was not asked
+        terminal.until(FRAME, times=4)
+        began = len(terminal.read)
+        written = terminal.until(FRAME, times=8, since=began)
+    assert not CLEARED.search(written)
+    written = written[written.index(FRAME) : written.rindex(FRAME)]  # whole frames
     outside = re.sub(re.escape(FRAME) + rb".*?\x1b\[\?2026l", b"", written, flags=re.DOTALL)
     assert len(outside) < 0.02 * len(written)
-    assert len(written) < 3 * COLUMNS * ROWS * 30  # not the whole screen at every frame
+    assert len(written) < 3 * COLUMNS * ROWS * written.count(FRAME)  # not the whole screen each time
 
 
+@pytest.mark.slow
 def test_over_ssh_it_draws_once_a_second(run: Path) -> None:
-    def frames(terminal: Terminal, seconds: float = 4.0) -> list[float]:
-        """When something was drawn; what comes within a tenth of a second is one."""
+    """Beside a monitor of the same run that is not so far away, on the same machine."""
+    far = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
+    with growing(run), monitor(run) as near, monitor(run, **far) as terminal:
         terminal.watch(1.5)
-        began = len(terminal.read)
-        terminal.watch(seconds)
-        times: list[float] = []
-        for at, _ in terminal.read[began:]:
-            if not times or at - times[-1] > 0.1:
-                times.append(at)
-        return times
+        near.watch(0.5)
+        began = [len(each.read) for each in (near, terminal)]
+        thread = threading.Thread(target=near.watch, args=[8.0])
+        thread.start()
+        terminal.watch(8.0)
+        thread.join()
+    here, over_ssh = (draws(each, at) for each, at in zip((near, terminal), began, strict=True))
+    assert 3 <= len(over_ssh) and len(here) > 1.2 * len(over_ssh)
+    spent = over_ssh[-1] - over_ssh[0]
+    assert len(over_ssh) <= 2.5 * spent + 1  # the news, and the clock's own second
 
-    with growing(run):
-        with monitor(run, SSH_CONNECTION="10.0.0.1 50000 10.0.0.2 22") as terminal:
-            over_ssh = frames(terminal)
-        with monitor(run) as terminal:
-            here = frames(terminal)
-    assert 3 <= len(over_ssh) <= 10  # the news, and the clock's own second
-    assert len(here) > 1.2 * len(over_ssh)
+
+def draws(terminal: Terminal, began: int) -> list[float]:
+    """When something was drawn; what comes within a tenth of a second is one."""
+    times: list[float] = []
+    for at, _ in terminal.read[began:]:
+        if not times or at - times[-1] > 0.1:
+            times.append(at)
+    return times
 
 
 def click(column: int, row: int) -> bytes:
@@ -181,10 +206,12 @@ def click(column: int, row: int) -> bytes:
 def test_a_mouse_is_enough(run: Path) -> None:
     """A click on a name in the footer opens a screen; one into a chart goes to that step."""
     with monitor(run) as terminal:
-        terminal.watch(1.0)
+        terminal.until(b" 2 ")  # the footer makes its keys when it can
         terminal.send(click(16, ROWS - 1))  # " 1 overview  2 memory"
         terminal.until(b"planned")
+        began = len(terminal.read)
         terminal.send(b"5")
-        terminal.watch(1.0)
+        terminal.until(SHOWN["5"], since=began)
         terminal.send(click(30, 10))
         terminal.until(b"before the newest")
+    assert colors(terminal)  # that there are none without colors can fail

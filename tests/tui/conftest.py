@@ -1,0 +1,46 @@
+"""Every screen of the runs that several tests look at, drawn once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from offloadtrain_tui.app import PANELS
+
+from tests.tui.recordings import plain, ranks, unlucky, write
+
+Screens = dict[str, str]
+"""What each screen shows, by its name."""
+
+
+@pytest.fixture(scope="session")
+def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Screens]:
+    """Return a function of a recording and a size; times are in UTC, paths are cut short."""
+    from tests.tui.test_app import text, watching
+
+    @cache
+    def look(recording: str, size: str) -> Screens:
+        logs = {"plain": [plain()], "unlucky": [unlucky()], "ranks": ranks(), "nothing": [[]]}
+        base = tmp_path_factory.mktemp("screens")
+        folder = write(base / "runs/20261121-080000-demo", *logs[recording])
+
+        async def one_by_one() -> Screens:
+            found = {}
+            async with watching(folder, size=size) as (app, press):
+                for number, name in enumerate(PANELS, 1):
+                    await press(str(number))
+                    found[name] = text(app).replace(str(base), "…")
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TZ", "UTC")
+            time.tzset()
+            patch.chdir(base)
+            found = asyncio.run(one_by_one())
+        time.tzset()
+        return found
+
+    return look

@@ -39,7 +39,7 @@ class Fault:
     message: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # one is itself alone: lists are searched for it, long ones
 class _Access:
     bytes: Bytes
     writes: bool

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from offloadtrain_tui import runs
-from offloadtrain_tui.app import PANELS, Monitor
+from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.frame import screen_text

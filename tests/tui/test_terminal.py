@@ -167,7 +167,9 @@ def test_nothing_flickers(run: Path) -> None:
     written = written[written.index(FRAME) : written.rindex(FRAME)]  # whole frames
     outside = re.sub(re.escape(FRAME) + rb".*?\x1b\[\?2026l", b"", written, flags=re.DOTALL)
     assert len(outside) < 0.02 * len(written)
-    assert len(written) < 3 * COLUMNS * ROWS * written.count(FRAME)  # not the whole screen each time
+    assert len(written) < 3 * COLUMNS * ROWS * written.count(
+        FRAME
+    )  # not the whole screen each time
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from offloadtrain.config import (
 )
 from offloadtrain.config_toml import converted
 from offloadtrain.shapes import SIZES, ModelShape
+from tests import levels
 
 JOB = """
 name = "small"
@@ -511,6 +512,7 @@ def _configs(draw: st.DrawFn) -> Config:
     )
 
 
+@levels.examples(100)
 @given(_configs())
 def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
     text = config.dump(resolved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import Any
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -15,9 +15,6 @@ import pytest
 import torch
 
 from tests import levels
-
-if TYPE_CHECKING:
-    from xdist.workermanage import WorkerController
 
 torch.set_num_threads(1)
 
@@ -45,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: WorkerController) -> None:
+def pytest_configure_node(node: Any) -> None:
     """Workers of pytest-xdist read the command line again: a seed that is not there is sent."""
     node.workerinput["seed"] = node.config.option.seed
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,13 @@ def _loaded_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _too_long(source: str, longest: int) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_tree(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=False) or ""
             lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring.count("\n")
@@ -36,20 +42,26 @@ def _too_long(source: str, longest: int) -> Iterator[str]:
                 yield f"{node.name}: {lines} lines"
 
 
-def _importers(package: str) -> set[str]:
-    """Return the files that import `package`, wherever in the file."""
-    found = set()
+@cache
+def _imports() -> dict[str, set[str]]:
+    """Return what each file imports, wherever in the file."""
+    found: dict[str, set[str]] = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        names = found.setdefault(path.name, set())
+        for node in ast.walk(_tree(path.read_text())):
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
+                names.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            else:
-                continue
-            if any(name == package or name.startswith(package + ".") for name in names):
-                found.add(path.name)
+                names.add(node.module or "")
     return found
+
+
+def _importers(package: str) -> set[str]:
+    return {
+        file
+        for file, names in _imports().items()
+        if any(name == package or name.startswith(package + ".") for name in names)
+    }
 
 
 def test_import_contracts_hold() -> None:

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,22 +16,12 @@ from torch import Tensor, nn
 
 from offloadtrain.cli import main
 from offloadtrain.trainer import Trainer
+from tests.small_buffers import small_doctor
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 Captured = pytest.CaptureFixture[str]
-
-
-def offloadtrain(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "offloadtrain", *args],
-        cwd=cwd,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def test_the_python_snippet_trains() -> None:
@@ -51,12 +40,13 @@ def test_the_python_snippet_trains() -> None:
     assert seen[-1] < 0.9 * seen[0]
 
 
-def test_the_table_of_jobs_is_what_plan_prints() -> None:
+def test_the_table_of_jobs_is_what_plan_prints(capsys: Captured) -> None:
     cell = r" ([^|]*) \|"
     rows = re.findall(rf"^\| `(\w+)` \| `(\w+)` \|{4 * cell}$", README, re.MULTILINE)
     assert len(rows) == 5
     for job, machine, params, device, host, rate in rows:
-        printed = offloadtrain("plan", job, "--machine", machine).stdout
+        assert main(["plan", job, "--machine", machine]) == 0
+        printed = capsys.readouterr().out
         assert f"{params} parameters" in printed, job
         assert f"device: {device} of" in printed, job
         assert f"init {host}" in printed or f"step {host}" in printed, job
@@ -183,12 +173,18 @@ def run_demo(block: list[str], capfd: Captured) -> None:
 
 def run_as_written(block: list[str], capfd: Captured) -> None:
     """A job or a machine may be too large or too small here, which is said: exit code 4."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_doctor(patch)
+        _as_written(block)
+    told = capfd.readouterr()
+    assert told.out
+
+
+def _as_written(block: list[str]) -> None:
     for line in block:
         for command in line.split(" && "):
             allowed = (0, 4) if "--dry-run" in command else (0,)
             assert main(small(command, 0)) in allowed, command
-    told = capfd.readouterr()
-    assert told.out
 
 
 HOW: list[tuple[str, Callable[[list[str], Captured], None]]] = [
@@ -214,9 +210,14 @@ RUN = {
 }
 
 
+def slow(case: tuple[str, object]) -> bool:
+    """It starts ranks, or proves the schedule of a model of 13B."""
+    return case[1] is run_ranks or "--dry-run" in case[0]
+
+
 @pytest.mark.parametrize(
     ("first", "how"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] is run_ranks else []) for case in HOW],
+    [pytest.param(*case, marks=[pytest.mark.slow] if slow(case) else []) for case in HOW],
     ids=[how.__name__ for _, how in HOW],
 )
 def test_the_commands_of_a_block(

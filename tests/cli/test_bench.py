@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -12,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.bench import resident
+from offloadtrain.bench import resident, scale
 from offloadtrain.bench import step as paced
 from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
 from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
 from offloadtrain.bench.rounds import measure, ratio
+from offloadtrain.bench.scale import CASES
 from offloadtrain.bench.step import MILLISECONDS
 from offloadtrain.cli import USAGE, main
+from tests.small_buffers import small_demo
 
 KEYS = {
     "case",
@@ -36,9 +37,11 @@ KEYS = {
 SMALL = ["bench", "adam", "--n", "4K", "--rounds", "1", "--threads", "1"]
 
 
-def test_json_is_one_object_with_a_row_per_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_is_one_object_with_a_row_per_case() -> None:
+    """The command itself, in a process of its own."""
+    command = [sys.executable, "-m", "offloadtrain", *SMALL, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
     assert all(set(row) == KEYS for row in found["rows"])
     assert {row["n"] for row in found["rows"]} == {4096}
     native = [row for row in found["rows"] if row["backend"].startswith("native")]
@@ -69,17 +72,22 @@ def test_torch_keeps_its_threads() -> None:
     [("ModuleNotFoundError('no hjson', name='hjson')", "no hjson"), ("OSError('nvcc')", "nvcc")],
 )
 def test_a_peer_that_talks_and_fails_is_told_on_stderr(
-    fails: str, said: str, tmp_path: Path
+    fails: str,
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """stdout stays data, also under what a peer's compiler writes straight to the descriptor."""
     peer = f"import os\nos.write(1, b'[1/2] ninja')\nprint('hello')\nraise {fails}\n"
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed/__init__.py").write_text(peer)
-    command = [sys.executable, "-m", "offloadtrain", *SMALL, "--json"]
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert len(json.loads(ended.stdout)["rows"]) > 3
-    assert all(text in ended.stderr for text in ("ninja", "hello", said))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "deepspeed" not in sys.modules
+    assert main([*SMALL, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert len(json.loads(out)["rows"]) > 3
+    assert all(text in err for text in ("ninja", "hello", said))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +164,8 @@ def test_a_step_against_its_schedule(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never faster than the schedule: it would not have taken the times it was given."""
+    small_demo(monkeypatch)
+    monkeypatch.setattr(paced, "WARM_STEPS", 1)
     for module in (paced, resident):  # once for JSON and for the tables
         monkeypatch.setattr(module, "run", cache(module.run))
     flags = ["--layers", "2", "--steps", "2", "--rounds", "1"]
@@ -172,6 +182,7 @@ def test_a_step_against_its_schedule(
     assert main(["bench", "step", "--layers", "0"]) == USAGE
 
 
+@pytest.mark.slow
 def test_a_step_on_more_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """Paced copies and Adam take half of their time on two ranks: never less than compute."""
     flags = ["--ranks", "2", "--layers", "2", "--steps", "2", "--rounds", "1"]
@@ -182,3 +193,15 @@ def test_a_step_on_more_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["efficiency"] == 1.0 if row["ranks"] == 1 else row["efficiency"] > 0
         if row["case"].startswith("paced"):
             assert row["step_ms"] > 2 * (MILLISECONDS["forward"] + MILLISECONDS["backward"])
+
+
+def test_ranks_beside_their_prediction() -> None:
+    """One alone is whole; of two, each has half of the copies and of Adam, and sends the rest."""
+    told = {case: [scale.predicted(case, count, layers=4) for count in (1, 2)] for case in CASES}
+    assert told.pop("demo") == [None, None]
+    for alone, two in told.values():
+        assert alone == 1.0 and two is not None and 0.5 < two < 2.0
+    found = {(case, count): [50.0, 40.0, 60.0] for case in CASES for count in (1, 2)}
+    rows = [scale._row(case, 2, found, 4) for case in CASES]
+    assert [(row.step_ms, row.efficiency) for row in rows] == [(50.0, 1.0)] * len(rows)
+    assert all(case in scale.table(rows) for case in CASES)

@@ -13,9 +13,17 @@ from offloadtrain.doctor import examine, facts
 from offloadtrain.doctor.checks import Status
 from offloadtrain.nvml import Nvml
 from offloadtrain.plan.machine import Machine, dump, find, loads
+from tests.small_buffers import small_doctor
 from tests.unit.test_telemetry import FakeNvml
 
 Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU real sizes are quick."""
+    if request.node.get_closest_marker("gpu") is None:
+        small_doctor(monkeypatch)
 
 
 def doctor(*flags: object) -> int:
@@ -23,7 +31,9 @@ def doctor(*flags: object) -> int:
 
 
 def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
+    """Which takes the place of the one of before."""
     file = tmp_path / "mine.toml"
+    file.write_text(dump(find("h100")[1], "of before"))
     assert doctor("--quick", "--json", "--folder", tmp_path, "--save", file) in (0, 1)
     told = capsys.readouterr()
     found = json.loads(told.out)
@@ -38,14 +48,8 @@ def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
-def test_lines(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam in every format and the disk, on small buffers."""
-    from offloadtrain.doctor import measure
-
-    monkeypatch.setattr(measure, "PARAMS", {"cpu": 1 << 20, "cuda": 1 << 20})
-    monkeypatch.setattr(measure, "DISK_PIECE", 1 << 20)
-    monkeypatch.setattr(measure, "DISK_BYTES", 4 << 20)
-    monkeypatch.setattr(measure, "BATCH_S", 0.0)
+def test_lines(tmp_path: Path, capsys: Captured) -> None:
+    """Adam in every format and the disk."""
     code = doctor("--folder", tmp_path)
     told = capsys.readouterr()
     lines = told.out.splitlines()
@@ -139,13 +143,6 @@ def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> N
         told = capsys.readouterr()
         assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
     assert (tmp_path / "notes.toml").read_text() == "answer = 42\n"
-
-
-def test_a_machine_file_of_before_is_replaced(tmp_path: Path, capsys: Captured) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(dump(find("h100")[1], "of before"))
-    assert doctor("--quick", "--folder", tmp_path, "--save", file) in (0, 1)
-    assert find(str(file))[1] != find("h100")[1]
 
 
 def test_a_machine_file_that_cannot_be_written(

@@ -12,6 +12,7 @@ from offloadtrain.cli import main
 from offloadtrain.plan import largest
 from offloadtrain.plan.machine import find
 from offloadtrain.plan.plan import make
+from tests.small_buffers import small_doctor
 
 Captured = pytest.CaptureFixture[str]
 SMALL = ["--set", "model.size=gpt2-124m", "data.seq_len=512", "offload.precision=fp16"]
@@ -64,7 +65,10 @@ def test_memory_can_be_given(capsys: Captured) -> None:
     assert plan("demo", "--machine", "cpu2") == 0
 
 
-def test_a_gpu_of_which_only_the_memory_is_told(capsys: Captured) -> None:
+def test_a_gpu_of_which_only_the_memory_is_told(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(largest, "WIDTHS", (4096,))
     assert plan("--largest", "--gpu-memory", "24GiB", "--host-memory", "64GiB", "--json") == 0
     told = found(capsys)
     assert "no GPU" in told["machine"] or "this machine" in told["machine"]
@@ -77,7 +81,10 @@ def test_this_machine(capsys: Captured) -> None:
     assert "this machine" in found(capsys)["machine"]
 
 
-def test_a_machine_that_was_measured(tmp_path: Path, capsys: Captured) -> None:
+def test_a_machine_that_was_measured(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_doctor(monkeypatch)
     file = tmp_path / "mine.toml"
     done = main(["doctor", "--quick", "--save", str(file), "--folder", str(tmp_path)])
     assert done in (0, 1) and file.exists()
@@ -97,7 +104,8 @@ def test_the_largest_model(capsys: Captured) -> None:
     assert rows["device", "int8"]["params"] > rows["device", "fp32"]["params"]
 
 
-def test_one_layer_more_does_not_fit() -> None:
+def test_one_layer_more_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "WIDTHS", (2048, 4096))
     machine = find("rtx4090")[1]
     for row in largest.largest("rtx4090", machine):
         assert row.plan is not None and row.plan.fits

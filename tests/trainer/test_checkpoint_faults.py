@@ -17,6 +17,9 @@ from offloadtrain.manifest import CheckpointError
 from tests.trainer.faulty_os import FaultyOs, fail_with, kill
 from tests.trainer.toy_state import filled, same
 
+STRIDES = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7])
+"""Every call, or every seventh: the kinds of calls take turns, so that it meets all of them."""
+
 
 @pytest.fixture(scope="module")
 def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,11 +71,12 @@ def loaded_step(folder: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("tear", [False, True], ids=["before", "half-way"])
-def test_killed_at_every_call(two_saved: Path, tmp_path: Path, tear: bool) -> None:
+@STRIDES
+def test_killed_at_every_call(two_saved: Path, tmp_path: Path, tear: bool, stride: int) -> None:
     seen = set()
     total = num_calls(two_saved, tmp_path / "run")
     assert total > 40
-    for at in range(total):
+    for at in range(tear, total, stride):
         folder = fresh(two_saved, tmp_path / "run")
         child = os.fork()
         if child == 0:
@@ -90,9 +94,12 @@ def test_killed_at_every_call(two_saved: Path, tmp_path: Path, tear: bool) -> No
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_disk_failing_at_every_call(two_saved: Path, tmp_path: Path, code: int) -> None:
+@STRIDES
+def test_disk_failing_at_every_call(
+    two_saved: Path, tmp_path: Path, code: int, stride: int
+) -> None:
     total = num_calls(two_saved, tmp_path / "run")
-    for at in range(total):
+    for at in range(0, total, stride):
         folder = fresh(two_saved, tmp_path / "run")
         fault = FaultyOs(at, fail_with(code))
         with pytest.raises((CheckpointError, OSError)) as caught:

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import time
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -303,10 +302,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(
 ) -> None:
     monkeypatch.setattr("offloadtrain.telemetry.available_bytes", lambda: 10 << 30)
     job = small_job(tmp_path, "model.d_model=16384", "model.num_layers=9")
-    started = time.perf_counter()
+    monkeypatch.setattr(Transformer, "__init__", lambda *_, **__: pytest.fail("it is built"))
     with pytest.raises(PlanError, match=r"needs .* GiB and has 1\d\.\d GiB"):
         run(job, tmp_path / "run")
-    assert time.perf_counter() - started < 5.0
 
 
 def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) -> None:
@@ -319,12 +317,9 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
     assert run(small_job(tmp_path), path, resume="auto") == 0
 
 
-def test_the_debug_model_trains_in_five_seconds(tmp_path: Path) -> None:
-    """The promise is 5 s; a busy machine gets four times that."""
+def test_the_debug_model_learns_in_thirty_steps(tmp_path: Path) -> None:
     job = small_job(tmp_path, "model.d_model=64", "model.num_heads=4", "train.steps=30")
-    started = time.perf_counter()
     assert run(job, tmp_path / "run") == 0
-    assert time.perf_counter() - started < 20.0
     assert events_of(tmp_path / "run", events.Eval)[-1].val_loss < 3.0
 
 

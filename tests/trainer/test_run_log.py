@@ -7,6 +7,7 @@ import statistics
 import time
 from pathlib import Path
 
+from offloadtrain import events
 from offloadtrain.assembly import assemble
 from offloadtrain.console import Console
 from offloadtrain.engine import StepReport
@@ -15,10 +16,9 @@ from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
 from tests.trainer.small_job import small_job
 
-BUDGET_S = 50e-6
 
-
-def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
+def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
+    """CPU time of this thread, beside that of making the JSON, which another thread does."""
     job = small_job(tmp_path)
     parts = assemble(job)
     report = StepReport(
@@ -40,12 +40,17 @@ def test_a_step_is_told_in_fifty_microseconds(tmp_path: Path) -> None:
     clock.lap("forward")
     folder = RunFolder.new(tmp_path, "timed")
     folder.begin("", "")
-    spent = []
+    spent, lines = [], []
     with folder, RunLog(folder, job, Console(io.StringIO(), every_s=1e3)) as log:
         log.started(parts, Progress())
         for number in range(2, 1002):
-            began = time.perf_counter()
+            began = time.thread_time_ns()
             log.step(number, Progress(), report, clock, told, lr=1e-3)
-            spent.append(time.perf_counter() - began)
+            spent.append(time.thread_time_ns() - began)
     parts.optimizer.close()
-    assert statistics.median(spent) < BUDGET_S
+    steps = [r.event for r in events.read(folder.events()) if isinstance(r.event, events.Step)]
+    for step in steps:
+        began = time.thread_time_ns()
+        events.to_line(step, 0, 0.0)
+        lines.append(time.thread_time_ns() - began)
+    assert statistics.median(spent) < 3 * statistics.median(lines)

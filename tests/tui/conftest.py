@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from offloadtrain_tui.app import PANELS
 
-from tests.tui.recordings import plain, ranks, unlucky, write
+from tests.tui.recordings import Timed, plain, ranks, unlucky, write
 
 Screens = dict[str, str]
 """What each screen shows, by its name."""
@@ -23,7 +23,12 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sc
 
     @cache
     def look(recording: str, size: str) -> Screens:
-        logs = {"plain": [plain()], "unlucky": [unlucky()], "ranks": ranks(), "nothing": [[]]}
+        logs: dict[str, list[list[Timed]]] = {
+            "plain": [plain()],
+            "unlucky": [unlucky()],
+            "ranks": ranks(),
+            "nothing": [[]],
+        }
         base = tmp_path_factory.mktemp("screens")
         folder = write(base / "runs/20261121-080000-demo", *logs[recording])
 

@@ -87,7 +87,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a libnvidia-ml.so.1 that answers all questions but the one in $REFUSED."""
     folder = tmp_path_factory.mktemp("nvml")
     functions = [
-        f'int {name}({QUESTIONS[name]}) {{ if (is_refused("{name}")) return 3; {answer} return 0; }}'
+        f'int {name}({QUESTIONS[name]}) {{ if (is_refused("{name}")) return 3;'
+        f" {answer} return 0; }}"
         for name, answer in ANSWERS.items()
     ]
     functions.append('const char *nvmlErrorString(int code) { return "refused"; }')

@@ -30,6 +30,7 @@ from offloadtrain.config import (
 from offloadtrain.config_toml import converted
 from offloadtrain.offload_config import STATE_PRECISIONS, OffloadConfig
 from offloadtrain.shapes import SIZES, ModelShape
+from tests import levels
 
 JOB = """
 name = "small"
@@ -545,7 +546,7 @@ def _configs(draw: st.DrawFn) -> Config:
     )
 
 
-@settings(deadline=None)
+@levels.examples(100)
 @given(_configs())
 def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
     text = config.dump(resolved)

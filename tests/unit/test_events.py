@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from offloadtrain import event_writer, events
 from offloadtrain.event_writer import EventWriter
 from offloadtrain.events import Event, Record, Span, Step, Warning_, from_line, to_line
+from tests import levels
 
 STEP = Step(step=3, loss=2.5, lr=1e-3, tokens=6144)
 SPAN = Span(step=3, lane="h2d", name="block 1", start_ms=0.5, duration_ms=1.25)
@@ -68,6 +69,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
+@levels.examples(100)
 @given(st.data(), st.integers(0, 1000), st.floats(0, 1e10), st.integers(0, 2**63))
 @pytest.mark.parametrize("kind", events.KINDS.values(), ids=str)
 def test_every_kind_reads_back_equal(
@@ -80,6 +82,7 @@ def test_every_kind_reads_back_equal(
     assert _same(from_line(line), Record(event, rank, time_s, monotonic_ns))
 
 
+@levels.examples(100)
 @given(st.data())
 @pytest.mark.parametrize("kind", events.KINDS.values(), ids=str)
 def test_a_torn_line_is_no_record(kind: type[Event], data: st.DataObject) -> None:
@@ -89,6 +92,7 @@ def test_a_torn_line_is_no_record(kind: type[Event], data: st.DataObject) -> Non
     assert from_line(line[cut + 1 :]) is None
 
 
+@levels.examples(100)
 @given(st.binary() | _JSON.map(lambda value: json.dumps(value).encode()))
 def test_a_foreign_line_is_no_record(line: bytes) -> None:
     assert from_line(line) is None
@@ -290,9 +294,8 @@ def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
 def test_close_leaves_a_hanging_disk_behind(log: Path, stall: Stall) -> None:
     writer = EventWriter(log)
     writer.emit(STEP)
-    began = time.monotonic()
     writer.close(timeout_s=0.05)
-    assert time.monotonic() - began < 5
+    assert _steps(log) == [] and not stall.released.is_set(), "it hangs yet"
     writer.close()
 
 
@@ -334,7 +337,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, log: Path) -> Disk:
 
 
 def _waits(done: Callable[[], object]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not done():
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -489,15 +492,18 @@ def test_what_was_emitted_survives_a_kill(log: Path) -> None:
     assert _steps(log) == list(range(50))
 
 
-def test_emit_costs_the_training_thread_little(log: Path) -> None:
-    def round_p50_us() -> float:
-        writer = EventWriter(log, capacity=100_000)
+def test_emit_costs_the_training_thread_less_than_the_line(log: Path) -> None:
+    """CPU time of this thread: the JSON is made by another."""
+
+    def median_ns(work: Callable[[], object]) -> float:
         spent = []
         for _ in range(2000):
-            began = time.perf_counter_ns()
-            writer.emit(STEP)
-            spent.append(time.perf_counter_ns() - began)
-        writer.close()
-        return statistics.median(spent) / 1e3
+            began = time.thread_time_ns()
+            work()
+            spent.append(time.thread_time_ns() - began)
+        return statistics.median(spent)
 
-    assert statistics.median(round_p50_us() for _ in range(5)) < 50
+    writer = EventWriter(log, capacity=100_000)
+    emitting = median_ns(lambda: writer.emit(STEP))
+    writer.close()
+    assert emitting < median_ns(lambda: to_line(STEP, 0, 1.0))

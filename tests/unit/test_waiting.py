@@ -103,6 +103,7 @@ def test_what_a_user_says_wins(name: str) -> None:
     assert environ == {name: "7"}
 
 
+@pytest.mark.slow
 def test_it_is_chosen_before_torch_is_loaded(tmp_path: Path) -> None:
     """The real command: OpenMP reads the variable once, and what was chosen is told and kept."""
     (tmp_path / "text.txt").write_text("a text to learn from. " * 200)

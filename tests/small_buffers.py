@@ -1,0 +1,30 @@
+"""What `doctor` and `bench` measure, on buffers that take no time: for tests of what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offloadtrain import shapes
+from offloadtrain.bench import resident
+from offloadtrain.doctor import measure
+
+
+def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of what fits into a cache are rates of the cache: nothing is to be concluded."""
+    monkeypatch.setattr(measure, "PARAMS", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(measure, "QUICK_PARAMS", 1 << 20)
+    monkeypatch.setattr(measure, "COPY_BYTES", {"cpu": 4 << 20, "cuda": 4 << 20})
+    monkeypatch.setattr(measure, "WIDTHS", {"cpu": (64, 128), "cuda": (64, 128)})
+    monkeypatch.setattr(measure, "TOKENS", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr(measure, "DISK_PIECE", 1 << 20)
+    monkeypatch.setattr(measure, "DISK_BYTES", 4 << 20)
+    monkeypatch.setattr(measure, "BATCH_S", 0.0)
+    monkeypatch.setattr(measure, "QUICK_BATCH_S", 0.0)
+
+
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model in a hundredth of its size."""
+    demo = replace(shapes.SIZES["demo"], num_layers=2, d_model=32, num_heads=2)
+    monkeypatch.setattr(resident, "SIZES", {"demo": demo})

@@ -28,11 +28,15 @@ def test_every_case_is_recorded() -> None:
     assert list(CASES) == list(known())
 
 
+@pytest.mark.draws
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("name", ALONE, ids=str)
 def test_the_program_is_the_recorded_one(name: str) -> None:
     compare(name, recorded(CASES[name], limit_of(known()[name])))
 
 
+@pytest.mark.draws
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("name", AMONG_RANKS, ids=str)
 def test_the_programs_of_all_ranks_are_the_recorded_ones(name: str, ranks: Run) -> None:
     case = CASES[name]

@@ -103,11 +103,14 @@ class OffloadConfig:
                 yield f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}"
 
     def _out_of_range(self) -> Iterator[str]:
-        for key in _POSITIVE:
-            if (value := getattr(self, key)) is not None and not value > 0:
+        may_be_none = {f.name for f in fields(self) if f.default is None}
+        for key in (*_POSITIVE, *_NOT_NEGATIVE):
+            value = getattr(self, key)
+            if value is None and key not in may_be_none:
+                yield f"{key} = None is not a number"
+            elif key in _POSITIVE and value is not None and not value > 0:
                 yield f"{key} = {value} is not positive"
-        for key in _NOT_NEGATIVE:
-            if (value := getattr(self, key)) is not None and value < 0:
+            elif value is not None and value < 0:
                 yield f"{key} = {value} is negative"
         if self.zero_stage not in (0, 1, 2, 3):
             yield f"zero_stage = {self.zero_stage} is not one of 0, 1, 2, 3"

@@ -231,6 +231,7 @@ def _check_same(
     of_one_host = ("pin_memory", "host_memory_limit")
     keys = [option.name for option in fields(config) if option.name not in of_one_host]
     chosen = {key: str(getattr(config, key)) for key in keys}
+    chosen["zero_stage"] = str(config.zero_stage_among(ranks.size))
     of_ranks = ranks.gather((shapes, grouped, chosen))
     for rank, other in enumerate(of_ranks):
         kinds = zip(("model", "groups", "options"), other, of_ranks[0], strict=True)

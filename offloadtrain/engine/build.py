@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks import check_runs_twice, keeps_fp32
+from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
 from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import DeviceMemory, map_slots, map_staging, map_weights
 from offloadtrain.engine.engine import Engine
@@ -184,11 +185,23 @@ def make_blocks(
             block = Block(label, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
+    _check_names([bucket.name for block in blocks for bucket in block.held])
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
         for part in parts
     }
     return blocks, entries
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """A bucket is known by its name, which a user's own name of a module can look like."""
+    counts = Counter(names)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ModelError(
+            f"two modules of the model would both be called '{twice}' here: rename the one that is "
+            f"called '{twice}' in named_modules()"
+        )
 
 
 def _streamable_frozen(

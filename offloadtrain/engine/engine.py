@@ -78,6 +78,7 @@ class Engine:
         self.step_count = 0
         self.last_step: StepReport | None = None
         self.program = program
+        self._interpreter = interpreter
         self._run = interpreter.run
         self._functions = functions
         self._gradients = gradients
@@ -148,11 +149,12 @@ class Engine:
         if arrival is Arrival.AGAIN:
             self.program.grads_again(block.name)
         elif arrival is Arrival.COMPLETE and self.last_step is not None:
+            early = self._decision()
             for one in complete:
-                self._run(self.program.grads_complete(one.name, self._decision()))
+                self._run(self.program.grads_complete(one.name, early))
         for name in self.program.behind:
             if self._by_name[name].quiet:
-                self._run(self.program.graph_freed(name))
+                self._run(self.program.graph_freed(name), updates=True)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """One micro-step: mean over microbatches, loss scale, backward."""
@@ -202,7 +204,7 @@ class Engine:
         skipped = self._config.skip_nonfinite and not math.isfinite(norm.value)
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
-        self._run(self.program.norm_known(order, decision))
+        self._run(self.program.norm_known(order, decision), updates=True)
         self.step_count += not skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._norm = None
@@ -224,24 +226,33 @@ class Engine:
             raise EngineError(
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
-        self._run(self.program.masters_set())
+        self._run(self.program.masters_set(), updates=True)
         self.synchronize()
 
     def drop_gradients(self) -> None:
         """Forget what backward has delivered since the last step."""
         self._norm = None
+        if self._interpreter.cut is not None and not self._interpreter.torn:
+            self._begin_anew()
         self._gradients.drop()
-        self._run(self.program.drop())
+        self._run(self.program.drop(), updates=True)
 
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
         if not self._closed:
             if self.phase is Phase.FORWARD:
-                self._run(self.program.flush())
+                self._run(self.program.flush(), updates=True)
             self.lanes.synchronize()
             self.program.synchronized()
             self.residency.expose_host_weights()
+
+    def _begin_anew(self) -> None:
+        """Operations were cut short: whatever was launched ends, and nothing is on its way."""
+        self.lanes.synchronize()
+        self.program.begin_anew()
+        self.residency.begin_anew()
+        self._interpreter.cut = None
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step(), which then waits for them."""
@@ -255,6 +266,7 @@ class Engine:
         self._closed = True
         self._passages.close()
         self.lanes.close()
+        self._interpreter.cut = None
         self.residency.close()
         self._ranks.close()
 

@@ -162,6 +162,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget every gradient since the last step."""
+        self._functions.delivered = {}
         for block in self._blocks:
             block.end_backward()
             for slot in (slot for bucket in block.buckets for slot in bucket.slots):
@@ -171,7 +172,7 @@ class Gradients:
         self.micro_steps = 0
 
     def measure(self, beside: Sequence[float] = ()) -> Measured:
-        """All gradients of the step; waits for the host lane, and for every rank's.
+        """All gradients of the step; waits for the last norm, and for every rank's.
 
         Each parameter's sum runs over fixed segments (see `kernels`); ranks are added in order,
         then parameters in the order of `model.named_parameters()`, so that blocks, buckets and

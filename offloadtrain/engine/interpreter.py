@@ -7,6 +7,7 @@ from typing import Protocol
 
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
+from offloadtrain.errors import OffloadTrainError
 from offloadtrain.step.operations import (
     Enter,
     HostWait,
@@ -22,6 +23,10 @@ from offloadtrain.step.operations import (
 from offloadtrain.transfer import Event, Lanes
 
 
+class CutShortError(OffloadTrainError):
+    """An exception cut the operations of a step short."""
+
+
 class Residents(Protocol):
     """Whose parameters change with what is in memory."""
 
@@ -32,7 +37,13 @@ class Residents(Protocol):
 
 
 class Interpreter:
-    """Between the program, which knows no tensor, and the lanes, which know no block."""
+    """Between the program, which knows no tensor, and the lanes, which know no block.
+
+    Attributes:
+        cut: what has cut operations short. The program goes by all of them; so nothing more runs
+            until the step is given up and both begin anew from memory at rest.
+        torn: weights or state may be between two steps then: there is nothing to begin from.
+    """
 
     def __init__(
         self, lanes: Lanes, memory: MemoryMap, functions: Functions, residents: Residents
@@ -40,6 +51,8 @@ class Interpreter:
         self._lanes = lanes
         self._memory = memory
         self._functions = functions
+        self.cut: BaseException | None = None
+        self.torn = False
         self._how: dict[type, Callable[..., None]] = {
             Launch: self._launch,
             Record: self._record,
@@ -52,10 +65,27 @@ class Interpreter:
             Swap: lambda op: residents.swap(op.bucket),
         }
 
-    def run(self, operations: Iterable[Operation]) -> None:
-        """One after the other; returns when the last one is launched."""
-        for op in operations:
-            self._how[type(op)](op)
+    def run(self, operations: Iterable[Operation], *, updates: bool = False) -> None:
+        """One after the other; returns when the last one is launched.
+
+        Args:
+            updates: they change weights or state in ways that cannot be done again.
+
+        Raises:
+            CutShortError: those before were cut short.
+        """
+        if self.cut is not None:
+            remedy = "close() and offload again" if self.torn else "zero_grad() gives the step up"
+            raise CutShortError(
+                f"{type(self.cut).__name__} ({self.cut}) cut the operations of a step short: "
+                f"{remedy}"
+            )
+        try:
+            for op in operations:
+                self._how[type(op)](op)
+        except BaseException as error:
+            self.cut, self.torn = error, updates
+            raise
 
     def _launch(self, op: Launch) -> None:
         reads = [self._memory.range(ref) for ref in op.reads]

@@ -111,6 +111,14 @@ class Residency:
         self._tell_misses()
         self.interpreter.run(self._program.pass_begins(self._pinned()))
 
+    def begin_anew(self) -> None:
+        """The lanes are empty, and no streamed block has a slot any more."""
+        self._running.clear()
+        self._latest = None
+        self._exposed.clear()
+        for block in self.streamed:
+            block.leave_device()
+
     def pinned(self, block: Block) -> bool:
         """Whether its slot must not be taken away."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())

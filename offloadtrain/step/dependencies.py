@@ -117,6 +117,12 @@ class Dependencies:
         for known in self._known.values():
             self._thread = _merged(self._thread, known)
 
+    def begin_anew(self) -> None:
+        """The same, and not all that was said has been done: nobody waits for it any more."""
+        self.synchronized()
+        self._uses.clear()
+        self.operations.clear()
+
     def needs(self, lane: Lane, refs: Sequence[Ref], reader: str) -> None:
         """Before code that is not launched reads this memory on the lane."""
         for ref in reversed(refs):  # the last was written last: its event stands for all

@@ -239,7 +239,7 @@ def staging_requests(spec: StepSpec) -> list[Request]:
     if spec.zero_stage != 1:
         requests = [Request("gradient staging", spec.staging_bytes, "uint8")] * spec.staging_slots
     if any(spec.reduced_bytes(bucket) > bucket.weight_bytes for bucket in spec.buckets):
-        rounded = spec.staging_bytes // spec.ranks // 2
+        rounded = -(-spec.staging_bytes // spec.ranks // 512) * 256  # half, and any dtype fits
         requests += [Request("rounded gradients", rounded, "uint8")] * spec.staging_slots
     return requests
 

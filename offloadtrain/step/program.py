@@ -174,6 +174,12 @@ class Program:
         """The launching thread has seen every lane empty."""
         self._order.synchronized()
 
+    def begin_anew(self) -> None:
+        """Operations were lost, none of them an update; the lanes are empty. Nothing is on its way,
+        and no streamed block has a slot."""
+        self._order.begin_anew()
+        self.streaming.begin_anew()
+
     def masters_set(self) -> Operations:
         """The state was set or loaded: the masters go up as they are."""
         self._mode.flush()

@@ -82,6 +82,11 @@ class Streaming:
         self.cursor.restart()
         self._load_ahead(pinned)
 
+    def begin_anew(self) -> None:
+        """No block has a slot, and nothing uses one."""
+        self.slots = [None] * len(self.slots)
+        self._before = [[] for _ in self.slots]
+
     def drop(self, block: str) -> None:
         """Take the block's slot away, if it has one: what it holds is of no use any more."""
         if block not in self.slots:

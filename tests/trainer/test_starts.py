@@ -211,13 +211,16 @@ def test_auto_after_a_failed_start_goes_on(tmp_path: Path, stop_after: StopAfter
 
 
 _KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from offloadtrain import trainer
 from offloadtrain.cli import main
 at = getattr(trainer.Trainer, sys.argv[1])
+log = Path(sys.argv[sys.argv.index("--run-dir") + 1], "events", "rank000.jsonl")
 def killed(self, *rest):
     if self.progress.step >= int(sys.argv[2]):
+        while b"run_started" not in log.read_bytes():  # it is written by another thread
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return at(self, *rest)
 setattr(trainer.Trainer, sys.argv[1], killed)

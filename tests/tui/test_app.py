@@ -65,9 +65,24 @@ def go(test: Coroutine[object, object, None]) -> None:
     asyncio.run(test)
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("recording", ["plain", "unlucky", "ranks", "nothing"])
+LOOKED_AT = [
+    ("plain", "wide"),
+    ("plain", "medium"),
+    ("plain", "small"),
+    ("unlucky", "medium"),
+    ("ranks", "medium"),
+    ("nothing", "small"),
+]
+"""The first five are drawn for `test_screens` as well."""
+OTHERS = [
+    pytest.param(recording, size, marks=pytest.mark.slow)
+    for recording in ("unlucky", "ranks", "nothing")
+    for size in SIZES
+    if (recording, size) not in LOOKED_AT
+]
+
+
+@pytest.mark.parametrize(("recording", "size"), [*LOOKED_AT, *OTHERS])
 def test_every_screen_shows_what_it_is_for(
     screens: Callable[[str, str], Screens], recording: str, size: str
 ) -> None:

@@ -250,6 +250,7 @@ class Engine:
     def _begin_anew(self) -> None:
         """Operations were cut short: whatever was launched ends, and nothing is on its way."""
         self.lanes.synchronize()
+        self._passages.begin_anew()
         self.program.begin_anew()
         self.residency.begin_anew()
         self._interpreter.cut = None

@@ -138,6 +138,13 @@ class Passages:
             self._audit.__exit__(None, None, None)
             self._audit = None
 
+    def begin_anew(self) -> None:
+        """No forward is running: those that an interruption ended have not said so, since torch
+        calls hooks behind an `Exception` only."""
+        for module, passage in self._passages.items():
+            while passage.running:
+                self.leave(module)
+
     def close(self) -> None:
         """Take everything off the modules."""
         for handle in self._handles:

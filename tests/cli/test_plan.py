@@ -163,6 +163,7 @@ def test_two_gpus_of_a_desktop(capsys: Captured, machine: str) -> None:
     assert "has 2 on its only host" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_largest_model_of_two_gpus(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(largest, "WIDTHS", (4096,))
     rows = []

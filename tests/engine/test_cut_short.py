@@ -94,10 +94,12 @@ def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str,
         optimizer.step()
     found = bits(optimizer, model)
     optimizer.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     return found, failed, lanes.program
 
 
-@pytest.mark.parametrize("after", [*range(12), 15, 20, 30, 40])
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("after", [0, 1, 3, 5, 8, 11, 20, 40])
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"streamed, delayed"}))
 def test_a_step_that_was_given_up_leaves_nothing_behind(name: str, after: int) -> None:
     expected, _, _ = trained(OPTIONS[name], None)

@@ -75,6 +75,7 @@ def compared(mode: str, accum: int, options: dict[str, Any], stream: list[Any]) 
     return "; ".join(f"{lane}: {recorded.get(lane)}, {expected.get(lane)}" for lane in differ)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("staging", [spec.STAGING_BYTES, 4096], ids=["whole", "pieces"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accum", [1, 3])

@@ -38,6 +38,8 @@ _LATE = frozenset({Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE})
 
 Cell = tuple[object, ...]
 Clock = tuple[int, ...]
+_Before = tuple[Event, str, "Launch | str", str]
+"""(event, what is done now, who did something before, what)."""
 
 
 @dataclass(slots=True)
@@ -60,10 +62,13 @@ class Dependencies:
         """Lane → what is done when its next operation starts, but for what the thread knows."""
         self._thread = _START
         self._uses: dict[Cell, _Use] = {}
+        self._recorded: dict[Lane, Event] = {}
+        """Of `record`, where the lane was given nothing since."""
 
     def take(self) -> Operations:
         """What has been said since the last call."""
         taken, self.operations = self.operations, []
+        self._recorded.clear()  # code that is not launched may run before the next one
         return taken
 
     def launch(self, op: Launch, *, fresh: Ref | None = None) -> Event:
@@ -74,10 +79,9 @@ class Dependencies:
         """
         lane, reads = op.lane, [self._use(ref) for ref in op.reads]
         writes = [self._use(ref) for ref in op.writes]
-        for use in reads:
-            self._wait_for_writer(lane, use, op)
-        for use in writes:
-            self._wait_for_all(lane, use, op)
+        before = [one for use in reads for one in self._writer(lane, use, "reads")]
+        before += [one for use in writes for one in self._users(lane, use)]
+        self._wait_for(lane, before, op)
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
@@ -93,9 +97,11 @@ class Dependencies:
 
     def record(self, lane: Lane) -> Event:
         """The event of all that was launched on the lane so far, and of code that ran there."""
-        event = self._advance(lane)
-        self._say(event)
-        return event
+        if lane not in self._recorded:
+            event = self._advance(lane)
+            self._say(event)
+            self._recorded[lane] = event
+        return self._recorded[lane]
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
         """Nothing if the lane knows already that the event has happened."""
@@ -125,8 +131,8 @@ class Dependencies:
 
     def needs(self, lane: Lane, refs: Sequence[Ref], reader: str) -> None:
         """Before code that is not launched reads this memory on the lane."""
-        for ref in reversed(refs):  # the last was written last: its event stands for all
-            self._wait_for_writer(lane, self._use(ref), reader)
+        before = [one for ref in refs for one in self._writer(lane, self._use(ref), "reads")]
+        self._wait_for(lane, before, reader)
 
     def was_read(self, refs: Iterable[Ref], event: Event, reader: str) -> None:
         """Code that was not launched has read this memory before the event."""
@@ -164,18 +170,29 @@ class Dependencies:
         self._known[lane] = _merged(self._known[lane], event.clock)
         self.operations.append(Wait(lane, event, why))
 
-    def _wait_for_writer(self, lane: Lane, use: _Use, reader: Launch | str) -> None:
+    def _writer(self, lane: Lane, use: _Use, does: str) -> list[_Before]:
+        """Its last write, where the lane does not know it to be done."""
         event = use.written
-        if event is not None and not self._knows(lane, event):
-            self._wait(lane, event, f"{_name(reader)} needs what {_name(use.writer)} writes")
+        if event is None or self._knows(lane, event):
+            return []
+        return [(event, does, use.writer, "writes")]
 
-    def _wait_for_all(self, lane: Lane, use: _Use, writer: Launch) -> None:
-        self._wait_for_writer(lane, use, writer)
-        for event, reader in use.read.values():
+    def _users(self, lane: Lane, use: _Use) -> list[_Before]:
+        """The same, and its reads since."""
+        reads = [(e, w) for e, w in use.read.values() if not self._knows(lane, e)]
+        found: list[_Before] = [(event, "overwrites", who, "reads") for event, who in reads]
+        return self._writer(lane, use, "overwrites") + found
+
+    def _wait_for(self, lane: Lane, before: list[_Before], who: Launch | str) -> None:
+        """Whoever knows most is waited for first: those that it knows need no wait of their own."""
+        if len(before) > 1:
+            before.sort(key=lambda one: sum(one[0].clock), reverse=True)
+        for event, does, other, did in before:
             if not self._knows(lane, event):
-                self._wait(lane, event, f"{writer.name} overwrites what {_name(reader)} reads")
+                self._wait(lane, event, f"{_name(who)} {does} what {_name(other)} {did}")
 
     def _advance(self, lane: Lane) -> Event:
+        self._recorded.pop(lane, None)
         index, clock = _INDEX[lane], list(_merged(self._known[lane], self._thread))
         clock[index] += 1
         known = self._known[lane] = tuple(clock)

@@ -293,6 +293,7 @@ class Delayed(Exact):
 
     def drop(self) -> None:
         """Some blocks may have their new weights already: give all of them theirs."""
+        self._behind.clear()
         if self._begun:
             self.flush()
 

@@ -129,7 +129,7 @@ class Event:
 
     lane: Lane
     clock: tuple[int, ...]
-    position: int
+    position: int = 0
     recorded: bool = False
     real: object = None
 

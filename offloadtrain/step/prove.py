@@ -12,7 +12,7 @@ recorded, so that every wait points back in the order of launch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offloadtrain.step.operations import Lane, Operation
 from offloadtrain.step.spec import StepSpec
@@ -172,8 +172,11 @@ class _Proof:
             self._memory.remove(
                 e
                 for e in earlier
-                if access.bytes.covers(e.bytes) and (e.undefined or _before(e, clock))
+                if e.undefined or (access.bytes.covers(e.bytes) and _before(e, clock))
             )
+            for mark in (e for e in earlier if e.undefined):
+                for rest in mark.bytes.without(access.bytes):
+                    self._memory.add(replace(mark, bytes=rest))
 
     def _fault(self, kind: str, access: _Access, what: str) -> None:
         lane = _LANES[access.lane].value

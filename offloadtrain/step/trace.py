@@ -39,6 +39,11 @@ class Bytes:
     def covers(self, other: Bytes) -> bool:
         return self.lo <= other.lo and other.hi <= self.hi
 
+    def without(self, other: Bytes) -> list[Bytes]:
+        """What is left beside it, of two that overlap."""
+        ends = ((self.lo, other.lo), (other.hi, self.hi))
+        return [Bytes(self.name, lo, hi) for lo, hi in ends if lo < hi]
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:

@@ -67,6 +67,7 @@ class UpdatePath:
             self._order.wait(Lane.HOST, event, "masters are set")
         for block, buckets in blocks:
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
+            self._streaming.drop(block)  # also where all of it is frozen: that may have been loaded
 
     def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[Bucket]]]) -> Event:
         """Compute has read these weights for the last time."""

@@ -1,0 +1,190 @@
+"""What a program leaves in memory: its operations done one after the other, on names for values.
+
+Without a race that is what any speed of the lanes leaves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.operations import Kind, Launch, Memory, Operation, Ref, Undefined
+from offloadtrain.step.program import Program
+
+Version = tuple[object, ...]
+"""Of weights and state: what they were set to, and then (step, grad_scale, gradient) per update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Elements [lo, hi) of a bucket's shard.
+
+    Attributes:
+        sent: the deliveries that it is the sum of.
+        summed: over ranks.
+    """
+
+    bucket: str
+    lo: int
+    hi: int
+    sent: tuple[int, ...]
+    summed: bool
+
+
+Value = Gradient | Version
+_Place = tuple[object, ...]
+
+
+class Contents:
+    """Memory of one rank.
+
+    Attributes:
+        norms: bucket → the deliveries whose squares are its sums.
+        read: bucket → the weights that compute has read of it, in order.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.norms: dict[str, tuple[int, ...]] = {}
+        self.read: dict[str, list[Value]] = {}
+        self._program = program
+        self._rank = rank
+        self._held: dict[_Place, list[tuple[int, int, Value]]] = {}
+        """Bytes [lo, hi) and their value, none twice."""
+        self._offsets: dict[str, int] = {}
+        for block in program.spec.blocks:
+            offset = 0
+            for bucket in block.held:
+                self._offsets[bucket.name] = offset
+                offset += bucket.nbytes
+
+    def set_state(self, version: Version) -> None:
+        """Of every trained bucket; of frozen ones, the weights that are loaded."""
+        trained = {bucket.name for bucket in self._program.spec.buckets}
+        for name, bucket in self._program.buckets.items():
+            for ref in bucket.state() if name in trained else (bucket.load_source,):
+                self.write(ref, version)
+
+    def state(self, name: str) -> Value:
+        """Of all its fields."""
+        values = {self.one(ref) for ref in self._program.buckets[name].state()}
+        assert len(values) == 1
+        return values.pop()
+
+    def run(self, operations: Iterable[Operation], delivery: int = -1) -> None:
+        """`delivery`: the number of the gradients that autograd has left."""
+        for op in operations:
+            if isinstance(op, Undefined):
+                self._erase(op.ref)
+            elif isinstance(op, Launch):
+                self._launch(op, delivery)
+
+    def _launch(self, op: Launch, delivery: int) -> None:
+        alone = self._program.spec.alone
+        match op.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                for ref in op.reads:
+                    self.read.setdefault(str(ref.owner), []).append(self.one(ref))
+            case Kind.GATHER:
+                gradient = Gradient(op.owner, op.lo, op.hi, (delivery,), alone)
+                self.write(op.writes[0], gradient)
+            case Kind.REDUCE_SCATTER:
+                self.write(op.writes[0], replace(self._gradient(op.writes[0]), summed=True))
+            case Kind.ADD | Kind.ACCUMULATE:
+                self._add(op)
+            case Kind.NO_GRADIENT:
+                ref = op.writes[0]
+                self.write(ref, Gradient(op.owner, ref.lo, ref.hi, (), True))
+            case Kind.NORM:
+                self.norms[op.owner] = self._whole_gradient(op.reads[0])
+            case Kind.ADAM:
+                self._adam(op)
+            case Kind.ALL_GATHER:
+                whole = op.writes[0]
+                count = whole.hi // self._program.spec.ranks
+                shard = whole._replace(lo=self._rank * count, hi=(self._rank + 1) * count)
+                self.write(whole, self.one(shard))
+            case Kind.ROUND | Kind.GRAD_DOWN | Kind.CAST | Kind.WEIGHTS_UP:
+                self._copy(op)
+            case Kind.PUBLISH | Kind.LOAD:
+                self._copy(op)
+
+    def _copy(self, op: Launch) -> None:
+        (source,), (target,) = op.reads, op.writes
+        assert source.hi - source.lo == target.hi - target.lo
+        value = self.one(source)
+        if isinstance(value, Gradient):
+            assert (value.bucket, value.lo, value.hi) == (op.owner, op.lo, op.hi) and value.summed
+        self.write(target, value)
+
+    def _add(self, op: Launch) -> None:
+        arrived, target = self._gradient(op.reads[0]), op.writes[0]
+        assert (arrived.lo, arrived.hi) == (op.lo, op.hi) == (target.lo, target.hi)
+        if not op.first:
+            before = self._gradient(target)
+            arrived = replace(before, sent=before.sent + arrived.sent)
+        self.write(target, arrived)
+        if op.writes[1:]:
+            self.norms[op.owner] = self._whole_gradient(target)
+
+    def _adam(self, op: Launch) -> None:
+        assert op.update is not None
+        sent = self._whole_gradient(op.reads[0])
+        after = [ref for ref in op.writes if ref.memory is Memory.STATE]
+        before = {self.one(ref) for ref in (op.reads[1:] if op.update.out_of_place else after)}
+        assert len(before) == 1
+        version = before.pop()
+        assert isinstance(version, tuple)
+        for ref in op.writes:
+            self.write(ref, (*version, (op.update.step, op.update.grad_scale, sent)))
+
+    def _whole_gradient(self, ref: Ref) -> tuple[int, ...]:
+        """The same deliveries in each of its pieces, which are all there and in their places."""
+        shard = self._program.buckets[str(ref.owner)].spec.shard_numel
+        assert (ref.lo, ref.hi) == (0, shard)
+        found, size = set(), ITEMSIZE[ref.dtype]
+        for lo, hi, value in self._values(ref):
+            assert isinstance(value, Gradient) and value.bucket == ref.owner
+            assert (value.lo * size, value.hi * size) == (lo, hi)
+            found.add(value.sent)
+        assert len(found) == 1
+        return found.pop()
+
+    def _gradient(self, ref: Ref) -> Gradient:
+        value = self.one(ref)
+        assert isinstance(value, Gradient)
+        return value
+
+    def one(self, ref: Ref) -> Value:
+        """What all of it holds."""
+        values = {value for _, _, value in self._values(ref)}
+        assert len(values) == 1, f"{ref} holds {values}"
+        return values.pop()
+
+    def write(self, ref: Ref, value: Value) -> None:
+        self._erase(ref)
+        place, lo, hi = self._bytes(ref)
+        self._held[place].append((lo, hi, value))
+
+    def _values(self, ref: Ref) -> list[tuple[int, int, Value]]:
+        place, lo, hi = self._bytes(ref)
+        clipped = [(max(lo, a), min(hi, b), v) for a, b, v in self._held.get(place, [])]
+        found = sorted((a, b, v) for a, b, v in clipped if a < b)
+        assert sum(b - a for a, b, _ in found) == hi - lo, f"{ref} was never written"
+        return found
+
+    def _erase(self, ref: Ref) -> None:
+        place, lo, hi = self._bytes(ref)
+        left = []
+        for a, b, value in self._held.get(place, []):
+            left += [(x, y, value) for x, y in ((a, min(b, lo)), (max(a, hi), b)) if x < y]
+        self._held[place] = left
+
+    def _bytes(self, ref: Ref) -> tuple[_Place, int, int]:
+        size, owner = ITEMSIZE[ref.dtype], str(ref.owner)
+        lo, hi = ref.lo * size, ref.hi * size
+        spec = self._program.spec
+        if ref.memory is Memory.WORKING and spec.block_of[owner].name in spec.streamed:
+            offset = self._offsets[owner]
+            return ("slot", ref.copy), offset + lo, offset + hi
+        return (ref.memory, ref.owner, ref.copy, ref.field), lo, hi

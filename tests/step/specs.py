@@ -1,0 +1,144 @@
+"""Specs of small models with any options, for tests that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from offloadtrain.offload_config import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
+from offloadtrain.step import spec as spec_module
+from offloadtrain.step.drive import steps
+from offloadtrain.step.formats import format_for
+from offloadtrain.step.memory import lay_out
+from offloadtrain.step.operations import Operations
+from offloadtrain.step.program import Program
+from offloadtrain.step.spec import STAGING_BYTES, BlockSpec, BucketSpec, StepSpec, padded
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "exact": {"clip_norm": 1.0},
+    "early": {"skip_nonfinite": False},
+    "speculative": {"update": "speculative"},
+    "delayed": {"update": "delayed"},
+}
+PIECES = 1
+"""`STAGING_BYTES` for which a slot holds the least it can: buckets go down in pieces."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's spec, and how large its staging may be."""
+
+    spec: StepSpec
+    rank: int = 0
+    staging: int = STAGING_BYTES
+
+    def driven(self, count: int) -> Operations:
+        with staging_of(self.staging):
+            return steps(Program(self.spec, self.rank), count)
+
+
+@contextmanager
+def staging_of(size: int) -> Iterator[None]:
+    """What is computed inside of it has slots of at most so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec_module, "STAGING_BYTES", size)
+        yield
+
+
+def bucket(name: str, params: int, config: OffloadConfig, ranks: int = 1) -> BucketSpec:
+    dtype = PRECISIONS[config.precision]
+    kept = format_for(config.state, dtype)
+    return BucketSpec(name, padded([params], ranks), params, dtype, kept, ranks)
+
+
+def block(
+    name: str,
+    config: OffloadConfig,
+    ranks: int = 1,
+    *,
+    sizes: tuple[int, ...] = (300,),
+    frozen: tuple[int, ...] = (),
+    repeated: bool = True,
+) -> BlockSpec:
+    """With a bucket per size: trained ones, and frozen ones."""
+    trained = tuple(bucket(f"{name}.{i}", size, config, ranks) for i, size in enumerate(sizes))
+    still = tuple(bucket(f"{name}.f{i}", size, config, ranks) for i, size in enumerate(frozen))
+    return BlockSpec(name, trained, still, repeated)
+
+
+def laid_out(blocks: list[BlockSpec], config: OffloadConfig, ranks: int = 1) -> StepSpec:
+    return lay_out(
+        blocks,
+        config.checked(),
+        ranks=ranks,
+        num_tensors=sum(len(one.buckets) for one in blocks),
+        moments=("exp_avg", "exp_avg_sq"),
+        available_bytes=None,
+    )
+
+
+def chain(
+    count: int, mode: str = "exact", ranks: int = 1, *, sizes: tuple[int, ...] = (300,), **keys: Any
+) -> StepSpec:
+    """So many blocks of one kind; of "speculative", all of them have a second copy."""
+    config = OffloadConfig(**(UPDATES[mode] | keys))
+    spec = laid_out(
+        [block(f"b{i}", config, ranks, sizes=sizes) for i in range(count)], config, ranks
+    )
+    copied = [one.name for one in spec.blocks] if mode == "speculative" else []
+    return replace(spec, second_copies=frozenset(copied))
+
+
+@st.composite
+def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
+    """Any that `offload` takes."""
+    given = dict(UPDATES[mode])
+    if mode == "delayed":
+        given["warmup_steps"] = draw(st.integers(0, 2))
+    if mode == "exact" and draw(st.integers(0, 4)) == 0:
+        given["state_on"] = "device"
+    else:
+        given["state"] = draw(st.sampled_from(sorted(STATE_PRECISIONS)))
+        given["working"] = draw(st.sampled_from(["host", "device"]))
+    fits: list[Precision] = list(STATE_PRECISIONS[given.get("state", "fp32")])
+    if mode == "early":
+        fits = [one for one in fits if one != "fp16"]
+    given["precision"] = draw(st.sampled_from(fits))
+    given["zero_stage"] = draw(st.sampled_from([0, 1, 2, 3]))
+    if ranks > 1 and given.get("working") == "host":
+        given["zero_stage"] = 3
+    if given.get("working") == "host" or given["zero_stage"] == 3:
+        given["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
+    given["device_slots"] = draw(st.integers(1, 3))
+    given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
+    given["reduction"] = draw(st.sampled_from(["working", "fp32"]))
+    return OffloadConfig(**given).checked()
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, most_blocks: int = 4, most_ranks: int = 4) -> Case:
+    """Any rank of any spec. Blocks are of any size, some partly or wholly frozen; where staging
+    holds little, most buckets go down in pieces."""
+    ranks = draw(st.sampled_from([1, 1, *range(2, most_ranks + 1)]))
+    mode = draw(st.sampled_from(sorted(UPDATES)))
+    config = draw(configs(ranks, mode))
+    size = st.sampled_from([1, 128, 300, 900])
+    blocks = []
+    for number in range(draw(st.integers(1, most_blocks))):
+        repeated = draw(st.integers(0, 3)) > 0
+        frozen = tuple(draw(st.lists(size, max_size=1))) if repeated else ()
+        least = 0 if number and frozen else 1  # every block holds something, one is trained
+        sizes = tuple(draw(st.lists(size, min_size=least, max_size=2)))
+        one = block(f"b{number}", config, ranks, sizes=sizes, frozen=frozen, repeated=repeated)
+        blocks.append(one)
+    spec = laid_out(blocks, config, ranks)
+    if mode == "speculative":
+        names = st.sampled_from([one.name for one in blocks])
+        spec = replace(spec, second_copies=draw(st.frozensets(names)))
+    rank = draw(st.integers(0, ranks - 1))
+    return Case(spec, rank, draw(st.sampled_from([STAGING_BYTES, PIECES])))

@@ -1,0 +1,296 @@
+"""Waits follow from reads and writes: all that are needed, and none beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.operations import (
+    HostWait,
+    Kind,
+    Lane,
+    Launch,
+    Memory,
+    Operations,
+    Record,
+    Ref,
+    Undefined,
+    Wait,
+)
+from offloadtrain.step.prove import prove_operations
+from tests import levels
+from tests.step.specs import chain
+
+SPEC = chain(1)
+"""For the addresses of memory that is named by itself."""
+
+
+def memory(name: str, copy: int = 0) -> Ref:
+    return Ref(Memory.STATE, name, copy, 0, 4, "float32")
+
+
+def launch(
+    order: Dependencies,
+    lane: Lane,
+    name: str,
+    reads: str = "",
+    writes: str = "",
+    kind: Kind = Kind.ADD,
+) -> None:
+    """`reads`, `writes`: a letter for each piece of memory."""
+    op = Launch(kind, lane, name, tuple(map(memory, reads)), tuple(map(memory, writes)))
+    order.launch(op)
+
+
+def waits(operations: Operations) -> list[tuple[str, str]]:
+    """(who, for whom) in order."""
+    return [(op.lane.value, op.event.lane.value) for op in operations if isinstance(op, Wait)]
+
+
+def kinds(operations: Operations) -> list[str]:
+    return [type(op).__name__ for op in operations]
+
+
+def test_a_reader_waits_for_the_writer_and_says_why() -> None:
+    order = Dependencies()
+    launch(order, Lane.D2H, "x", writes="a")
+    launch(order, Lane.HOST, "y", reads="a")
+    found = order.take()
+    assert kinds(found) == ["Launch", "Record", "Wait", "Launch", "Record"]
+    assert isinstance(found[2], Wait) and isinstance(found[1], Record)
+    assert found[2].event is found[1].event
+    assert found[2].why == "add y reads what add x writes"
+    assert order.take() == []
+
+
+def test_readers_do_not_wait_for_each_other() -> None:
+    order = Dependencies()
+    launch(order, Lane.D2H, "x", reads="a")
+    launch(order, Lane.HOST, "y", reads="a")
+    assert waits(order.take()) == []
+
+
+def test_a_lane_does_not_wait_for_itself() -> None:
+    order = Dependencies()
+    for _ in range(2):
+        launch(order, Lane.HOST, "x", reads="a", writes="b")
+        launch(order, Lane.HOST, "y", reads="b", writes="a")
+    assert waits(order.take()) == []
+
+
+def test_a_writer_waits_for_every_reader_and_for_the_writer() -> None:
+    order = Dependencies()
+    launch(order, Lane.D2H, "w", writes="a")
+    order.take()
+    launch(order, Lane.HOST, "x", reads="a")
+    launch(order, Lane.H2D, "y", reads="a")
+    launch(order, Lane.COMPUTE, "z", writes="a")
+    found = order.take()
+    assert waits(found)[:2] == [("host", "d2h"), ("h2d", "d2h")]
+    # They know that the writer is done.
+    assert sorted(waits(found)[2:]) == [("compute", "h2d"), ("compute", "host")]
+    whys = [op.why for op in found if isinstance(op, Wait) and op.lane is Lane.COMPUTE]
+    assert sorted(whys) == [
+        "add z overwrites what add x reads",
+        "add z overwrites what add y reads",
+    ]
+
+
+def test_nothing_is_waited_for_twice() -> None:
+    order = Dependencies()
+    launch(order, Lane.D2H, "x", writes="a")
+    launch(order, Lane.D2H, "y", writes="b")
+    launch(order, Lane.HOST, "z", reads="b")
+    assert waits(order.take()) == [("host", "d2h")]
+    launch(order, Lane.HOST, "z", reads="a")  # which was done before
+    assert waits(order.take()) == []
+    launch(order, Lane.D2H, "x", writes="b")
+    launch(order, Lane.HOST, "z", reads="b")
+    assert waits(order.take()) == [("d2h", "host"), ("host", "d2h")]
+
+
+def test_a_lane_knows_what_the_one_that_it_waited_for_knew() -> None:
+    order = Dependencies()
+    launch(order, Lane.D2H, "x", writes="a")
+    launch(order, Lane.HOST, "y", reads="a", writes="b")
+    launch(order, Lane.H2D, "z", reads="b")
+    launch(order, Lane.H2D, "z", writes="a")
+    assert waits(order.take()) == [("host", "d2h"), ("h2d", "host")]
+
+
+def test_but_not_what_it_learned_behind_the_event() -> None:
+    order = Dependencies()
+    launch(order, Lane.HOST, "y", writes="b")
+    launch(order, Lane.D2H, "x", writes="a")
+    launch(order, Lane.HOST, "y", reads="a")
+    launch(order, Lane.H2D, "z", reads="b")
+    launch(order, Lane.H2D, "z", reads="a")
+    assert waits(order.take()) == [("host", "d2h"), ("h2d", "host"), ("h2d", "d2h")]
+
+
+def test_whoever_knows_most_is_waited_for_first() -> None:
+    """In whatever order the memory is named."""
+    for reads in ("ab", "ba"):
+        order = Dependencies()
+        launch(order, Lane.D2H, "x", writes="a")
+        launch(order, Lane.HOST, "y", reads="a", writes="b")
+        order.take()
+        launch(order, Lane.H2D, "z", reads=reads)
+        assert waits(order.take()) == [("h2d", "host")]
+
+
+def test_all_lanes_know_what_the_thread_has_waited_for() -> None:
+    order = Dependencies()
+    launch(order, Lane.D2H, "x", writes="a")
+    launch(order, Lane.HOST, "y", reads="a", writes="b")
+    event = order.written(memory("b"))
+    assert event is not None
+    order.host_wait(event, "the thread")
+    found = order.take()
+    assert isinstance(found[-1], HostWait) and found[-1].event is event
+    launch(order, Lane.H2D, "z", reads="ab")
+    launch(order, Lane.COMPUTE, "z", writes="a")
+    assert waits(order.take()) == [("compute", "h2d")]
+
+
+def test_nobody_waits_for_what_was_before_every_lane_was_empty() -> None:
+    order = Dependencies()
+    for lane, writes in ((Lane.D2H, "a"), (Lane.HOST, "b"), (Lane.COMM, "c")):
+        launch(order, lane, "x", writes=writes)
+    order.synchronized()
+    launch(order, Lane.COMPUTE, "y", reads="abc")
+    assert waits(order.take()) == []
+    launch(order, Lane.HOST, "z", writes="a")
+    assert waits(order.take()) == [("host", "compute")]
+
+
+def test_memory_that_is_used_again_is_undefined_behind_the_waits() -> None:
+    order = Dependencies()
+    launch(order, Lane.HOST, "x", reads="a")
+    order.take()
+    again = memory("a")
+    order.launch(Launch(Kind.ADD, Lane.D2H, "y", (), (again,)), fresh=again)
+    found = order.take()
+    assert kinds(found) == ["Wait", "Undefined", "Launch", "Record"]
+    assert found[1] == Undefined(again, Lane.D2H)
+
+
+@pytest.mark.parametrize("kind", [Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE])
+def test_some_events_are_recorded_when_somebody_waits(kind: Kind) -> None:
+    order = Dependencies()
+    launch(order, Lane.COMPUTE, "x", reads="a", kind=kind)
+    launch(order, Lane.COMPUTE, "y", reads="b", kind=kind)
+    assert kinds(order.take()) == ["Launch", "Launch"]
+    launch(order, Lane.HOST, "z", writes="a")
+    assert kinds(order.take()) == ["Record", "Wait", "Launch", "Record"]
+    launch(order, Lane.HOST, "z", writes="b")  # which the event stands for too
+    assert waits(order.take()) == []
+
+
+def test_a_point_on_a_lane_is_recorded_once() -> None:
+    """Until the lane is given more, or code may have run on it that was not launched."""
+    order = Dependencies()
+    event = order.record(Lane.COMPUTE)
+    assert order.record(Lane.COMPUTE) is event
+    assert order.record(Lane.HOST) is not event
+    assert kinds(order.take()) == ["Record", "Record"]
+    later = order.record(Lane.COMPUTE)
+    assert later is not event
+    launch(order, Lane.COMPUTE, "x")
+    assert order.record(Lane.COMPUTE) is not later
+
+
+def test_code_that_is_not_launched() -> None:
+    order = Dependencies()
+    launch(order, Lane.H2D, "x", writes="a")
+    order.needs(Lane.COMPUTE, [memory("a")], "somebody")
+    found = order.take()
+    assert waits(found) == [("compute", "h2d")]
+    assert [op.why for op in found if isinstance(op, Wait)] == ["somebody reads what add x writes"]
+    order.was_read([memory("a")], order.record(Lane.COMPUTE), "somebody")
+    launch(order, Lane.H2D, "y", writes="a")
+    assert waits(order.take()) == [("h2d", "compute")]
+
+
+def test_a_need_of_several_waits_for_the_last_of_one_lane() -> None:
+    for names in ("ab", "ba"):
+        order = Dependencies()
+        launch(order, Lane.H2D, "x", writes="a")
+        launch(order, Lane.H2D, "y", writes="b")
+        order.needs(Lane.COMPUTE, map(memory, names), "somebody")
+        assert waits(order.take()) == [("compute", "h2d")]
+
+
+def test_memory_that_becomes_other_memory() -> None:
+    """A slot: its first writer waits for all who used it as something else."""
+    order = Dependencies()
+    launch(order, Lane.LOAD, "x", writes="a")
+    launch(order, Lane.COMPUTE, "y", reads="a")
+    launch(order, Lane.HOST, "y", reads="b")
+    order.take()
+    order.reuse(map(memory, "cd"), of=map(memory, "ab"))
+    launch(order, Lane.LOAD, "z", writes="c")
+    assert set(waits(order.take())) == {("load", "compute"), ("load", "host")}
+    launch(order, Lane.LOAD, "z", writes="d")
+    assert waits(order.take()) == []
+    assert order.written(memory("a")) is None
+    launch(order, Lane.COMM, "z", writes="a")  # somewhere else by now
+    assert waits(order.take()) == []
+
+
+def test_of_memory_that_becomes_other_memory_the_last_use_of_each_lane_counts() -> None:
+    order = Dependencies()
+    launch(order, Lane.COMPUTE, "x", reads="b")
+    launch(order, Lane.COMPUTE, "y", reads="a")
+    last = order.record(Lane.COMPUTE)
+    order.was_read([memory("b")], last, "somebody")
+    order.reuse([memory("c")], of=map(memory, "ba"))
+    order.take()
+    launch(order, Lane.LOAD, "z", writes="c")
+    assert [op.event for op in order.take() if isinstance(op, Wait)] == [last]
+
+
+def test_copies_of_memory_are_apart() -> None:
+    order = Dependencies()
+    order.launch(Launch(Kind.ADAM, Lane.HOST, "x", (), (memory("a", copy=1),)))
+    order.launch(Launch(Kind.WEIGHTS_UP, Lane.H2D, "x", (memory("a", copy=0),)))
+    assert waits(order.take()) == []
+
+
+Told = tuple[Lane, Kind, str, str] | Lane
+_NAMES = st.text("abcd", max_size=2)
+
+
+@levels.examples(400)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(
+                st.sampled_from(list(Lane)),
+                st.sampled_from([Kind.ADD, Kind.ADD, Kind.FORWARD]),
+                _NAMES,
+                _NAMES,
+            ),
+            st.sampled_from(list(Lane)),
+        ),
+        max_size=14,
+    )
+)
+def test_any_launches_have_no_race_and_no_wait_too_many(told: Sequence[Told]) -> None:
+    """A lane alone stands for a wait of the thread for it."""
+    order = Dependencies()
+    for one in told:
+        if isinstance(one, tuple):
+            lane, kind, reads, writes = one
+            launch(order, lane, "x", reads, writes, kind)
+        else:
+            order.host_wait(order.record(one), "the thread")
+    operations = order.take()
+    assert prove_operations(SPEC, operations) == []
+    for index, op in enumerate(operations):
+        if isinstance(op, Wait):
+            assert prove_operations(SPEC, operations[:index] + operations[index + 1 :])

@@ -1,0 +1,242 @@
+"""What a program touches is what was asked for; and the rules that decide on it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.step import memory
+from offloadtrain.step.memory import (
+    DeviceMemoryError,
+    HostMemoryError,
+    Request,
+    Role,
+    device_owners,
+    host_owners,
+    host_requests,
+    span_bytes,
+    with_second_copies,
+)
+from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
+from offloadtrain.step.spec import ALIGN, STAGING_SLOTS_MOST, StepSpec, padded
+from tests import levels
+from tests.step.specs import Case, block, cases, chain, laid_out, staging_of
+from tests.step.user import User
+
+OF_BUCKETS = {
+    Memory.GRADIENT: Role.GRADIENT,
+    Memory.PENDING: Role.PENDING,
+    Memory.SNAPSHOT: Role.SNAPSHOT,
+    Memory.DEVICE_SHARD: Role.DEVICE_SHARD,
+    Memory.WORKING: Role.WORKING,
+}
+SHARED = {
+    Memory.STAGING: "gradient staging",
+    Memory.ROUNDED: "rounded gradients",
+    Memory.HOST_STAGING: "host staging",
+    Memory.NORMS: "norms",
+}
+
+
+def refs(operations: Operations) -> set[Ref]:
+    found: set[Ref] = set()
+    for op in operations:
+        if isinstance(op, Launch):
+            found |= {*op.reads, *op.writes}
+        elif isinstance(op, Undefined):
+            found.add(op.ref)
+    return found
+
+
+class Asked:
+    """Requests, by what a `Ref` names.
+
+    Attributes:
+        of: (bucket, role) → of each field of its state, or one.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        self._shared: dict[str, list[Request]] = defaultdict(list)
+        self.of: dict[tuple[str, Role | None], list[Request]] = defaultdict(list)
+        # Where nothing is summed, host staging is mapped with the first second gradient.
+        late = () if spec.accumulates else memory.host_staging(spec)
+        for one in (*host_requests(spec), *late, *memory.device_requests(spec)):
+            if one.role is None:
+                self._shared[one.owner].append(one)
+            else:
+                self.of[one.bucket, one.role].append(one)
+
+    def check(self, ref: Ref) -> None:
+        owner = str(ref.owner)
+        if ref.memory in SHARED:
+            self._check_shared(ref)
+        elif ref.memory is Memory.STATE:
+            role = Role.STATE if ref.copy == 0 else Role.OTHER
+            _check(ref, self.of[owner, role][ref.field])
+        elif ref.memory is Memory.WORKING and self._streamed(owner):
+            slot = self._shared["streaming slots"][ref.copy]
+            held = self._spec.block_of[owner].held
+            names = [bucket.name for bucket in held]
+            offset = sum(bucket.nbytes for bucket in held[: names.index(owner)])
+            assert offset + ref.nbytes <= slot.nbytes
+        else:
+            (one,) = self.of[owner, OF_BUCKETS[ref.memory]]
+            _check(ref, one)
+
+    def _check_shared(self, ref: Ref) -> None:
+        if ref.memory is Memory.STAGING and self._spec.zero_stage == 1:
+            return  # in places of their own
+        slots = self._shared[SHARED[ref.memory]]
+        slot = slots[int(ref.owner or 0)]
+        assert ref.nbytes <= slot.nbytes
+
+    def _streamed(self, bucket: str) -> bool:
+        return self._spec.block_of[bucket].name in self._spec.streamed
+
+
+def _check(ref: Ref, request: Request) -> None:
+    assert ref.hi <= request.numel and ref.dtype == request.dtype
+
+
+@levels.examples(150)
+@given(case=cases(), seed=st.integers(0, 2**32))
+def test_nothing_is_touched_that_was_not_asked_for(case: Case, seed: int) -> None:
+    with staging_of(case.staging):
+        user = User(case.spec, case.rank, random.Random(seed))
+        for _ in range(3):
+            user.step()
+            user.between()
+        asked = Asked(case.spec)
+        for ref in refs(user.done):
+            asked.check(ref)
+
+
+@levels.examples(150)
+@given(case=cases())
+def test_nothing_is_asked_for_that_is_not_touched(case: Case) -> None:
+    """Of what belongs to a bucket; by usual steps."""
+    with staging_of(case.staging):
+        done = User(case.spec, case.rank, random.Random(0), always=()).done
+        done += case.driven(4 + case.spec.config.warmup_steps)
+        touched = {(str(ref.owner), ref.memory) for ref in refs(done)}
+        named = {role: memory for memory, role in OF_BUCKETS.items()}
+        named |= dict.fromkeys([Role.STATE, Role.OTHER], Memory.STATE)
+        for owner, role in Asked(case.spec).of:
+            assert role is not None and (owner, named[role]) in touched
+
+
+@levels.examples(150)
+@given(case=cases())
+def test_pieces_cover_a_shard_and_fit_a_slot(case: Case) -> None:
+    spec = case.spec
+    with staging_of(case.staging):
+        for bucket in spec.buckets:
+            pieces = spec.pieces(bucket)
+            assert [lo for lo, _ in pieces] == [0, *(hi for _, hi in pieces[:-1])]
+            assert pieces[-1][1] == bucket.shard_numel
+            for lo, hi in pieces:
+                assert lo % ALIGN == 0 and lo < hi
+                needed = (hi - lo) * spec.ranks * spec.reduced_bytes(bucket)
+                assert needed <= spec.staging_bytes
+        assert 2 <= spec.staging_slots <= STAGING_SLOTS_MOST
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=5), st.integers(1, 8))
+def test_every_parameter_and_every_shard_is_aligned(sizes: list[int], ranks: int) -> None:
+    numel = padded(sizes, ranks)
+    assert numel % ranks == 0 and numel // ranks % ALIGN == 0
+    assert sum(sizes) <= numel < sum(sizes) + ALIGN * (len(sizes) + ranks)
+
+
+# ---- second copies
+
+
+def speculative(**keys: Any) -> StepSpec:
+    return replace(chain(4, "speculative", **keys), second_copies=frozenset())
+
+
+def test_the_last_blocks_have_second_copies_as_far_as_the_limit_goes() -> None:
+    one = span_bytes(host_requests(speculative()))
+    names = ["b3", "b2", "b1", "b0"]
+    copied: list[set[str]] = []
+    for limit in range(one, 3 * one, one // 16):
+        spec = with_second_copies(speculative(host_memory_limit=limit), 0)
+        found = set(spec.second_copies)
+        assert found == set(names[: len(found)])
+        assert span_bytes(host_requests(spec)) <= limit
+        if len(found) < 4:  # one more is one too many
+            more = replace(spec, second_copies=frozenset(names[: len(found) + 1]))
+            assert span_bytes(host_requests(more)) > limit
+        copied.append(found)
+    assert copied[0] == set() and copied[-1] == set(names)
+    assert copied == sorted(copied, key=len)
+
+
+def test_without_a_limit_the_machine_keeps_some_memory() -> None:
+    spec = speculative()
+    whole = replace(spec, second_copies=frozenset(b.name for b in spec.blocks))
+    needed = span_bytes(host_requests(whole))
+    assert with_second_copies(spec, int(needed / memory.HEADROOM) + 2) == whole
+    assert with_second_copies(spec, needed) != whole
+    exact = chain(4)
+    assert with_second_copies(exact, 1 << 40) == exact
+
+
+# ---- limits
+
+
+def test_a_host_limit_that_holds_not_one_copy_says_what_is_largest() -> None:
+    needed = span_bytes(host_requests(chain(2)))
+    memory.check_host_limit(chain(2, host_memory_limit=needed))
+    with pytest.raises(HostMemoryError) as error:
+        memory.check_host_limit(chain(2, host_memory_limit=needed - 1))
+    assert "Largest: master weights 3.0 KiB, exp_avg 3.0 KiB, exp_avg_sq 3.0 KiB, gradients" in str(
+        error.value
+    )
+    memory.check_host_limit(chain(2, state_on="device", host_memory_limit=1))
+
+
+def resident(spec: StepSpec) -> list[int]:
+    """Numbers of the blocks that stay."""
+    return [i for i, one in enumerate(spec.blocks) if one.name not in spec.streamed]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(0, []), (1, [3]), (2, [1, 4]), (3, [1, 3, 5]), (6, [0, 1, 2, 3, 4, 5]), (9, list(range(6)))],
+)
+def test_blocks_that_stay_are_spread_evenly(asked: int, expected: list[int]) -> None:
+    assert resident(chain(6, working="host", resident_blocks=asked)) == expected
+
+
+def test_as_many_blocks_stay_as_the_device_limit_has_room_for() -> None:
+    config: dict[str, Any] = {"working": "host", "device_slots": 2}
+    none = sum(device_owners(chain(6, **config)).values())
+    size = chain(6).blocks[0].nbytes
+    for stay in range(4):
+        for spare in (0, size - 1):
+            spec = chain(6, **config, device_memory_limit=none + stay * size + spare)
+            assert len(resident(spec)) == stay
+            assert sum(device_owners(spec).values()) <= none + stay * size
+    all_stay = chain(6, **config, device_memory_limit=none + 4 * size)
+    assert len(resident(all_stay)) == 6  # without slots
+    with pytest.raises(DeviceMemoryError, match="Raise it, or set device_slots = 1"):
+        chain(6, **config, device_memory_limit=none - 1)
+    with pytest.raises(DeviceMemoryError, match=r"resident_blocks = 3, and .* has room for 2"):
+        chain(6, **config, device_memory_limit=none + 2 * size, resident_blocks=3)
+
+
+def test_frozen_weights_of_blocks_that_stay_are_not_the_steps() -> None:
+    config = OffloadConfig(working="host", resident_blocks=1)
+    blocks = [block(f"b{number}", config, frozen=(200,)) for number in range(2)]
+    spec = laid_out(blocks, config)
+    assert [len(one.frozen) for one in spec.blocks] == [1, 0]
+    assert host_owners(spec)["frozen weights"] == 2 * padded([200])

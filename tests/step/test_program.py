@@ -1,0 +1,235 @@
+"""The program has no race, no wait too many and no wrong value, whatever a user does."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.step.drive import steps
+from offloadtrain.step.modes import Decision, SpeculationPolicy, UpdateError
+from offloadtrain.step.operations import (
+    Kind,
+    Operations,
+    Swap,
+    Wait,
+)
+from offloadtrain.step.program import Program
+from offloadtrain.step.prove import prove_operations
+from offloadtrain.step.spec import StepSpec
+from tests import levels
+from tests.step.launched import launches
+from tests.step.specs import UPDATES, Case, block, cases, chain, laid_out, staging_of
+from tests.step.user import ODD, User
+
+STEPS = 3
+
+
+# ---- any spec, any user
+
+
+@levels.examples(100)
+@given(case=cases())
+def test_usual_steps_have_no_race(case: Case) -> None:
+    assert prove_operations(case.spec, case.driven(STEPS)) == []
+
+
+@levels.examples(250)
+@given(case=cases(), seed=st.integers(0, 2**32))
+def test_whatever_a_user_does_has_no_race_and_the_right_values(case: Case, seed: int) -> None:
+    with staging_of(case.staging):
+        user = User(case.spec, case.rank, random.Random(seed))
+        for _ in range(4):
+            user.step()
+            user.between()
+        user.check_at_rest()
+    assert prove_operations(case.spec, user.done) == []
+
+
+def test_each_odd_thing_is_tried() -> None:
+    """In streamed blocks among ranks, and alone in those that stay."""
+    told: set[str] = set()
+    for number in range(12):
+        mode = sorted(UPDATES)[number % 4]
+        streamed: dict[str, Any] = {"working": "host", "zero_stage": 3} if number % 8 < 4 else {}
+        spec = chain(3, mode, 2 if streamed else 1, grad_accum_steps=1 + number % 2, **streamed)
+        user = User(spec, 0, random.Random(number))
+        for _ in range(8):
+            user.step()
+            user.between()
+        told |= user.told
+        assert prove_operations(spec, user.done) == []
+    assert told == set(ODD)
+
+
+# ---- waits
+
+
+def superfluous(spec: StepSpec, operations: Operations, begin: int = 0) -> list[str]:
+    """Waits from there on that can be left out, one by one, without a race."""
+    found = []
+    for index, op in enumerate(operations[begin:], begin):
+        if isinstance(op, Wait):
+            without = operations[:index] + operations[index + 1 :]
+            if not prove_operations(spec, without):
+                found.append(f"{op.lane.value} for {op.event.lane.value}: {op.why}")
+    return found
+
+
+@levels.examples(50)
+@given(case=cases(most_blocks=2))
+def test_every_wait_is_needed(case: Case) -> None:
+    """Where code of the user's reads whatever it was given, whenever it can: a usual step leaves
+    the device before its weights change, but an evaluation before step() may not have."""
+    with staging_of(case.staging):
+        user = User(case.spec, case.rank, random.Random(0), always=())
+        begin = len(user.done)
+        for _ in range(2):
+            user.step()
+    assert superfluous(case.spec, user.done, begin) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("mode", UPDATES)
+def test_of_usual_steps_only_waits_for_code_that_may_be_there_are_not_needed(
+    mode: str, working: str, accum: int, ranks: int
+) -> None:
+    stage = 3 if working == "host" and ranks > 1 else 0
+    spec = chain(2, mode, ranks, working=working, grad_accum_steps=accum, zero_stage=stage)
+    for why in superfluous(spec, steps(Program(spec), STEPS)):
+        assert re.match(
+            "h2d for compute: h2d .* overwrites what backward"
+            "|load for compute: load .* overwrites what use of",
+            why,
+        )
+
+
+# ---- a step that is no usual one
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    for mode in ("exact", "speculative", "delayed"):
+        program = Program(chain(2, mode))
+        steps(program, 2)
+        _gradients_of(program, step=3)
+        program.norm()
+        found = program.norm_known(["b0", "b1"], Decision(3, skipped=True))
+        assert not launches(found, Kind.ADAM) and not [op for op in found if isinstance(op, Swap)]
+        waited = launches(found, Kind.WEIGHTS_UP)  # of the step before, in mode "delayed"
+        assert bool(waited) == (mode == "delayed")
+
+
+def test_a_wrong_guess_is_discarded_and_the_update_done_again() -> None:
+    program = Program(chain(2, "speculative"))
+    steps(program, 2)
+    _gradients_of(program, step=3)
+    program.norm()
+    found = program.norm_known(["b0", "b1"], Decision(3, coef=0.5))
+    assert program.guess.right is False and program.guess.buckets == 2
+    assert not [op for op in found if isinstance(op, Swap)]
+    updates = [op.update for op in launches(found, Kind.ADAM)]
+    assert [(u.grad_scale, u.out_of_place) for u in updates if u] == [(0.5, False)] * 2
+
+
+def test_it_guesses_as_long_as_half_of_the_last_guesses_were_right() -> None:
+    policy = SpeculationPolicy()
+    assert policy.good()
+    for _ in range(SpeculationPolicy.WINDOW):
+        policy.saw(False)
+        assert not policy.good()
+    for right in range(1, SpeculationPolicy.WINDOW + 1):
+        policy.saw(True)  # the oldest wrong one is forgotten for it
+        assert policy.good() == (2 * right >= SpeculationPolicy.WINDOW)
+
+
+def test_a_dropped_step_leaves_no_block_behind() -> None:
+    """Its graphs are gone with it: weights that waited for them go up in the next one."""
+    program = Program(chain(2, "delayed"))
+    steps(program, 2)
+    program.grads_ready("b1", {"b1.0": True}, last=True)
+    program.grads_complete("b1", Decision(3))
+    assert list(program.behind) == ["b1"]
+    assert launches(program.drop(), Kind.WEIGHTS_UP) == []
+    assert not program.behind
+    program.grads_ready("b1", {"b1.0": True}, last=True)
+    program.grads_complete("b1", Decision(3))
+    assert list(program.behind) == ["b1"]
+    assert [op.owner for op in launches(program.graph_freed("b1"), Kind.WEIGHTS_UP)] == ["b1.0"]
+    assert not program.behind
+    # Dropped now, all of them get their new weights.
+    assert [op.owner for op in launches(program.drop(), Kind.WEIGHTS_UP)] == ["b0.0"]
+
+
+def test_frozen_weights_that_were_loaded_are_not_read_from_a_slot() -> None:
+    """Among ranks nobody takes the slots away in between."""
+    config = OffloadConfig(working="host", zero_stage=3)
+    trained = block("trained", config, 2, repeated=False)
+    frozen = block("frozen", config, 2, sizes=(), frozen=(300,))
+    program = Program(laid_out([trained, frozen], config, 2))
+    program.pass_begins()
+    program.use("frozen")
+    assert program.streaming.resident == ["frozen"]
+    program.masters_set()
+    assert launches(program.use("frozen"), Kind.LOAD)
+
+
+def test_an_update_in_place_cannot_be_taken_back() -> None:
+    def updated() -> Program:
+        program = Program(chain(2, "early"))
+        steps(program, 2)
+        program.grads_ready("b1", {"b1.0": True}, last=True)
+        program.grads_complete("b1", Decision(3))
+        return program
+
+    with pytest.raises(UpdateError, match="block 'b1' received another gradient after its update"):
+        updated().grads_again("b1")
+    updated().grads_again("b0")  # whose update has not run
+    program = updated()
+    program.drop()
+    with pytest.raises(UpdateError, match="the state is between two steps"):
+        program.grads_complete("b0", Decision(3))
+    with pytest.raises(UpdateError, match="the state is between two steps"):
+        program.norm_known(["b0", "b1"], Decision(3))
+    program.masters_set()
+    assert launches(program.grads_complete("b0", Decision(3)), Kind.ADAM)
+
+
+def test_hyperparameters_that_change_behind_an_early_update_are_told() -> None:
+    program = Program(chain(2, "early"))
+    steps(program, 1)
+    _gradients_of(program, step=2, used="old")
+    program.norm()
+    program.norm_known(["b0", "b1"], Decision(2, hyperparameters="new"))
+    with pytest.raises(UpdateError, match="hyperparameters changed between backward and step"):
+        program.verify()
+    program.verify()  # once
+
+
+def test_a_bucket_without_a_gradient_is_zero_and_measured() -> None:
+    program = Program(chain(2, sizes=(300, 200)))
+    done = program.grads_ready("b1", {"b1.1": True}, last=True)
+    done += program.norm()
+    missing = ["b0.0", "b0.1", "b1.0"]
+    assert [op.owner for op in launches(done, Kind.NO_GRADIENT)] == missing
+    assert sorted(op.owner for op in launches(done, Kind.NORM)) == [*missing, "b1.1"]
+
+
+def test_among_ranks_everybody_sends_what_nobody_delivered() -> None:
+    program = Program(chain(1, ranks=2, sizes=(300, 200)), rank=1)
+    found = program.grads_ready("b0", {}, last=True)
+    assert [op.owner for op in launches(found, Kind.REDUCE_SCATTER)] == ["b0.0", "b0.1"]
+    assert not launches(program.norm(), Kind.NO_GRADIENT)
+
+
+def _gradients_of(program: Program, *, step: int, used: str | None = None) -> None:
+    """A whole backward."""
+    for one in reversed(program.spec.blocks):
+        program.grads_ready(one.name, {bucket.name: True for bucket in one.buckets}, last=True)
+        program.grads_complete(one.name, Decision(step, hyperparameters=used))

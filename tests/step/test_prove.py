@@ -1,0 +1,373 @@
+"""The prover says yes and no as somebody who tries every order would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.step.drive import steps
+from offloadtrain.step.operations import (
+    HostWait,
+    Kind,
+    Lane,
+    Launch,
+    Memory,
+    Operation,
+    Operations,
+    Record,
+    Ref,
+    Undefined,
+    Wait,
+)
+from offloadtrain.step.program import Program
+from offloadtrain.step.prove import order, prove, prove_operations
+from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.trace import (
+    Bytes,
+    Closed,
+    Entry,
+    Launched,
+    Opened,
+    Recorded,
+    Waited,
+    trace,
+)
+from offloadtrain.step.trace import Undefined as Undefine
+from tests import levels
+from tests.step.specs import chain
+
+STREAMED = chain(3, "exact", 2, working="host", zero_stage=3, reduction="fp32", grad_accum_steps=2)
+RESIDENT = chain(3, "delayed", sizes=(300, 200))
+
+
+@cache
+def driven(spec: StepSpec) -> tuple[Operation, ...]:
+    return tuple(steps(Program(spec), 3))
+
+
+def faults(spec: StepSpec, operations: Sequence[Operation]) -> set[str]:
+    return {fault.kind for fault in prove_operations(spec, operations)}
+
+
+# ---- traced programs that somebody has spoiled
+
+
+def pairs(spec: StepSpec) -> list[tuple[Lane, Lane]]:
+    """(who, for whom) of its waits."""
+    found = {(op.lane, op.event.lane): None for op in driven(spec) if isinstance(op, Wait)}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("spec", "who", "whom"),
+    [
+        pytest.param(spec, *pair, id=f"{name}: {' for '.join(pair)}")
+        for name, spec in (("streamed", STREAMED), ("resident", RESIDENT))
+        for pair in pairs(spec)
+    ],
+)
+def test_a_kind_of_wait_left_out_is_a_race(spec: StepSpec, who: Lane, whom: Lane) -> None:
+    def left_out(op: Operation) -> bool:
+        return isinstance(op, Wait) and (op.lane, op.event.lane) == (who, whom)
+
+    assert faults(spec, [op for op in driven(spec) if not left_out(op)]) == {"race"}
+
+
+def test_the_programs_that_are_spoiled_have_many_kinds_of_waits() -> None:
+    assert len({*pairs(STREAMED), *pairs(RESIDENT)}) >= 14
+
+
+def test_who_reads_the_norm_needs_the_wait_of_the_thread() -> None:
+    """The thread's wait orders what the host lane does anyway: its reader is what needs it."""
+    operations = list(driven(RESIDENT))
+    at = next(i for i, op in enumerate(operations) if isinstance(op, HostWait))
+    norms = Ref(Memory.NORMS, "", 0, 0, RESIDENT.num_tensors, "float64")
+    reader = Launch(Kind.DECIDE, Lane.COMPUTE, "", (norms,))
+    assert faults(RESIDENT, [*operations[: at + 1], reader]) == set()
+    assert faults(RESIDENT, [*operations[:at], reader]) == {"race"}
+
+
+def test_a_launch_in_front_of_its_wait_is_a_race() -> None:
+    operations = list(driven(STREAMED))
+    moved = 0
+    for at, op in enumerate(operations[:-1]):
+        after = operations[at + 1]
+        if isinstance(op, Wait) and isinstance(after, Launch):
+            swapped = [*operations[:at], after, op, *operations[at + 2 :]]
+            moved += "race" in faults(STREAMED, swapped)
+            if moved == 12:
+                return
+    raise AssertionError(f"{moved} of 12 found")
+
+
+def test_what_is_said_to_two_lanes_may_change_places() -> None:
+    """The prover does not care who was told first."""
+    operations, moved = list(driven(STREAMED)), 0
+    for at, (op, after) in enumerate(itertools.pairwise(operations)):
+        if isinstance(op, Record) and isinstance(after, Launch) and op.event.lane != after.lane:
+            moved += 1
+            swapped = [*operations[:at], after, op, *operations[at + 2 :]]
+            assert faults(STREAMED, swapped) == set()
+    assert moved > 10
+
+
+Change = Callable[[Ref], Ref]
+
+
+def changed(operations: Sequence[Operation], change: Change) -> Operations:
+    """With other memory."""
+    found: Operations = []
+    for op in operations:
+        if isinstance(op, Launch):
+            reads, writes = (tuple(map(change, refs)) for refs in (op.reads, op.writes))
+            op = op._replace(reads=reads, writes=writes)
+        elif isinstance(op, Undefined):
+            op = op._replace(ref=change(op.ref))
+        found.append(op)
+    return found
+
+
+@pytest.mark.parametrize("memory", [Memory.STAGING, Memory.HOST_STAGING, Memory.ROUNDED])
+def test_slots_of_staging_that_overlap_are_a_race(memory: Memory) -> None:
+    def one_slot(ref: Ref) -> Ref:
+        return ref._replace(owner=0) if ref.memory is memory else ref
+
+    assert "race" in faults(STREAMED, changed(driven(STREAMED), one_slot))
+
+
+def test_slots_of_blocks_that_overlap_are_a_race() -> None:
+    def one_slot(ref: Ref) -> Ref:
+        return ref._replace(copy=0) if ref.memory is Memory.WORKING else ref
+
+    assert STREAMED.slots == 2
+    assert "race" in faults(STREAMED, changed(driven(STREAMED), one_slot))
+
+
+def test_a_slot_is_shared_by_the_blocks_in_it() -> None:
+    """Blocks of one size lie at the same address in it; others have addresses of their own."""
+    entries = [e for e in trace(STREAMED, driven(STREAMED)) if isinstance(e, Launched)]
+    loads = {e.name: e.writes[0].lo for e in entries if e.lane is Lane.LOAD}
+    assert len(loads) == 3 and len(set(loads.values())) == STREAMED.slots == 2
+    resident = [e for e in trace(RESIDENT, driven(RESIDENT)) if isinstance(e, Launched)]
+    written = [e.writes[0].lo for e in resident if e.name.startswith("h2d")]
+    assert len(set(written)) == len(RESIDENT.buckets)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [(RESIDENT, Kind.GATHER), (STREAMED, Kind.GRAD_DOWN), (STREAMED, Kind.ROUND)],
+    ids=["staging", "host staging", "rounded"],
+)
+def test_memory_that_nobody_has_written_is_not_read(spec: StepSpec, kind: Kind) -> None:
+    """A launch that is left out leaves what it should have written as it was."""
+
+    def left_out(op: Operation) -> bool:
+        return isinstance(op, Launch) and op.kind is kind
+
+    operations = [op for op in driven(spec) if not left_out(op)]
+    assert "uninitialised" in faults(spec, operations)
+
+
+def test_weights_that_were_never_loaded_are_not_read() -> None:
+    kinds = (Kind.LOAD, Kind.ALL_GATHER)
+    whole = [op for op in driven(STREAMED) if not (isinstance(op, Launch) and op.kind in kinds)]
+    assert "uninitialised" in faults(STREAMED, whole)
+
+
+# ---- entries, one by one
+
+
+def piece(lo: int, hi: int) -> Bytes:
+    return Bytes("memory", lo, hi)
+
+
+def launched(lane: Lane, *, reads: Sequence[Bytes] = (), writes: Sequence[Bytes] = ()) -> Launched:
+    return Launched(lane, lane.value, tuple(reads), tuple(writes))
+
+
+def found(*entries: Entry) -> list[str]:
+    return [fault.kind for fault in prove(entries)]
+
+
+def test_what_a_race_is_called() -> None:
+    program = [
+        launched(Lane.HOST, writes=[piece(0, 8)]),
+        launched(Lane.H2D, reads=[piece(4, 12)]),
+    ]
+    (fault,) = prove(program)
+    assert fault.message == "'h2d' on h2d is not ordered after 'host': both touch memory"
+
+
+@pytest.mark.parametrize("page", [0, 1 << 16, 5 << 16])
+@pytest.mark.parametrize("size", [1, 100, 1 << 17])
+def test_common_bytes_are_found_on_any_page(page: int, size: int) -> None:
+    lo = page - size // 2 if page else 0
+    writes = launched(Lane.HOST, writes=[piece(lo, lo + size)])
+    assert found(writes, launched(Lane.H2D, reads=[piece(lo + size - 1, lo + size + 5)])) == [
+        "race"
+    ]
+    assert found(writes, launched(Lane.H2D, reads=[piece(lo + size, lo + size + 5)])) == []
+
+
+def test_memory_is_undefined_until_it_is_written_and_not_longer() -> None:
+    """Byte by byte."""
+    undefined = Undefine(piece(0, 8))
+    half = launched(Lane.HOST, writes=[piece(0, 4)])
+    rest = launched(Lane.HOST, writes=[piece(4, 8)])
+    middle = launched(Lane.HOST, writes=[piece(2, 6)])
+    reads = launched(Lane.HOST, reads=[piece(0, 4)])
+    assert found(undefined, reads) == ["uninitialised"]
+    assert found(undefined, half, reads) == []
+    assert found(undefined, rest, reads) == ["uninitialised"]
+    assert found(undefined, middle, reads) == ["uninitialised"]
+    assert found(undefined, half, rest, launched(Lane.HOST, reads=[piece(0, 8)])) == []
+    assert found(undefined, half, undefined, reads) == ["uninitialised"]
+
+
+def test_what_an_operation_writes_it_may_read_afterwards_only() -> None:
+    both = launched(Lane.HOST, reads=[piece(0, 4)], writes=[piece(0, 4)])
+    assert found(Undefine(piece(0, 4)), both) == ["uninitialised"]
+    assert found(both, both) == []
+
+
+def test_a_wait_for_nothing() -> None:
+    assert found(Waited(Lane.HOST, 7, "nothing")) == ["unrecorded"]
+    assert found(Waited(Lane.HOST, 7, "later"), Recorded(Lane.D2H, 7)) == ["unrecorded"]
+
+
+def test_a_span_lasts_until_it_is_closed() -> None:
+    opened = Opened(1, "forward", (piece(0, 4),), ())
+    writes = launched(Lane.H2D, writes=[piece(0, 4)])
+    told = Recorded(Lane.COMPUTE, 1), Waited(Lane.H2D, 1, "forward")
+    assert found(opened, Closed(1), *told, writes) == []
+    assert found(opened, *told, Closed(1), writes) == ["race"]
+    assert found(opened, *told, writes, Closed(1)) == ["race"]
+    assert found(opened) == ["unclosed"]
+    assert found(Opened(1, "empty", (), ())) == []
+
+
+def test_what_an_operation_knows() -> None:
+    clocks = order(
+        [
+            launched(Lane.COMPUTE),
+            Recorded(Lane.COMPUTE, 0),
+            launched(Lane.COMPUTE),
+            launched(Lane.D2H),
+            Waited(Lane.D2H, 0, "compute"),
+            launched(Lane.D2H),
+        ]
+    )
+    lanes = list(Lane)
+    compute, d2h = lanes.index(Lane.COMPUTE), lanes.index(Lane.D2H)
+    assert [(clock[compute], clock[d2h]) for clock in clocks] == [(1, 0), (2, 0), (0, 1), (1, 2)]
+
+
+# ---- any program, against every order
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Entry]:
+    """Launches, spans, events and waits over eight bytes."""
+    ends = st.tuples(st.integers(0, 7), st.integers(1, 3)).map(lambda e: piece(e[0], e[0] + e[1]))
+    touched = st.lists(ends, max_size=2)
+    lane = st.sampled_from([Lane.COMPUTE, Lane.HOST, Lane.H2D])
+    made: list[Entry] = []
+    events = spans = 0
+    open_spans: list[int] = []
+    for _ in range(draw(st.integers(0, 12))):
+        kind = draw(st.sampled_from("lllrrwwhsu"))
+        if kind == "l":
+            made.append(launched(draw(lane), reads=draw(touched), writes=draw(touched)))
+        elif kind == "r":
+            made.append(Recorded(draw(lane), events))
+            events += 1
+        elif kind in "wh" and events:
+            who = None if kind == "h" else draw(lane)
+            made.append(Waited(who, draw(st.integers(0, events - 1)), "why"))
+        elif kind == "s" and open_spans and draw(st.booleans()):
+            made.append(Closed(open_spans.pop(draw(st.integers(0, len(open_spans) - 1)))))
+        elif kind == "s":
+            made.append(Opened(spans, "span", tuple(draw(touched)), tuple(draw(touched))))
+            open_spans.append(spans)
+            spans += 1
+        elif kind == "u":
+            made.append(Undefine(draw(ends)))
+    return [*made, *map(Closed, open_spans)]
+
+
+def raced(program: Sequence[Entry]) -> bool:
+    """By the definition: points in time, the arrows between them, and who reaches whom."""
+    after: list[set[int]] = []
+    """Entry → all entries that are done before it starts."""
+    last: dict[Lane, set[int]] = {lane: set() for lane in Lane}
+    thread: set[int] = set()
+    events: dict[int, set[int]] = {}
+    opened: dict[int, int] = {}
+    touched: list[tuple[int, int, Lane, Bytes, bool]] = []
+    """First and last entry, lane, bytes, whether they are written."""
+    for number, entry in enumerate(program):
+        before: set[int] = set()
+        match entry:
+            case Launched(lane, _, reads, writes):
+                before = last[lane] | thread
+                last[lane] = before | {number}
+                touched += [(number, number, lane, r, False) for r in reads]
+                touched += [(number, number, lane, w, True) for w in writes]
+            case Opened(span, _, reads, writes):
+                before = last[Lane.COMPUTE] | thread
+                last[Lane.COMPUTE] = before | {number}
+                opened[span] = number
+                end = next(
+                    i for i, e in enumerate(program) if isinstance(e, Closed) and e.span == span
+                )
+                touched += [(number, end, Lane.COMPUTE, r, False) for r in reads]
+                touched += [(number, end, Lane.COMPUTE, w, True) for w in writes]
+            case Closed():
+                before = last[Lane.COMPUTE] | thread
+                last[Lane.COMPUTE] = before | {number}
+            case Recorded(lane, event):
+                events[event] = last[lane] | thread
+            case Waited(None, event, _):
+                thread = thread | events[event]
+            case Waited(lane, event, _):
+                assert lane is not None
+                last[lane] = last[lane] | events[event]
+        after.append(before)
+    return any(
+        (a_writes or b_writes)
+        and a_lane is not b_lane
+        and a.overlaps(b)
+        and a_last not in after[b_first]
+        and b_last not in after[a_first]
+        for a_first, a_last, a_lane, a, a_writes in touched
+        for b_first, b_last, b_lane, b, b_writes in touched
+    )
+
+
+def reads_nothing(program: Sequence[Entry]) -> bool:
+    """Whether a byte is read behind the mark that it is undefined and in front of its next write,
+    in the order of launch."""
+    undefined: set[int] = set()
+    for entry in program:
+        if isinstance(entry, Undefine):
+            undefined |= set(range(entry.bytes.lo, entry.bytes.hi))
+        elif isinstance(entry, Launched | Opened):
+            if any(undefined & set(range(r.lo, r.hi)) for r in entry.reads):
+                return True
+            undefined -= {byte for w in entry.writes for byte in range(w.lo, w.hi)}
+    return False
+
+
+@levels.examples(600)
+@given(programs())
+def test_faults_are_those_of_the_definition(program: list[Entry]) -> None:
+    kinds = {fault.kind for fault in prove(program)}
+    assert ("race" in kinds) == raced(program)
+    if "race" not in kinds:
+        assert ("uninitialised" in kinds) == reads_nothing(program)
+    assert kinds <= {"race", "uninitialised"}

@@ -5,7 +5,7 @@ Nobody writes a wait. Each launch says what it reads and writes; the lane that r
 whoever wrote what it reads, and for whoever wrote or still reads what it writes, unless it knows
 already that they are done. A lane knows what it has waited for, what the lane that it waited for
 knew then, and all that the launching thread had waited for: a vector clock for each lane. So a
-step's order follows from its table of reads and writes, a wait that adds nothing is never made, and
+step's order follows from its table of reads and writes, nobody waits for what it knows already, and
 a new kind of operation brings its waits with it.
 
 An event stands for everything launched on its lane before it, so it is recorded right behind the

@@ -81,19 +81,6 @@ def superfluous(spec: StepSpec, operations: Operations, begin: int = 0) -> list[
     return found
 
 
-@levels.examples(50)
-@given(case=cases(most_blocks=2))
-def test_every_wait_is_needed(case: Case) -> None:
-    """Where code of the user's reads whatever it was given, whenever it can: a usual step leaves
-    the device before its weights change, but an evaluation before step() may not have."""
-    with staging_of(case.staging):
-        user = User(case.spec, case.rank, random.Random(0), always=())
-        begin = len(user.done)
-        for _ in range(2):
-            user.step()
-    assert superfluous(case.spec, user.done, begin) == []
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("working", ["device", "host"])

@@ -16,3 +16,11 @@ class ConfigError(OffloadTrainError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class HostMemoryError(OffloadTrainError):
+    """The host has not the memory that was asked for."""
+
+
+class DeviceMemoryError(OffloadTrainError):
+    """The device memory limit is below what the engine needs."""

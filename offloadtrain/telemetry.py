@@ -22,7 +22,7 @@ import psutil
 from offloadtrain import cgroup
 from offloadtrain.errors import OffloadTrainError
 from offloadtrain.events import Event, System
-from offloadtrain.memory import available_bytes, stated_bytes
+from offloadtrain.host_memory import available_bytes, stated_bytes
 from offloadtrain.nvml import Gpu, Nvml
 
 _T = TypeVar("_T")

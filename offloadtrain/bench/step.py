@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer, offload
-from offloadtrain.memory import available_bytes
+from offloadtrain.host_memory import available_bytes
 from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import AdamW
 from offloadtrain.step.formats import format_for

@@ -17,7 +17,7 @@ from offloadtrain.device import resolve_precision
 from offloadtrain.doctor import checks, facts, speeds
 from offloadtrain.doctor.checks import Check, Status
 from offloadtrain.doctor.measure import disk_gbps, measure
-from offloadtrain.memory import stated_bytes
+from offloadtrain.host_memory import stated_bytes
 from offloadtrain.nvml import Nvml
 from offloadtrain.plan.machine import Machine
 from offloadtrain.telemetry import probe

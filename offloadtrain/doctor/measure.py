@@ -25,7 +25,7 @@ from offloadtrain.bench.rounds import Case
 from offloadtrain.bench.rounds import measure as measure_rounds
 from offloadtrain.calibrate import bandwidth
 from offloadtrain.doctor.speeds import FP32_TRAFFIC_BYTES
-from offloadtrain.memory import available_bytes
+from offloadtrain.host_memory import available_bytes
 from offloadtrain.model.transformer import Block
 from offloadtrain.peaks import peak_flops
 from offloadtrain.plan.machine import Machine

@@ -27,7 +27,8 @@ from offloadtrain.engine.memory_map import MemoryMap, Staging
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.residency import Residency
-from offloadtrain.memory import Arena, Ledger, available_bytes
+from offloadtrain.host_memory import available_bytes
+from offloadtrain.memory import Arena, Ledger
 from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import LossScaler, UpdateRule
 from offloadtrain.step import memory

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.errors import HostMemoryError
 from offloadtrain.memory import Arena, Ledger, Tier
-from offloadtrain.step.memory import HostMemoryError, Request, Role, kept_requests
+from offloadtrain.step.memory import Request, Role, kept_requests
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.transfer import Buffer
 from offloadtrain.units import format_bytes

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offloadtrain.config import Config
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.offload_config import PRECISIONS, OptionError
 from offloadtrain.plan.layout import blocks_of, num_tensors
 from offloadtrain.step import memory
 from offloadtrain.step.formats import ITEMSIZE
-from offloadtrain.step.memory import DeviceMemoryError, Request
+from offloadtrain.step.memory import Request
 from offloadtrain.step.spec import StepSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
@@ -26,14 +26,6 @@ HEADROOM = 0.9
 
 OWNERS = {"master": "master weights", "weight": "host weights"}
 """Of fields of the state that a person knows by another name."""
-
-
-class HostMemoryError(OffloadTrainError):
-    """The host has not the memory that was asked for."""
-
-
-class DeviceMemoryError(OffloadTrainError):
-    """The device memory limit is below what the engine needs."""
 
 
 class Role(StrEnum):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import memory, telemetry
+from offloadtrain import host_memory, memory, telemetry
+from offloadtrain.errors import HostMemoryError
 from offloadtrain.memory import Arena, Ledger, Tier
-from offloadtrain.step.memory import HostMemoryError, Request
+from offloadtrain.step.memory import Request
 from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy
 
 
@@ -86,28 +87,28 @@ def test_too_little_memory_is_said_before_anything_is_mapped(
 
 def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine may have a tenth of its memory yet: the kernel tells what is there now."""
-    monkeypatch.setattr(memory, "_meminfo_available", lambda: 1 << 20)
-    monkeypatch.setattr(memory, "_cgroup_available", lambda mount: 1 << 62)
+    monkeypatch.setattr(host_memory, "_meminfo_available", lambda: 1 << 20)
+    monkeypatch.setattr(host_memory, "_cgroup_available", lambda mount: 1 << 62)
     monkeypatch.delenv("OFFLOADTRAIN_HOST_MEMORY", raising=False)
     arena, asked = Arena(Ledger(), pin=False), [Request("master", 1 << 20, "float32")]
     with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY=128GiB"):
         arena.map(asked)
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "128GiB")
     assert telemetry.host_memory_bytes() == 128 << 30
-    held = (128 << 30) - memory.available_bytes()
+    held = (128 << 30) - host_memory.available_bytes()
     assert held == pytest.approx(telemetry.own_bytes(), rel=0.05)
     arena.map(asked)
-    monkeypatch.setattr(memory, "_cgroup_available", lambda mount: 1 << 20)
-    assert memory.available_bytes() == 1 << 20
+    monkeypatch.setattr(host_memory, "_cgroup_available", lambda mount: 1 << 20)
+    assert host_memory.available_bytes() == 1 << 20
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "much")
     with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY: 'much' is not a size"):
-        memory.available_bytes()
+        host_memory.available_bytes()
 
 
 def test_the_cgroup_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory._cgroup_room(tmp_path) == 650_000
+    assert host_memory._cgroup_room(tmp_path) == 650_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._cgroup_room(tmp_path) > 1 << 60
+    assert host_memory._cgroup_room(tmp_path) > 1 << 60

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
+from offloadtrain.errors import HostMemoryError
 from offloadtrain.memory import Tier
-from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.step.prove import prove
 from offloadtrain.step.trace import Waited
 from offloadtrain.transfer import SequentialLanes

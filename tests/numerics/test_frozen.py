@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.errors import HostMemoryError
 from offloadtrain.memory import Tier
-from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.seeded import SeededLanes
 from offloadtrain.transfer.threads import ThreadLanes

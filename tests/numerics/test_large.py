@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from offloadtrain import kernels
+from offloadtrain.host_memory import available_bytes
 from offloadtrain.kernels import Layout
-from offloadtrain.memory import Arena, Ledger, available_bytes
+from offloadtrain.memory import Arena, Ledger
 from offloadtrain.step.memory import Request
 from tests.numerics.format_cases import (
     SCALARS,

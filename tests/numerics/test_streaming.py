@@ -17,8 +17,8 @@ import offloadtrain as ot
 from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
+from offloadtrain.errors import DeviceMemoryError
 from offloadtrain.step import spec
-from offloadtrain.step.memory import DeviceMemoryError
 from offloadtrain.step.streaming import StreamError
 from offloadtrain.transfer import on_lanes
 from tests import levels

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.errors import HostMemoryError
 from offloadtrain.step import modes
-from offloadtrain.step.memory import HostMemoryError
 from tests import levels
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun

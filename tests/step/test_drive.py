@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import offloadtrain as ot
+from offloadtrain.errors import HostMemoryError
 from offloadtrain.step import spec
 from offloadtrain.step.drive import steps
-from offloadtrain.step.memory import HostMemoryError
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.trace import Entry, Launched

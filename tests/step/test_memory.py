@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.step import memory
 from offloadtrain.step.memory import (
-    DeviceMemoryError,
-    HostMemoryError,
     Request,
     Role,
     device_owners,

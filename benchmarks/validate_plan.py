@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.plan.machine import Machine, find
 from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, gpipe_seconds, row
 from offloadtrain.plan.published import (
@@ -28,7 +29,6 @@ from offloadtrain.plan.published import (
     too_large_for,
     zero_bytes,
 )
-from offloadtrain.shapes import SIZES, ModelShape
 
 PUBLISHED = Path(__file__).with_name("published.json")
 SOFTWARE = Software()  # one set for all cells

@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offloadtrain.config.offload import OffloadConfig
     from offloadtrain.engine import OffloadOptimizer, StepReport, offload
-    from offloadtrain.offload_config import OffloadConfig
     from offloadtrain.optim import Adam, AdamW
 
 __version__ = "0.1.0"
@@ -21,9 +21,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adam": "offloadtrain.optim",
     "AdamW": "offloadtrain.optim",
-    "OffloadConfig": "offloadtrain.offload_config",
+    "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
-    "OffloadTrainError": "offloadtrain.errors",
+    "OffloadTrainError": "offloadtrain.config.errors",
     "StepReport": "offloadtrain.engine",
     "offload": "offloadtrain.engine",
 }

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from offloadtrain import cgroup, kernels, optim, rng
-from offloadtrain.config import Config
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import OffloadConfig, Precision
+from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.documents import PYTHON_STDLIB
 from offloadtrain.data.prepare import prepare
@@ -21,16 +24,13 @@ from offloadtrain.data.verified import verify
 from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import OffloadOptimizer, offload
-from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
 from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.offload_config import OffloadConfig, Precision
 from offloadtrain.plan.changes import settled
 from offloadtrain.plan.machine import Machine, find
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.units import format_bytes, parse_bytes
 from offloadtrain.world import Place
 
 _log = logging.getLogger(__name__)

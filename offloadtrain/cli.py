@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, CycloptsPanel
 
 from offloadtrain.commands.version import package_version
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.console import sanitize
-from offloadtrain.errors import OffloadTrainError
 
 DONE, FAILED, USAGE, DOES_NOT_FIT, STOPPED = 0, 1, 2, 4, 75
 

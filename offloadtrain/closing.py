@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 from offloadtrain import events
-from offloadtrain.config import Config
+from offloadtrain.config.job import Config
+from offloadtrain.config.units import format_duration
 from offloadtrain.console import loss_curve
-from offloadtrain.units import format_duration
 
 
 def ended_as(log: Path, since_s: float) -> str | None:

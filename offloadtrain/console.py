@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-from offloadtrain.units import format_bytes, format_duration, format_rate
+from offloadtrain.config.units import format_bytes, format_duration, format_rate
 
 _CONTROL: dict[int, str | None] = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
 _KEPT: dict[int, str | None] = {ord("\n"): "\n", ord("\t"): "    "}

@@ -8,8 +8,8 @@ from functools import cache
 
 import torch
 
-from offloadtrain.errors import ConfigError
-from offloadtrain.offload_config import Precision
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.offload import Precision
 
 LEAST_SPEEDUP = 1.2
 """From here on a CPU takes bf16. Nearer to 1, noise would decide, and little would be gained."""

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from offloadtrain.config.units import format_bytes
 from offloadtrain.distributed import Ranks
 from offloadtrain.manifest import CheckpointError
-from offloadtrain.units import format_bytes
 
 
 def require(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.world import Place, Store
 
 Group = dist.ProcessGroup

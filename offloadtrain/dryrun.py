@@ -14,11 +14,11 @@ from itertools import zip_longest
 import torch
 
 from offloadtrain.assembly import decay_groups
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.distributed import Ranks
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.cut import cut
 from offloadtrain.engine.groups import normalise_groups
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.memory import DeviceArena, Ledger, PaperArena
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offloadtrain.offload_config import PRECISIONS as NAMES
+from offloadtrain.config.offload import PRECISIONS as NAMES
 from offloadtrain.step.formats import ITEMSIZE
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}

@@ -6,11 +6,11 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events import MemoryRow, PlanRow
 from offloadtrain.memory import Tier
 from offloadtrain.plan.plan import Plan
-from offloadtrain.units import format_bytes
 
 APART = 0.10
 """Beyond which a difference is told."""

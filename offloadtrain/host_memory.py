@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from offloadtrain import cgroup
-from offloadtrain.errors import HostMemoryError
-from offloadtrain.units import parse_bytes
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import parse_bytes
 
 HOST_MEMORY_VARIABLE = "OFFLOADTRAIN_HOST_MEMORY"
 

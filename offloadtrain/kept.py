@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offloadtrain.checkpoint import Checkpoint
-from offloadtrain.offload_config import Precision
+from offloadtrain.config.offload import Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain import durable
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 
 FORMAT = "offloadtrain-checkpoint"
 VERSION = 1

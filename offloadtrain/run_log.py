@@ -19,7 +19,9 @@ from offloadtrain.alerts import Alerts
 from offloadtrain.assembly import Parts
 from offloadtrain.calibrate import bandwidth
 from offloadtrain.checkpoint import Saved
-from offloadtrain.config import Config, as_tables
+from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.model_shape import flops_per_token, num_params
+from offloadtrain.config.units import format_bytes, format_count, format_duration
 from offloadtrain.console import Console, StepLine
 from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
@@ -31,10 +33,8 @@ from offloadtrain.nvml import Nvml
 from offloadtrain.peaks import peak_flops
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
-from offloadtrain.shapes import flops_per_token, num_params
 from offloadtrain.step.formats import FORMATS
 from offloadtrain.telemetry import Machine, Sampler, probe
-from offloadtrain.units import format_bytes, format_count, format_duration
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled

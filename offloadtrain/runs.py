@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain import checkpoint, run_folder
-from offloadtrain.config import Config
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
 from offloadtrain.distributed import ALONE, Ranks
-from offloadtrain.errors import ConfigError
 from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.run_folder import RunFolder
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 import psutil
 
 from offloadtrain import cgroup
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import Event, System
 from offloadtrain.host_memory import available_bytes, stated_bytes
 from offloadtrain.nvml import Gpu, Nvml

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain import events
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import WAIT, Record, Span, Step
 
 LANES = ("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
 
 LOOK_EVERY_S = 0.5
 SILENT_S = 20.0

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain import shapes
 from offloadtrain.bench import resident
+from offloadtrain.config import model_shape
 from offloadtrain.doctor import measure
 
 
@@ -26,5 +26,5 @@ def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo model in a hundredth of its size."""
-    demo = replace(shapes.SIZES["demo"], num_layers=2, d_model=32, num_heads=2)
+    demo = replace(model_shape.SIZES["demo"], num_layers=2, d_model=32, num_heads=2)
     monkeypatch.setattr(resident, "SIZES", {"demo": demo})

@@ -21,8 +21,8 @@ from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import MissingError, cap, here
 from offloadtrain.bench.rounds import SETTLE_S, ratio
-from offloadtrain.errors import HostMemoryError
-from offloadtrain.units import format_bytes
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import format_bytes
 
 ROUNDS = 3
 

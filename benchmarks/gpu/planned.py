@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain.config import OFFLOAD, Config, DataConfig, TrainConfig
+from offloadtrain.config.job import OFFLOAD, Config, DataConfig, TrainConfig
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.plan import make
 

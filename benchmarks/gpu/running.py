@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import System, make
+from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.engine import StepReport
 from offloadtrain.events import Record, Span, Step
 from offloadtrain.memory import Tier
 from offloadtrain.peaks import peak_flops
-from offloadtrain.shapes import flops_per_token, num_params
 from offloadtrain.trace import chrome_trace
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from offloadtrain.shapes import SIZES, ModelShape
+from offloadtrain.config.model_shape import SIZES, ModelShape
 
 SYSTEMS = ("offloadtrain", "resident", "fsdp2", "torchao", "deepspeed")
 

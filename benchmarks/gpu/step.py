@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import MissingError, cap, here
-from offloadtrain.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError
 
 
 def measure(spec: Spec, trace: Path | None = None) -> dict[str, Any]:

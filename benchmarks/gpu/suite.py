@@ -10,7 +10,7 @@ from benchmarks.gpu.convergence import CASES, STEPS
 from benchmarks.gpu.convergence import SPEC as CURVE
 from benchmarks.gpu.pair import ROUNDS
 from benchmarks.gpu.spec import Spec
-from offloadtrain.shapes import flops_per_token, num_params
+from offloadtrain.config.model_shape import flops_per_token, num_params
 
 GIB = 1 << 30
 PEERS = ("deepspeed", "torchao", "fsdp2")

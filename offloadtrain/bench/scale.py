@@ -23,11 +23,11 @@ import torch
 from torch import multiprocessing, nn
 
 from offloadtrain.bench.step import MILLISECONDS, PacedLayer, paced_lanes, spec_of_layers
+from offloadtrain.config.model_shape import SIZES
 from offloadtrain.distributed import join_through
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
-from offloadtrain.shapes import SIZES
 from offloadtrain.step.operations import Kind
 from offloadtrain.step.simulate import steady
 from offloadtrain.transfer import on_lanes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from offloadtrain.bench.report import Row

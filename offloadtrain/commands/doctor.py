@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from offloadtrain.doctor.checks import Check

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from offloadtrain.config_toml import nearest
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.toml import nearest
 from offloadtrain.console import sanitize
-from offloadtrain.errors import ConfigError, OffloadTrainError
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
 

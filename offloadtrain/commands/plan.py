@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from offloadtrain.errors import ConfigError
-from offloadtrain.units import parse_bytes
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.units import parse_bytes
 
 if TYPE_CHECKING:
-    from offloadtrain.config import Config
+    from offloadtrain.config.job import Config
     from offloadtrain.plan.machine import Machine
 
 DOES_NOT_FIT = 4
@@ -68,11 +68,11 @@ def plan(
     as_json
         Print one JSON object.
     """
-    from offloadtrain import config as jobs
     from offloadtrain.commands.jobs import find_job, say_on_stderr
+    from offloadtrain.config import job as jobs
+    from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan import changes, report
     from offloadtrain.plan.plan import make
-    from offloadtrain.share import parse_ranks
 
     parse_ranks("--gpus", str(gpus))
     name, target = chosen_machine(machine, gpu_memory, host_memory)
@@ -133,7 +133,7 @@ def _sweep(
 
 
 def _counts(text: str) -> list[int]:
-    from offloadtrain.share import parse_ranks
+    from offloadtrain.config.batch_split import parse_ranks
 
     key, _, values = text.partition("=")
     if key != "gpus":

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from offloadtrain.commands.progress_bar import ProgressBar
-from offloadtrain.units import format_count
+from offloadtrain.config.units import format_count
 
 
 def prepare(

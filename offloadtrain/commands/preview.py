@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadtrain.config import Config
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.units import format_bytes
 from offloadtrain.device import resolve_device
 from offloadtrain.dryrun import check
-from offloadtrain.errors import ConfigError
 from offloadtrain.here import here
-from offloadtrain.offload_config import STATE_PRECISIONS
 from offloadtrain.plan import report
 from offloadtrain.plan.changes import settled
 from offloadtrain.plan.machine import Machine, find, shipped
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.units import format_bytes
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:

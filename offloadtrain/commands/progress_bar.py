@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from offloadtrain.units import format_bytes
+from offloadtrain.config.units import format_bytes
 
 _BAR_CELLS = 30
 _TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 
 from offloadtrain import runs
-from offloadtrain.config import Config
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.job import Config
 from offloadtrain.device import resolve_device
 from offloadtrain.distributed import RankError, Ranks, attempt_store, connect, disconnect
-from offloadtrain.errors import ConfigError, OffloadTrainError
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
 from offloadtrain.world import Place, Watch

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 
 
 def trace(run: Path, out: Path | None = None) -> None:

@@ -12,12 +12,12 @@ from cyclopts import Parameter
 
 from offloadtrain.commands.jobs import find_job, say_on_stderr
 from offloadtrain.commands.progress_bar import ProgressBar
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
 from offloadtrain.world import Place
 
 if TYPE_CHECKING:
     from offloadtrain.commands.team import Team
-    from offloadtrain.config import Config
+    from offloadtrain.config.job import Config
     from offloadtrain.console import Console
 
 DOES_NOT_FIT = 4
@@ -68,7 +68,7 @@ def train(
         Train nothing. Print the plan, lay every buffer out without its memory, prove the program
         of a step free of races, and print the resolved job. Exit code 4 if it does not fit.
     """
-    from offloadtrain import config as jobs
+    from offloadtrain.config import job as jobs
 
     path = find_job(job)
     place = Place.of(os.environ)
@@ -110,8 +110,8 @@ def _another_rank_says(line: str) -> None:
 
 
 def _preview(config: Config, ranks: int) -> int:
-    from offloadtrain import config as jobs
     from offloadtrain.commands.preview import preview
+    from offloadtrain.config import job as jobs
 
     text, fits = preview(config, ranks)
     print(text, file=sys.stderr)
@@ -121,7 +121,7 @@ def _preview(config: Config, ranks: int) -> int:
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
     """Check before anything is started that the job can be shared out."""
-    from offloadtrain.share import parse_ranks, shared
+    from offloadtrain.config.batch_split import parse_ranks, shared
 
     if nproc == "auto":
         import torch
@@ -178,14 +178,14 @@ def _run(
     console: Console,
 ) -> int:
     from offloadtrain import closing
-    from offloadtrain import config as jobs
     from offloadtrain.assembly import assemble
+    from offloadtrain.config import job as jobs
+    from offloadtrain.config.batch_split import explain
     from offloadtrain.control import Requests
     from offloadtrain.distributed import ALONE
     from offloadtrain.kept import kept_of
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
-    from offloadtrain.share import explain
     from offloadtrain.trainer import Trainer
 
     first = team is None or team.place.rank == 0

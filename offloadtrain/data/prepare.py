@@ -37,6 +37,7 @@ from typing import Literal
 
 import numpy as np
 
+from offloadtrain.config.errors import ConfigError
 from offloadtrain.data.documents import (
     PIECE_BYTES,
     Piece,
@@ -51,7 +52,6 @@ from offloadtrain.data.documents import (
 from offloadtrain.data.sniff import refuse_binary
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
-from offloadtrain.errors import ConfigError
 
 Task = tuple[Piece, ...]
 

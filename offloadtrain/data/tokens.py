@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Progress = Callable[[int, int], None]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from offloadtrain.units import format_bytes, format_count
+from offloadtrain.config.units import format_bytes, format_count
 
 LEAST_TORCH = (2, 9)
 LEAST_FREE_BYTES, LITTLE_FREE_BYTES = 1 << 30, 20 << 30

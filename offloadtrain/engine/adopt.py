@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.distributed import Ranks
 from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.block import Block
@@ -23,7 +24,6 @@ from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.cut import Part
 from offloadtrain.kernels import BLOCK
-from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import UpdateRule
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.transfer import Lanes, Range, Span
 
 

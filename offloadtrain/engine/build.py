@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.distributed import Ranks
 from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit, adopt_weights
@@ -29,7 +30,6 @@ from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.residency import Residency
 from offloadtrain.host_memory import available_bytes
 from offloadtrain.memory import Arena, Ledger
-from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import LossScaler, UpdateRule
 from offloadtrain.step import memory
 from offloadtrain.step.memory import Request

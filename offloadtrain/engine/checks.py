@@ -10,8 +10,8 @@ from itertools import islice, pairwise
 import torch
 from torch import nn
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.distributed import Ranks
-from offloadtrain.errors import OffloadTrainError
 
 _log = logging.getLogger(__name__)
 

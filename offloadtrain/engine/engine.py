@@ -12,6 +12,7 @@ from zlib import crc32
 
 import torch
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.distributed import RankError, Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
@@ -22,7 +23,6 @@ from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skips import tell_of_skips
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.optim import LossScaler
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.program import Program

@@ -28,12 +28,12 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.distributed import Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.order import Turns
 from offloadtrain.step.program import Program
 from offloadtrain.transfer import Buffer

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.errors import HostMemoryError
 from offloadtrain.memory import Arena, Ledger, Tier
 from offloadtrain.step.memory import Request, Role, kept_requests
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.transfer import Buffer
-from offloadtrain.units import format_bytes
 
 
 def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.step.operations import (
     Enter,
     HostWait,

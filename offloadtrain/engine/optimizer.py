@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.distributed import UNTRAINED, Extent, Ranks
 from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine import state
@@ -26,7 +27,6 @@ from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.watched import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.memory import Arena, DeviceArena, Ledger
-from offloadtrain.offload_config import OffloadConfig
 from offloadtrain.optim import UpdateRule
 from offloadtrain.transfer import Lanes
 

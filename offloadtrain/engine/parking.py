@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.transfer import PARKED, Buffer, Event, Lane, Lanes, copy
 
 _LEAVING = 2

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.hooks import Watcher
 from offloadtrain.engine.rewind import Rewind
-from offloadtrain.units import format_bytes
 
 _log = logging.getLogger(__name__)
 

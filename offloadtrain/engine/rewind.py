@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 
 _LEAVES = (
     *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.Generator),

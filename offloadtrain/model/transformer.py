@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.rotary import RotaryTables, rotate
-from offloadtrain.shapes import ModelShape
 
 Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP; fp32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 
 _LARGEST = 2.0**24
 _SMALLEST = 2.0**-14

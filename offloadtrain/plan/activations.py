@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.plan.placement import Placement
-from offloadtrain.shapes import ModelShape
 
 _ROWS_BYTES_CPU, _ROWS_BYTES_GPU = 4 << 20, 64 << 20
 """fp32 rows of logits that the loss works on at once."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from offloadtrain.config import Config
-from offloadtrain.offload_config import STATE_PRECISIONS
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved

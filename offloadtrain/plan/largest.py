@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from offloadtrain.config import Config, DataConfig, TrainConfig
-from offloadtrain.offload_config import STATE_PRECISIONS
+from offloadtrain.config.job import Config, DataConfig, TrainConfig
+from offloadtrain.config.model_shape import ModelShape, num_params
+from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.plan.changes import applied
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.shapes import ModelShape, num_params
-from offloadtrain.units import format_bytes, format_count
 
 SEQ_LEN, VOCAB, HEAD_WIDTH = 1024, 50304, 128
 WIDTHS = (1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from offloadtrain.config import Config
-from offloadtrain.offload_config import PRECISIONS
-from offloadtrain.shapes import ModelShape
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.step.formats import format_for
 from offloadtrain.step.spec import BlockSpec, BucketSpec, padded
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offloadtrain import config_toml as toml
-from offloadtrain.errors import ConfigError
-from offloadtrain.offload_config import Precision
-from offloadtrain.units import parse_bytes
+from offloadtrain.config import toml
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.offload import Precision
+from offloadtrain.config.units import parse_bytes
 
 _FOLDER = Path(__file__).parent.parent / "machines"
 

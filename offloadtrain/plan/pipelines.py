@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.published import input_bytes, layer_bytes, megatron_flops
-from offloadtrain.shapes import ModelShape, num_params
 
 Schedule = Literal["gpipe", "flush", "2bw"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

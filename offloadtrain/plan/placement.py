@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from offloadtrain.config import Config
-from offloadtrain.errors import DeviceMemoryError, OffloadTrainError
-from offloadtrain.offload_config import PRECISIONS, OptionError
+from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.layout import blocks_of, num_tensors
 from offloadtrain.step import memory
 from offloadtrain.step.formats import ITEMSIZE

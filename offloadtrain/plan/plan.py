@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from offloadtrain.config import Config
-from offloadtrain.offload_config import STATE_PRECISIONS
+from offloadtrain.config.batch_split import shared
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import num_block_params
+from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.plan.activations import Activations, activations
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.times import Prediction, predict
-from offloadtrain.shapes import num_block_params
-from offloadtrain.share import shared
 from offloadtrain.step.memory import with_second_copies
-from offloadtrain.units import format_bytes, parse_bytes
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.plan.machine import Machine
-from offloadtrain.shapes import ModelShape, num_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from offloadtrain.config.batch_split import explain
+from offloadtrain.config.model_shape import num_params
+from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.plan.changes import Change
 from offloadtrain.plan.plan import Plan
-from offloadtrain.shapes import num_params
-from offloadtrain.share import explain
-from offloadtrain.units import format_bytes, format_count
 
 LANES = {
     "compute": "forward and backward",

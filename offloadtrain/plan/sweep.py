@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from offloadtrain.config import Config
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import flops_per_token
+from offloadtrain.config.units import format_count
 from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.plan import make, resolved
 from offloadtrain.plan.published import Run, Software, step_times, too_large_for
-from offloadtrain.shapes import flops_per_token
-from offloadtrain.units import format_count
 
 IDEAL = Software(adam_share=1.0, contention=1.0, ring_share=1.0)
 """Of the analytic rows: a host as fast as its memory, links as fast as they are."""

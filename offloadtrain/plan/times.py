@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+from offloadtrain.config.model_shape import block_flops_per_token, flops_per_token
 from offloadtrain.plan.machine import Machine, MachineError
 from offloadtrain.plan.placement import Placement
-from offloadtrain.shapes import block_flops_per_token, flops_per_token
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import Steady, steady
 from offloadtrain.step.spec import BucketSpec, StepSpec

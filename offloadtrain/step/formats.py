@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from offloadtrain.offload_config import State
+from offloadtrain.config.offload import State
 
 ITEMSIZE = {
     "float64": 8,

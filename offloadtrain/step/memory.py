@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from offloadtrain.errors import DeviceMemoryError, HostMemoryError
-from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.units import format_bytes
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
-from offloadtrain.units import format_bytes
 
 STAGGER_BYTES = 4096 + 256
 """Between neighbours in the host arena: streams that lie an exact power of two apart fall into the

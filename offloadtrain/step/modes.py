@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Ref, Update
 from offloadtrain.step.places import Bucket
 from offloadtrain.step.spec import StepSpec

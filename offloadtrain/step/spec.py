@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.formats import ITEMSIZE, StateFormat
 
 ALIGN = 128

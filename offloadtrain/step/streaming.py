@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.order import Cursor, prefetches, victim
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Ref

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from offloadtrain.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Lane
 
 PARKED = ("park input", "load input")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import config
 from offloadtrain.cli import main
+from offloadtrain.config import job as jobs
 from tests.trainer.small_job import events_of, small_job
 
 Process = subprocess.Popen[str]
@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 def job_file(folder: Path, *overrides: str) -> Path:
     path = folder / "job.toml"
-    path.write_text(config.dump(small_job(folder, *overrides)))
+    path.write_text(jobs.dump(small_job(folder, *overrides)))
     return path
 
 

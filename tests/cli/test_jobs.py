@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import config
 from offloadtrain.assembly import assemble
 from offloadtrain.cli import main
 from offloadtrain.commands.jobs import shipped_jobs
-from offloadtrain.errors import ConfigError
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", shipped_jobs())
 def test_every_shipped_job_loads_and_is_described(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = config.load(shipped_jobs()[name])
+    job = jobs.load(shipped_jobs()[name])
     assert job.train.steps > 0
     assert main(["ls"]) == 0
     described = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
@@ -34,7 +34,7 @@ def test_copy_makes_a_job_of_ones_own(
     assert capsys.readouterr().out == "debug.toml\n"
     assert (tmp_path / "debug.toml").read_text() == shipped_jobs()["debug"].read_text()
     assert main(["cp", "debug", "mine.toml"]) == 0
-    assert config.load("mine.toml") == config.load(shipped_jobs()["debug"])
+    assert jobs.load("mine.toml") == jobs.load(shipped_jobs()["debug"])
 
 
 def test_copy_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,13 +53,13 @@ def test_dry_run_prints_the_resolved_job_and_what_it_needs(
     assert main(["train", "gpt_13b_32gb", "--dry-run", "--set", "optim.lr=5e-5"]) == 0
     out, err = capsys.readouterr()
     assert tomllib.loads(out)["optim"]["lr"] == 5e-5
-    assert config.loads(out) == config.load(shipped_jobs()["gpt_13b_32gb"], ["optim.lr=5e-5"])
+    assert jobs.loads(out) == jobs.load(shipped_jobs()["gpt_13b_32gb"], ["optim.lr=5e-5"])
     assert "13.3B parameters" in err and "exp_avg_sq" in err and "as planned" in err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_limit_of_the_gpu_is_refused_on_a_cpu() -> None:
-    job = config.load(shipped_jobs()["debug"], ["device.kind=cpu"])
+    job = jobs.load(shipped_jobs()["debug"], ["device.kind=cpu"])
     limited = replace(job, device=replace(job.device, process_memory_limit="8 GiB"))
     with pytest.raises(ConfigError, match="bounds the memory of a GPU"):
         assemble(limited)

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.config.errors import ConfigError
 from offloadtrain.data import documents
 from offloadtrain.data import prepare as prepare_module
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.tokens import DataError, TokenFile
-from offloadtrain.errors import ConfigError
 from tests import levels
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter, write_tokens
-from offloadtrain.errors import OffloadTrainError
 from tests import levels
 
 Damage = Callable[[bytes], bytes]

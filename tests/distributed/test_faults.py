@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import cli, config, events
+from offloadtrain import cli, events
+from offloadtrain.config import job as jobs
 from offloadtrain.world import Place, Watch
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
@@ -38,7 +39,7 @@ def job(tmp_path: Path) -> Path:
     write_text(tmp_path)
     made = job_of(tmp_path, **{"train.steps": 9, "train.checkpoint_every": 4, "optim.lr": 3e-3})
     path = tmp_path / "small.toml"
-    path.write_text(config.dump(made))
+    path.write_text(jobs.dump(made))
     return path
 
 

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain import assembly, config, events
+from offloadtrain import assembly, events
 from offloadtrain.assembly import assemble
-from offloadtrain.config import Config
+from offloadtrain.config import job as jobs
+from offloadtrain.config.batch_split import shared
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
 from offloadtrain.console import Console
 from offloadtrain.control import Requests
 from offloadtrain.distributed import RankError, Ranks
-from offloadtrain.errors import ConfigError
 from offloadtrain.progress import Told
 from offloadtrain.run_log import RunLog
 from offloadtrain.runs import open_run
-from offloadtrain.share import shared
 from offloadtrain.stop import StopRequests
 from offloadtrain.trainer import Trainer
 from offloadtrain.world import Place
@@ -33,14 +34,14 @@ CONSTANT = {"optim.schedule": '"constant"'}
 def job_of(folder: Path, **changes: Any) -> Config:
     """The small job, its data in `folder`."""
     overrides = [f"{key}={value}" for key, value in changes.items()]
-    return config.loads(JOB.format(folder=folder), "small", overrides)
+    return jobs.loads(JOB.format(folder=folder), "small", overrides)
 
 
 def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
     """Run a small job in `folder` on this pool's ranks; what this rank has logged."""
     ranks = Ranks.of(None, torch.device("cpu"))
     job = job_of(data, **changes)
-    text = config.dump(job)
+    text = jobs.dump(job)
     asks = str(folder) if resume else "never"
     opened = open_run(job, run_dir=folder, resume=asks, say=print, ranks=ranks)
     run = opened.run

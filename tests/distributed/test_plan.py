@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offloadtrain.share import shared
+from offloadtrain.config.batch_split import shared
 from tests.distributed.conftest import Run
 from tests.plan.test_memory import GPT, booked, job, planned
 

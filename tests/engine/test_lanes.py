@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offloadtrain import host_memory, memory, telemetry
-from offloadtrain.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.memory import Arena, Ledger, Tier
 from offloadtrain.step.memory import Request
 from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy

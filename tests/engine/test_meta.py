@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
+from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.engine import ModelError
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.shapes import SIZES, ModelShape
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_offload import assert_same, pair, train
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.offload_config import OptionError
+from offloadtrain.config.offload import OptionError
 
 BESIDES = ("model", "rule", "params", "device", "config", "process_group", "param_init_fn")
 """Arguments of `offload` that are no options."""

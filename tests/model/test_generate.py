@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.generate import generate
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.shapes import ModelShape
 
 SHAPE = ModelShape(vocab_size=23, num_layers=1, d_model=32, num_heads=2, max_seq_len=8, dropout=0.3)
 PROMPT_BT = torch.tensor([[1, 2, 3], [4, 5, 6]])

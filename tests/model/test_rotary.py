@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.config.model_shape import SIZES
 from offloadtrain.model.rotary import RotaryTables, rotary_tables, rotate
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.shapes import SIZES
 from tests import levels
 
 COS_TP, SIN_TP = rotary_tables(16, 256, 10000.0)

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from offloadtrain.model.transformer import Block, Transformer
-from offloadtrain.shapes import (
+from offloadtrain.config.model_shape import (
     SIZES,
     ModelShape,
     flops_per_token,
     num_block_params,
     num_params,
 )
+from offloadtrain.model.transformer import Block, Transformer
 from tests import levels
 
 LLAMA = ModelShape(

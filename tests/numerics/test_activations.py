@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
-from offloadtrain.errors import HostMemoryError
 from offloadtrain.memory import Tier
 from offloadtrain.step.prove import prove
 from offloadtrain.step.trace import Waited

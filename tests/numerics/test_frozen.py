@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.memory import Tier
 from offloadtrain.transfer import on_lanes
 from offloadtrain.transfer.seeded import SeededLanes

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
+from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
-from offloadtrain.errors import DeviceMemoryError
 from offloadtrain.step import spec
 from offloadtrain.step.streaming import StreamError
 from offloadtrain.transfer import on_lanes

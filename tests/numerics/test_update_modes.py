@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.step import modes
 from tests import levels
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of

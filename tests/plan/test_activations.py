@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from offloadtrain.assembly import offload_job
-from offloadtrain.config import Config
+from offloadtrain.config.job import Config
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.activations import activations
 from offloadtrain.plan.placement import place

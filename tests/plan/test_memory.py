@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offloadtrain as ot
-from offloadtrain import config as jobs
 from offloadtrain.assembly import offload_job
-from offloadtrain.config import Config
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.dryrun import laid_out
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.layout import num_tensors
 from offloadtrain.plan.machine import find
 from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.plan.plan import make
-from offloadtrain.shapes import ModelShape
 from offloadtrain.step import spec
 from tests import levels
 

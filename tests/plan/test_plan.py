@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain import config as jobs
 from offloadtrain import dryrun
 from offloadtrain.commands.jobs import shipped_jobs
-from offloadtrain.config import Config
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import SIZES
 from offloadtrain.dryrun import DryRunError, check, laid_out, proved
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.plan import changes, placement
 from offloadtrain.plan import plan as planning
 from offloadtrain.plan.changes import applied, automatic, nearest
@@ -27,7 +28,6 @@ from offloadtrain.plan.machine import Machine, MachineError, dump, find, loads, 
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.times import _Costs
-from offloadtrain.shapes import SIZES
 from offloadtrain.step import memory as step_memory
 from offloadtrain.step.simulate import steady
 from tests import levels

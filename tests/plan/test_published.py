@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import validate_plan
+from offloadtrain.config.model_shape import SIZES, num_params
 from offloadtrain.plan import pipelines
 from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, gpipe_seconds
 from offloadtrain.plan.published import (
@@ -28,7 +29,6 @@ from offloadtrain.plan.published import (
     too_large_for,
     zero_bytes,
 )
-from offloadtrain.shapes import SIZES, num_params
 from tests import levels
 
 DATA: dict[str, Any] = json.loads(validate_plan.PUBLISHED.read_text())

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain import config as jobs
 from offloadtrain.commands.jobs import shipped_jobs
-from offloadtrain.config import Config
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config
 from offloadtrain.model import loss
 from offloadtrain.plan import activations as activation_plan
 from offloadtrain.plan.activations import activations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from offloadtrain.offload_config import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
+from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
 from offloadtrain.step import spec as spec_module
 from offloadtrain.step.drive import steps
 from offloadtrain.step.formats import format_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.step import spec
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Kind, Launch

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.errors import DeviceMemoryError, HostMemoryError
-from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step import memory
 from offloadtrain.step.memory import (
     Request,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.offload_config import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.drive import steps
 from offloadtrain.step.modes import Decision, SpeculationPolicy, UpdateError
 from offloadtrain.step.operations import (

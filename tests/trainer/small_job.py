@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offloadtrain import config, events
+from offloadtrain import events
 from offloadtrain.commands.train import run_job
-from offloadtrain.config import Config
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config
 
 JOB = """
 name = "small"
@@ -56,12 +57,12 @@ def write_text(folder: Path) -> None:
 
 def small_job(folder: Path, *overrides: str) -> Config:
     write_text(folder)
-    return config.loads(JOB.format(folder=folder), "small", overrides)
+    return jobs.loads(JOB.format(folder=folder), "small", overrides)
 
 
 def run(job: Config, path: Path, *, resume: str = "never") -> int:
     """Train in-process in the run folder `path`; return the exit code."""
-    return run_job(job, config.dump(job), run_dir=path, resume=resume)
+    return run_job(job, jobs.dump(job), run_dir=path, resume=resume)
 
 
 def events_of(path: Path, kind: type[AnyEvent]) -> list[AnyEvent]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offloadtrain import events, rng
-from offloadtrain.config import ConfigError
+from offloadtrain.config.job import ConfigError
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.optim import LossScaler
 from offloadtrain.trainer import Trainer

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import checkpoint, config, events, kernels
+from offloadtrain import checkpoint, events, kernels
 from offloadtrain.cli import main
+from offloadtrain.config import job as jobs
 from offloadtrain.console import Console
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
@@ -40,7 +41,7 @@ def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     names = {"run.json", "job.toml", "resolved.toml", "lock", "events/rank000.jsonl", *tensors}
     assert found == names
-    assert config.load(path / "resolved.toml") == job
+    assert jobs.load(path / "resolved.toml") == job
     assert json.loads((path / "run.json").read_text())["name"] == "small"
     assert (path / "run.json").stat().st_uid == os.getuid()
 
@@ -246,7 +247,7 @@ def test_a_run_without_a_good_state_at_its_end_is_not_done(
     tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = tmp_path / "job.toml"
-    job.write_text(config.dump(small_job(tmp_path, *UNSKIPPED)))
+    job.write_text(jobs.dump(small_job(tmp_path, *UNSKIPPED)))
     for losses, number in (("seen", 23), ("hidden", 23), ("hidden", 0)):
         with monkeypatch.context() as patch:
             if losses == "hidden":
@@ -329,5 +330,5 @@ def test_a_precision_chosen_here_is_held_to_the_same_rules(
     """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
     job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
     monkeypatch.setattr("offloadtrain.assembly.resolve_precision", lambda *_: ("fp16", "no bf16"))
-    with pytest.raises(config.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
+    with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
         run(job, tmp_path / "run")

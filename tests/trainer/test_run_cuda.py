@@ -9,7 +9,7 @@ import torch
 
 from offloadtrain import events
 from offloadtrain.assembly import assemble
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
 from tests.gpu.precision import DTYPES
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes

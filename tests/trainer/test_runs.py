@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import config
-from offloadtrain.config import Config, ConfigError, load
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config, ConfigError, load
 from offloadtrain.run_folder import RunFolder, RunFolderError
 from offloadtrain.runs import open_run
 from tests.trainer.conftest import StopAfter
@@ -18,7 +18,7 @@ def opened(job: Config, resume: str, run_dir: Path | None = None) -> tuple[RunFo
     """The folder, and whether a checkpoint was found in it; begun as a start does."""
     said: list[str] = []
     found = open_run(job, run_dir=run_dir, resume=resume, say=said.append)
-    assert found.begin(job="text", resolved=config.dump(job)) == []
+    assert found.begin(job="text", resolved=jobs.dump(job)) == []
     found.run.keep()
     found.run.close()
     assert (resume == "auto" and not found.found) == bool(said)

@@ -16,11 +16,12 @@ import pytest
 from offloadtrain_tui.listing import list_runs
 from torch import Tensor
 
-from offloadtrain import checkpoint, config, events
+from offloadtrain import checkpoint, events
 from offloadtrain.cli import main
-from offloadtrain.config import Config, ConfigError
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.job import Config, ConfigError
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
-from offloadtrain.errors import OffloadTrainError
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.run_folder import RunFolderError
@@ -44,7 +45,7 @@ def started(job: Config, *, resume: str = "never", run_dir: Path | None = None) 
     """As the command does it, in a dated folder if none is named."""
     from offloadtrain.commands.train import run_job
 
-    return run_job(job, config.dump(job), run_dir=run_dir, resume=resume)
+    return run_job(job, jobs.dump(job), run_dir=run_dir, resume=resume)
 
 
 @pytest.fixture

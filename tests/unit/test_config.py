@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offloadtrain import config
-from offloadtrain.config import (
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import (
     OFFLOAD,
     Config,
     ConfigError,
@@ -27,9 +27,9 @@ from offloadtrain.config import (
     OptimConfig,
     TrainConfig,
 )
-from offloadtrain.config_toml import converted
-from offloadtrain.offload_config import STATE_PRECISIONS, OffloadConfig
-from offloadtrain.shapes import SIZES, ModelShape
+from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.config.offload import STATE_PRECISIONS, OffloadConfig
+from offloadtrain.config.toml import converted
 from tests import levels
 
 JOB = """
@@ -46,12 +46,12 @@ steps = 100
 
 def problems(text: str, *overrides: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        config.loads(text, "job.toml", overrides)
+        jobs.loads(text, "job.toml", overrides)
     return caught.value.problems
 
 
 def job(*overrides: str) -> Config:
-    return config.loads(JOB, "job.toml", overrides)
+    return jobs.loads(JOB, "job.toml", overrides)
 
 
 # ---- what is right
@@ -69,7 +69,7 @@ def test_defaults_and_sizes() -> None:
 def test_a_size_may_be_varied_or_spelled_out() -> None:
     assert job("model.num_layers=7").model.num_layers == 7
     text = JOB.replace('size = "debug"', "vocab_size=50\nnum_layers=1\nd_model=32\nnum_heads=2")
-    shape = config.loads(text).model
+    shape = jobs.loads(text).model
     assert shape == ModelShape(vocab_size=50, num_layers=1, d_model=32, num_heads=2)
 
 
@@ -111,7 +111,7 @@ def test_accumulation_follows_from_the_global_batch() -> None:
     resolved = job("train.global_batch_tokens=4096")
     assert resolved.train.grad_accum_steps == 4 and resolved.batch_tokens == 4096
     assert job("train.global_batch_tokens=4096", "train.grad_accum_steps=4") == resolved
-    assert config.loads(config.dump(resolved), overrides=["train.micro_batch=16"]).train == (
+    assert jobs.loads(jobs.dump(resolved), overrides=["train.micro_batch=16"]).train == (
         TrainConfig(steps=100, micro_batch=16, global_batch_tokens=4096, grad_accum_steps=2)
     )
 
@@ -126,7 +126,7 @@ def test_configs_are_frozen_and_have_no_spare_room() -> None:
 def test_reading_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a job.toml"
     path.write_bytes(b"\xef\xbb\xbf" + JOB.encode())
-    assert config.load(path, ["train.steps=5"]).train.steps == 5
+    assert jobs.load(path, ["train.steps=5"]).train.steps == 5
 
 
 # ---- what is wrong: (overrides of the good job, the whole sentence)
@@ -396,11 +396,11 @@ def test_what_an_override_makes_impossible_gives_way_aloud(
     overrides: list[str], told: list[str], kept: dict[str, object]
 ) -> None:
     said: list[str] = []
-    found = config.loads(LONG_JOB, "job.toml", overrides, said.append)
+    found = jobs.loads(LONG_JOB, "job.toml", overrides, said.append)
     assert said == told
     assert {key: attrgetter(key)(found) for key in kept} == kept
     again: list[str] = []
-    assert config.loads(config.dump(found), "resolved.toml", [], again.append) == found
+    assert jobs.loads(jobs.dump(found), "resolved.toml", [], again.append) == found
     assert not again
 
 
@@ -429,7 +429,7 @@ def test_long_values_are_cut_in_messages() -> None:
 def test_files_that_are_no_job(tmp_path: Path) -> None:
     def told(path: Path) -> str:
         with pytest.raises(ConfigError) as caught:
-            config.load(path)
+            jobs.load(path)
         return str(caught.value).replace(str(tmp_path), "")
 
     assert told(tmp_path / "none.toml") == "/none.toml: cannot be read: No such file or directory"
@@ -549,9 +549,9 @@ def _configs(draw: st.DrawFn) -> Config:
 @levels.examples(100)
 @given(_configs())
 def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
-    text = config.dump(resolved)
-    assert config.loads(text) == resolved
-    assert config.dump(config.loads(text)) == text
+    text = jobs.dump(resolved)
+    assert jobs.loads(text) == resolved
+    assert jobs.dump(jobs.loads(text)) == text
 
 
 @settings(deadline=None)
@@ -559,7 +559,7 @@ def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
 def test_no_text_does_worse_than_a_config_error(text: str, overrides: Sequence[str]) -> None:
     for job_text in (text, JOB + text):
         try:
-            config.loads(job_text, "job.toml", overrides)
+            jobs.loads(job_text, "job.toml", overrides)
         except ConfigError as error:
             assert all(problem.isprintable() for problem in error.problems)
 
@@ -571,8 +571,8 @@ def test_no_other_type_passes_for_a_number(value: object) -> None:
 
 
 def test_the_ground_is_light() -> None:
-    code = "import sys, offloadtrain.config; print('difflib' in sys.modules)"
-    root = Path(config.__file__).parent.parent
+    code = "import sys, offloadtrain.config.job; print('difflib' in sys.modules)"
+    root = Path(jobs.__file__).parent.parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
@@ -585,11 +585,11 @@ def test_every_size_is_the_shape_it_names(size: str) -> None:
 
 
 def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
-    paths = sorted((Path(config.__file__).parent / "jobs").glob("*.toml"))
+    paths = sorted((Path(jobs.__file__).parent.parent / "jobs").glob("*.toml"))
     assert len(paths) >= 6
     for path in paths:
-        resolved = config.load(path)
-        assert config.loads(config.dump(resolved)) == resolved, path.name
+        resolved = jobs.load(path)
+        assert jobs.loads(jobs.dump(resolved)) == resolved, path.name
 
 
 @pytest.mark.parametrize(
@@ -617,14 +617,14 @@ def test_sizes_are_written_as_people_do() -> None:
 @pytest.mark.parametrize("key", ["clip_norm", "host_memory_limit", "device_memory_limit"])
 def test_zero_is_none(key: str) -> None:
     assert getattr(job(f"offload.{key}=0").offload, key) is None
-    assert "clip_norm = 0\n" in config.dump(job("offload.clip_norm=0"))
+    assert "clip_norm = 0\n" in jobs.dump(job("offload.clip_norm=0"))
 
 
 def test_what_is_none_is_left_out() -> None:
-    text = config.dump(job())
+    text = jobs.dump(job())
     for key in ("resident_blocks", "cast_inputs", "host_memory_limit", "device_memory_limit"):
         assert f"{key} =" not in text
-    assert "resident_blocks = 0" in config.dump(
+    assert "resident_blocks = 0" in jobs.dump(
         job("offload.resident_blocks=0", "offload.working=host")
     )
 
@@ -635,4 +635,4 @@ def test_batches_and_seed_are_those_of_the_run() -> None:
     assert (loaded.offload.grad_accum_steps, loaded.offload.seed) == (4, 7)
     changed = replace(loaded, train=replace(loaded.train, grad_accum_steps=3))
     assert (changed.offload.grad_accum_steps, changed.offload.seed) == (3, 7)
-    assert config.as_tables(loaded)["offload"].keys().isdisjoint({"seed", "grad_accum_steps"})
+    assert jobs.as_tables(loaded)["offload"].keys().isdisjoint({"seed", "grad_accum_steps"})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.shapes import (
+from offloadtrain.config.model_shape import (
     SIZES,
     ModelShape,
     flops_per_token,

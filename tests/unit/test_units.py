@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.units import (
+from offloadtrain.config.units import (
     format_bytes,
     format_count,
     format_duration,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offloadtrain import units
+from offloadtrain.config import units
 from offloadtrain_tui.history import View
 from offloadtrain_tui.series import Window
 from offloadtrain_tui.shown import Shown, marks

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from offloadtrain import events, units
+from offloadtrain import events
+from offloadtrain.config import units
 from offloadtrain_tui import requests, runs
 from offloadtrain_tui.history import LANES, History, Moment
 from offloadtrain_tui.listing import RunRow, list_runs

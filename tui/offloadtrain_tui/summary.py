@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from offloadtrain import units
+from offloadtrain.config import units
 from offloadtrain_tui.history import View
 from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, milliseconds, short

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from offloadtrain import units
+from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, short

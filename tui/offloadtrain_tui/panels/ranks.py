@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 from textual.widgets import DataTable, Static
 
-from offloadtrain import events, units
+from offloadtrain import events
+from offloadtrain.config import units
 from offloadtrain_tui.history import View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.shown import Shown

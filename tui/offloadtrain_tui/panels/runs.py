@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Static
 
-from offloadtrain import units
+from offloadtrain.config import units
 from offloadtrain_tui.listing import RunRow
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.shown import Shown

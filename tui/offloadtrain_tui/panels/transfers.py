@@ -7,7 +7,8 @@ from textual.app import ComposeResult
 from textual.containers import Grid
 from textual.widgets import Static
 
-from offloadtrain import events, units
+from offloadtrain import events
+from offloadtrain.config import units
 from offloadtrain_tui.history import LANES, View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot

@@ -9,7 +9,7 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from offloadtrain import units
+from offloadtrain.config import units
 from offloadtrain_tui.widgets.styles import OWNER_COLORS, strip_of, styled
 
 _FILLS = "█▓▒░▚▞▤"

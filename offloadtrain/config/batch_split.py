@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadtrain.config import Config
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
 
 MOST_RANKS = 1 << 16
 

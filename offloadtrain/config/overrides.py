@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offloadtrain.config_toml import Job, shown
+from offloadtrain.config.toml import Job, shown
 
 WARMUP_SHARE = 10
 """Of a run that is shorter than the file's warm-up, one step in so many is warm-up."""

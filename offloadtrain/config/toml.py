@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from offloadtrain.errors import ConfigError
+from offloadtrain.config.errors import ConfigError
 
 Table: TypeAlias = dict[str, Any]
 

@@ -14,12 +14,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from offloadtrain import config_toml as toml
-from offloadtrain.errors import ConfigError
-from offloadtrain.offload_config import OffloadConfig
-from offloadtrain.overrides import settle
-from offloadtrain.shapes import SIZES, ModelShape
-from offloadtrain.units import parse_bytes
+from offloadtrain.config import toml
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.overrides import settle
+from offloadtrain.config.units import parse_bytes
 
 __all__ = [
     "Config",

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from tests.tui import recordings
 
 WIDTH, HEIGHT = 160, 45
@@ -133,7 +133,7 @@ def run_of(folder: Path, steps: int) -> Path:
 def append(folder: Path, number: int) -> None:
     event = recordings.step(number, random.Random(number))
     with open(folder / "events/rank000.jsonl", "ab") as log:
-        log.write(events.to_line(event, 0, time.time()))
+        log.write(schema.to_line(event, 0, time.time()))
 
 
 def first_frame(folder: Path) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from offloadtrain import events
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_duration
 from offloadtrain.console import loss_curve
+from offloadtrain.events import schema
 
 
 def ended_as(log: Path, since_s: float) -> str | None:
@@ -18,8 +18,8 @@ def ended_as(log: Path, since_s: float) -> str | None:
         return None
     ends = [
         record.event
-        for record in events.read(log)
-        if isinstance(record.event, events.RunEnded) and record.time_s >= since_s
+        for record in schema.read(log)
+        if isinstance(record.event, schema.RunEnded) and record.time_s >= since_s
     ]
     return ends[-1].status if ends else None
 
@@ -45,16 +45,16 @@ def summary(log: Path) -> str:
     """Return curve, losses and sample from a run's event log, all its starts together."""
     train: dict[int, float] = {}
     val: dict[int, float] = {}
-    sample: events.Sample | None = None
+    sample: schema.Sample | None = None
     guesses: list[bool] = []
-    for event in (record.event for record in events.read(log)):
-        if isinstance(event, events.Step) and event.guessed_right is not None:
+    for event in (record.event for record in schema.read(log)):
+        if isinstance(event, schema.Step) and event.guessed_right is not None:
             guesses.append(event.guessed_right)
-        if isinstance(event, events.Step) and not event.skipped:
+        if isinstance(event, schema.Step) and not event.skipped:
             train[event.step] = event.loss
-        elif isinstance(event, events.Eval):
+        elif isinstance(event, schema.Eval):
             val[event.step] = event.val_loss
-        elif isinstance(event, events.Sample):
+        elif isinstance(event, schema.Sample):
             sample = event
     parts = [f"training loss by step\n{loss_curve(sorted(train.items()))}"]
     if val:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
-from offloadtrain.events import MemoryRow, PlanRow
+from offloadtrain.events.schema import MemoryRow, PlanRow
 from offloadtrain.memory import Tier
 from offloadtrain.plan.plan import Plan
 

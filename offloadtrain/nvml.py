@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from offloadtrain.events import GpuSample
+from offloadtrain.events.schema import GpuSample
 
 _PCIE_COUNTERS = (197, 198)
 """NVML_FI_DEV_PCIE_COUNT_TX_BYTES and …_RX_BYTES."""

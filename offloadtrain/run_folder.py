@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.events import SCHEMA
+from offloadtrain.events.schema import SCHEMA
 
 _MODE = 0o700
 _CONTENT = (

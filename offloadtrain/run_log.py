@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain import events, kernels
-from offloadtrain.alerts import Alerts
+from offloadtrain import kernels
 from offloadtrain.assembly import Parts
 from offloadtrain.calibrate import bandwidth
 from offloadtrain.checkpoint import Saved
@@ -23,9 +22,11 @@ from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.config.units import format_bytes, format_count, format_duration
 from offloadtrain.console import Console, StepLine
-from offloadtrain.control import Request
 from offloadtrain.engine import OffloadOptimizer, StepReport
-from offloadtrain.event_writer import EventWriter
+from offloadtrain.events import schema
+from offloadtrain.events.alerts import Alerts
+from offloadtrain.events.control import Request
+from offloadtrain.events.writer import EventWriter
 from offloadtrain.hindsight import Hindsight
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.memory import Tier
@@ -60,7 +61,7 @@ class RunLog:
         self._peak_flops: float | None = None
         self._recent_ms: deque[float] = deque(maxlen=50)
         self._memory: dict[tuple[str, str], int] = {}
-        self._rows: tuple[events.MemoryRow, ...] = ()
+        self._rows: tuple[schema.MemoryRow, ...] = ()
         self._rows_read_s = -math.inf
         self._next_timeline = (0.0, 2)
         self._optimizer: OffloadOptimizer | None = None
@@ -105,7 +106,7 @@ class RunLog:
             self._run.write_run(facts | {"ranks": parts.ranks.size})
         self._writer.open(self._run.events(self._rank))
         self._writer.emit(
-            events.RunStarted(
+            schema.RunStarted(
                 run_id=self._run.run_id,
                 pid=os.getpid(),
                 config=as_tables(config),
@@ -179,7 +180,7 @@ class RunLog:
         self._compare_with_plan()
         self._writer.emit(self._sampler.sample())
         self._writer.emit(
-            events.RunEnded(
+            schema.RunEnded(
                 status=status,
                 step=self._progress.step,
                 message=message,
@@ -194,7 +195,7 @@ class RunLog:
             return
         rows = self._hindsight.rows(self._memory_rows())
         message, apart = self._hindsight.told(rows)
-        self._writer.emit(events.PlanCompared(rows=rows, message=message))
+        self._writer.emit(schema.PlanCompared(rows=rows, message=message))
         self._console.say(message)
         if apart:
             self.warn("plan-differs", f"not as planned: {'; '.join(apart)}")
@@ -229,7 +230,7 @@ class RunLog:
         """A step was tried; `number` counts from 1, and a skipped one keeps it."""
         tokens_per_s = 1e3 * self._config.batch_tokens / clock.total_ms
         scaling = self._optimizer is not None and self._optimizer.working_dtype is torch.float16
-        step = events.Step(
+        step = schema.Step(
             step=number,
             loss=told.loss,
             lr=lr,
@@ -256,7 +257,7 @@ class RunLog:
         if self._rank == 0:
             self._alerts.step(step)
         for interval in report.timeline:
-            self._writer.emit(events.Span(step=number, **asdict(interval)))
+            self._writer.emit(schema.Span(step=number, **asdict(interval)))
         if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:
             self._tell_memory(number)
         self._recent_ms.append(clock.total_ms)
@@ -271,7 +272,7 @@ class RunLog:
         except OSError as error:
             self.warn("latest-failed", f"runs_dir/latest does not point to this run: {error}")
 
-    def _line(self, step: events.Step) -> StepLine:
+    def _line(self, step: schema.Step) -> StepLine:
         held = {tier.value: 0 for tier in Tier}
         for row in self._rows:
             held[row.tier] += row.num_bytes
@@ -299,11 +300,11 @@ class RunLog:
         per_token = flops_per_token(self._config.model, self._config.data.seq_len)
         return tokens_per_s * per_token / self._peak_flops
 
-    def _memory_rows(self) -> tuple[events.MemoryRow, ...]:
+    def _memory_rows(self) -> tuple[schema.MemoryRow, ...]:
         """The engine's ledger and, on a GPU, what torch holds beside it."""
         assert self._optimizer is not None
         rows = [
-            events.MemoryRow(
+            schema.MemoryRow(
                 owner=row.owner, tier=row.tier, num_bytes=row.bytes, peak_bytes=row.peak_bytes
             )
             for row in self._optimizer.ledger.rows()
@@ -312,7 +313,7 @@ class RunLog:
         if device.type == "cuda":
             own = sum(row.num_bytes for row in rows if row.tier == Tier.DEVICE)
             rows.append(
-                events.MemoryRow(
+                schema.MemoryRow(
                     owner="activations and gradients",
                     tier=Tier.DEVICE.value,
                     num_bytes=max(torch.cuda.memory_allocated(device) - own, 0),
@@ -330,14 +331,14 @@ class RunLog:
         )
         if not same:
             self._memory = now
-            self._writer.emit(events.Memory(step=number, rows=self._rows))
+            self._writer.emit(schema.Memory(step=number, rows=self._rows))
 
     # ---- between steps
 
     def evaluated(self, progress: Progress, tokens: int, duration_ms: float) -> None:
         assert progress.val_loss is not None
         self._writer.emit(
-            events.Eval(
+            schema.Eval(
                 step=progress.step,
                 val_loss=progress.val_loss,
                 tokens=tokens,
@@ -353,7 +354,7 @@ class RunLog:
         self._keep_run()
         self._alerts.checkpoint(saved.num_bytes)
         self._writer.emit(
-            events.Checkpoint(
+            schema.Checkpoint(
                 step=step,
                 path=str(saved.path),
                 num_bytes=saved.num_bytes,
@@ -367,38 +368,38 @@ class RunLog:
 
     def checkpoint_failed(self, step: int, error: CheckpointError) -> None:
         path = self._run.checkpoints
-        self._writer.emit(events.Checkpoint(step=step, path=str(path), state="failed"))
+        self._writer.emit(schema.Checkpoint(step=step, path=str(path), state="failed"))
         self.warn("checkpoint-failed", f"training goes on without a checkpoint: {error}", step)
 
     def control(self, request: Request, state: str, step: int, message: str = "") -> None:
         """What becomes of a request; `state` as in `events.Control`."""
         text = message or request.refused or request.message
         self._writer.emit(
-            events.Control(
+            schema.Control(
                 id=request.id, action=request.action, state=state, message=text, step=step
             )
         )
         self._console.say(f"request: {request.action} {state}{f': {text}' if text else ''}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        self._writer.emit(events.Sample(step=step, prompt=prompt, text=text))
+        self._writer.emit(schema.Sample(step=step, prompt=prompt, text=text))
 
     def warn(self, code: str, message: str, step: int | None = None) -> None:
         """Something a person should know; `code` is short and stable."""
-        self._writer.emit(events.Warning_(code=code, message=message, step=step))
+        self._writer.emit(schema.Warning_(code=code, message=message, step=step))
         self._console.say(f"warning: {message}")
 
-    def _sampled(self, event: events.Event) -> None:
+    def _sampled(self, event: schema.Event) -> None:
         """On the sampler's thread."""
         self._writer.emit(event)
-        if isinstance(event, events.System):
+        if isinstance(event, schema.System):
             try:
                 free_bytes = shutil.disk_usage(self._run.checkpoints).free
             except OSError:
                 free_bytes = None
             self._alerts.system(event, free_bytes)
 
-    def _alert(self, alert: events.Alert) -> None:
+    def _alert(self, alert: schema.Alert) -> None:
         self._writer.emit(alert)
         sign = "alert" if alert.state == "raised" else "alert over"
         self._console.say(f"{sign}: {alert.code}: {alert.message}")

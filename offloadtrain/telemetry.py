@@ -21,7 +21,7 @@ import psutil
 
 from offloadtrain import cgroup
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.events import Event, System
+from offloadtrain.events.schema import Event, System
 from offloadtrain.host_memory import available_bytes, stated_bytes
 from offloadtrain.nvml import Gpu, Nvml
 

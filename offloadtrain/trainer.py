@@ -27,10 +27,10 @@ from offloadtrain import checkpoint, disk_room, rng
 from offloadtrain.assembly import Parts
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config, as_tables
-from offloadtrain.control import Requests
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
+from offloadtrain.events.control import Requests
 from offloadtrain.manifest import CheckpointError, NotFiniteError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError

@@ -15,10 +15,10 @@ from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import System, make
 from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.engine import StepReport
-from offloadtrain.events import Record, Span, Step
+from offloadtrain.events.chrome_trace import chrome_trace
+from offloadtrain.events.schema import Record, Span, Step
 from offloadtrain.memory import Tier
 from offloadtrain.peaks import peak_flops
-from offloadtrain.trace import chrome_trace
 
 
 class Running:

@@ -19,7 +19,7 @@ def trace(run: Path, out: Path | None = None) -> None:
     out
         The file to write. Default: trace.json in the run folder.
     """
-    from offloadtrain.trace import chrome_trace, read_run
+    from offloadtrain.events.chrome_trace import chrome_trace, read_run
 
     target = out or run / "trace.json"
     text = json.dumps(chrome_trace(read_run(run)))

@@ -181,8 +181,8 @@ def _run(
     from offloadtrain.assembly import assemble
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import explain
-    from offloadtrain.control import Requests
     from offloadtrain.distributed import ALONE
+    from offloadtrain.events.control import Requests
     from offloadtrain.kept import kept_of
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run

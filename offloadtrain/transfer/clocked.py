@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.events import WAIT
+from offloadtrain.events.schema import WAIT
 from offloadtrain.step.operations import Lane
 from offloadtrain.transfer.base import Interval, Lanes, Range, Span, now_ms
 

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 
 from offloadtrain import cuda_driver
-from offloadtrain.events import WAIT
+from offloadtrain.events.schema import WAIT
 from offloadtrain.step.operations import Lane
 from offloadtrain.transfer.base import (
     Event,

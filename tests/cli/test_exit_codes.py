@@ -58,16 +58,17 @@ def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
     assert process.returncode == 75, err
     assert out == f"{path}\n" and "Traceback" not in err
     assert f"{signal.Signals(number).name}: stopping after this step" in err
-    from offloadtrain import checkpoint, events
+    from offloadtrain import checkpoint
+    from offloadtrain.events import schema
 
     stopped = checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step
-    assert events_of(path, events.RunEnded)[0].status == "stopped"
-    assert [e.step for e in events_of(path, events.Step)] == list(range(1, stopped + 1))
+    assert events_of(path, schema.RunEnded)[0].status == "stopped"
+    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, stopped + 1))
 
     go_on = next(line for line in err.splitlines() if line.startswith("go on: "))
     arguments = [*go_on.split()[3:], "--set", f"train.steps={stopped + 3}"]
     assert main(arguments) == 0
-    assert [e.step for e in events_of(path, events.Step)] == list(range(1, stopped + 4))
+    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, stopped + 4))
 
 
 _ENDLESS = """

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import events
 from offloadtrain.cli import FAILED, main
-from offloadtrain.trace import LANES, chrome_trace
+from offloadtrain.events import schema
+from offloadtrain.events.chrome_trace import LANES, chrome_trace
 from offloadtrain.transfer import Lane
 from tests.trainer.small_job import run, small_job
 
 
-def record(event: events.Event, time_s: float, rank: int = 0) -> events.Record:
-    return events.Record(event, rank, time_s)
+def record(event: schema.Event, time_s: float, rank: int = 0) -> schema.Record:
+    return schema.Record(event, rank, time_s)
 
 
-def span(step: int, lane: str, start_ms: float) -> events.Span:
-    return events.Span(step=step, lane=lane, name="work", start_ms=start_ms, duration_ms=2.0)
+def span(step: int, lane: str, start_ms: float) -> schema.Span:
+    return schema.Span(step=step, lane=lane, name="work", start_ms=start_ms, duration_ms=2.0)
 
 
 def test_every_lane_has_a_place() -> None:
@@ -28,7 +28,7 @@ def test_every_lane_has_a_place() -> None:
 
 
 def test_spans_lie_in_their_steps() -> None:
-    steps = [events.Step(step=n, loss=1.0 / n, lr=0.1, tokens=n, step_ms=50.0) for n in (1, 2)]
+    steps = [schema.Step(step=n, loss=1.0 / n, lr=0.1, tokens=n, step_ms=50.0) for n in (1, 2)]
     kept = [
         record(steps[0], 100.05),
         record(span(2, "host", 10.0), 100.1),
@@ -78,7 +78,7 @@ def test_what_cannot_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_copy_has_its_bandwidth() -> None:
     made = chrome_trace(
         [
-            record(events.Step(step=1, loss=1.0, lr=0.1, tokens=1, step_ms=50.0), 100.05),
+            record(schema.Step(step=1, loss=1.0, lr=0.1, tokens=1, step_ms=50.0), 100.05),
             record(replace(span(1, "comm", 0.0), num_bytes=4_000_000), 100.05),
             record(span(1, "host", 0.0), 100.05),
         ]

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import cli, events
+from offloadtrain import cli
 from offloadtrain.config import job as jobs
+from offloadtrain.events import schema
 from offloadtrain.world import Place, Watch
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
@@ -91,8 +92,8 @@ def test_the_other_rank_ends_and_says_why(job: Path, point: str, victim: int) ->
     cause = f"rank {victim}: FloatingPointError" if point == "error" else f"rank {victim} (pid"
     assert f"another rank has failed: {cause}" in said
     log = job.parent / "run" / "events" / f"rank{1 - victim:03d}.jsonl"
-    last = [record.event for record in events.read(log)][-1]
-    assert isinstance(last, events.RunEnded) and last.status == "failed"
+    last = [record.event for record in schema.read(log)][-1]
+    assert isinstance(last, schema.RunEnded) and last.status == "failed"
     assert cause in last.message
 
 
@@ -111,7 +112,7 @@ def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) ->
     for point in ("all-gather", "checkpoint"):
         broken = tmp_path / point
         by_torchrun(["tests.distributed.faulty_job", point, "6", "1"], job, broken)
-        steps = [event.step for event in events_of(broken, events.Step)]
+        steps = [event.step for event in events_of(broken, schema.Step)]
         again = steps.index(5, 5)  # after the fifth, for the second time
         assert steps[again:] == [5, 6, 7, 8, 9]
         assert tensor_hashes(broken, 9) == tensor_hashes(tmp_path / "whole", 9)
@@ -127,7 +128,7 @@ def test_a_rank_that_fails_in_the_first_step_leaves_no_run(job: Path) -> None:
 @pytest.mark.slow
 def test_ranks_killed_before_the_first_checkpoint_start_over(job: Path, tmp_path: Path) -> None:
     by_torchrun(["tests.distributed.faulty_job", "backward", "1", "1"], job, tmp_path / "run")
-    steps = [event.step for event in events_of(tmp_path / "run", events.Step)]
+    steps = [event.step for event in events_of(tmp_path / "run", schema.Step)]
     assert steps == [1, *range(1, 10)]
 
 
@@ -146,14 +147,14 @@ def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.wait(timeout=WITHIN_S)
     assert process.returncode == 75
-    stopped = events_of(tmp_path / "run", events.RunEnded)[-1]
+    stopped = events_of(tmp_path / "run", schema.RunEnded)[-1]
     assert stopped.status == "stopped"
     goes_on = ["--resume", str(tmp_path / "run"), "--set", f"train.steps={stopped.step + 2}"]
     done = subprocess.run(
         [*CLI, "train", str(job), *goes_on], cwd=ROOT, env=environ(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert events_of(tmp_path / "run", events.Step)[-1].step == stopped.step + 2
+    assert events_of(tmp_path / "run", schema.Step)[-1].step == stopped.step + 2
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain import assembly, events
+from offloadtrain import assembly
 from offloadtrain.assembly import assemble
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.console import Console
-from offloadtrain.control import Requests
 from offloadtrain.distributed import RankError, Ranks
+from offloadtrain.events import schema
+from offloadtrain.events.control import Requests
 from offloadtrain.progress import Told
 from offloadtrain.run_log import RunLog
 from offloadtrain.runs import open_run
@@ -55,10 +56,10 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
         outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None)
         log.ended(outcome.status)
         parts.optimizer.close()
-    told = [record.event for record in events.read(run.events(ranks.rank))]
-    steps = [event for event in told if isinstance(event, events.Step)]
-    (plan,) = [event.plan for event in told if isinstance(event, events.RunStarted)][-1:]
-    rows = [event for event in told if isinstance(event, events.Memory)][-1].rows
+    told = [record.event for record in schema.read(run.events(ranks.rank))]
+    steps = [event for event in told if isinstance(event, schema.Step)]
+    (plan,) = [event.plan for event in told if isinstance(event, schema.RunStarted)][-1:]
+    rows = [event for event in told if isinstance(event, schema.Memory)][-1].rows
     ranks.close()
     return {
         "status": outcome.status,

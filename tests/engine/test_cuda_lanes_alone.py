@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain import kernels
-from offloadtrain.events import WAIT
+from offloadtrain.events.schema import WAIT
 from offloadtrain.kernels import KernelCalls
 from offloadtrain.transfer import Buffer, Event, Lane, LaneError
 from tests.engine.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within

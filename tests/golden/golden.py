@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from tests.trainer.small_job import events_of, run, small_job
 
 FOLDER = Path(__file__).parent
@@ -33,7 +33,7 @@ def train_losses(precision: str) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         job = small_job(Path(folder), f"offload.precision={precision}", "device.threads=1", *JOB)
         assert run(job, Path(folder) / "run") == 0
-        return [step.loss for step in events_of(Path(folder) / "run", events.Step)]
+        return [step.loss for step in events_of(Path(folder) / "run", schema.Step)]
 
 
 def machine_class() -> str:

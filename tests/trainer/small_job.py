@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offloadtrain import events
 from offloadtrain.commands.train import run_job
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
+from offloadtrain.events import schema
 
 JOB = """
 name = "small"
@@ -44,7 +44,7 @@ checkpoint_every = 3
 log_every_s = 1000.0
 """
 
-AnyEvent = TypeVar("AnyEvent", bound=events.Event)
+AnyEvent = TypeVar("AnyEvent", bound=schema.Event)
 
 
 def write_text(folder: Path) -> None:
@@ -66,7 +66,7 @@ def run(job: Config, path: Path, *, resume: str = "never") -> int:
 
 
 def events_of(path: Path, kind: type[AnyEvent]) -> list[AnyEvent]:
-    log = events.read(path / "events" / "rank000.jsonl")
+    log = schema.read(path / "events" / "rank000.jsonl")
     return [record.event for record in log if isinstance(record.event, kind)]
 
 
@@ -74,7 +74,7 @@ def history(path: Path) -> list[tuple[Any, ...]]:
     """Return all that is exact about each step, bit for bit, as floats."""
     return [
         (e.step, e.loss, e.grad_norm, e.lr, e.loss_scale, e.skipped, e.tokens)
-        for e in events_of(path, events.Step)
+        for e in events_of(path, schema.Step)
     ]
 
 
@@ -88,5 +88,5 @@ def tensor_hashes(path: Path, step: int) -> dict[str, str]:
     return found
 
 
-def kinds(found: Sequence[events.Event]) -> set[str]:
+def kinds(found: Sequence[schema.Event]) -> set[str]:
     return {event.KIND for event in found}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui import requests
 
-from offloadtrain import events
-from offloadtrain.control import Requests
+from offloadtrain.events import schema
+from offloadtrain.events.control import Requests
 from offloadtrain.run_log import RunLog
 from offloadtrain.trainer import AbortedError
 from tests.trainer.small_job import events_of, run, small_job
@@ -98,7 +98,7 @@ def test_a_folder_that_is_gone_asks_for_nothing(tmp_path: Path) -> None:
 
 
 def control_events(folder: Path) -> list[tuple[str, str]]:
-    return [(one.action, one.state) for one in events_of(folder, events.Control)]
+    return [(one.action, one.state) for one in events_of(folder, schema.Control)]
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def test_a_run_answers(tmp_path: Path, when_started: list[Callable[[], object]])
         ("stop", "done"),
         ("dance", "refused"),
     ]
-    saved = [one.step for one in events_of(folder, events.Checkpoint)]
+    saved = [one.step for one in events_of(folder, schema.Checkpoint)]
     assert saved == [1], "asked for after the first step, and not saved twice for the stop"
-    assert events_of(folder, events.RunEnded)[-1].status == "stopped"
+    assert events_of(folder, schema.RunEnded)[-1].status == "stopped"
 
 
 def test_an_abort_saves_nothing(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
@@ -147,6 +147,6 @@ def test_an_abort_saves_nothing(tmp_path: Path, when_started: list[Callable[[], 
     with pytest.raises(AbortedError, match="nothing was saved"):
         run(job, folder)
     assert control_events(folder) == [("abort", "done")]
-    assert events_of(folder, events.Checkpoint) == []
-    ended = events_of(folder, events.RunEnded)[-1]
+    assert events_of(folder, schema.Checkpoint) == []
+    ended = events_of(folder, schema.RunEnded)[-1]
     assert ended.status == "failed" and "aborted on request" in ended.message

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui.listing import list_runs
 
-from offloadtrain import event_writer, events
 from offloadtrain.commands.launch import _exit_code
+from offloadtrain.events import schema
+from offloadtrain.events import writer as event_writer
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.trainer import Trainer
@@ -59,7 +60,7 @@ def test_a_disk_too_small_for_keep_last_is_told_before_training(
     free(monkeypatch, mib << 20)
     path = tmp_path / "run"
     assert run(small_job(tmp_path, *overrides), path) == 0
-    told = [e.message for e in events_of(path, events.Warning_) if e.code == "disk-small"]
+    told = [e.message for e in events_of(path, schema.Warning_) if e.code == "disk-small"]
     assert len(told) == warned
     if warned:
         assert "which is 2 times" in told[0] and "keep_last = 2 takes 3 times" in told[0]
@@ -128,8 +129,8 @@ def test_a_log_whose_disk_is_full_for_some_steps_is_whole(
     disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
     disk.full = lambda: bool(trainers) and 3 <= trainers[0].progress.step < 10
     assert run(small_job(tmp_path), path) == 0
-    assert [e.step for e in events_of(path, events.Step)] == list(range(1, 13))
-    assert events_of(path, events.RunEnded)[-1].status == "done"
+    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 13))
+    assert events_of(path, schema.RunEnded)[-1].status == "done"
     said = capsys.readouterr().err
     assert said.count("the event log cannot be written (No space left on device)") == 1
     assert "written again; 0 records were lost" in said
@@ -147,7 +148,7 @@ def test_a_run_that_ends_on_a_full_disk_is_not_called_killed(
     assert run(small_job(tmp_path), path) == 0
     (row,) = list_runs(tmp_path, 0.0)
     assert (row.state, row.folder) == ("done", path)
-    (lost,) = [e for e in events_of(path, events.Warning_) if e.code == "events-dropped"]
+    (lost,) = [e for e in events_of(path, schema.Warning_) if e.code == "events-dropped"]
     assert "events were lost: the log's disk refused (No space left on device)" in lost.message
     assert _exit_code(path, 0, began_s) == 0, "of --nproc, which is read from the log"
 
@@ -160,7 +161,7 @@ def test_the_exit_code_of_ranks_is_not_that_of_an_earlier_start(
     assert _exit_code(tmp_path / "run", 0, began_s) == 1
     assert "does not tell how this start ended" in capsys.readouterr().err
     writer = event_writer.EventWriter(tmp_path / "run" / "events" / "rank000.jsonl")
-    writer.emit(events.RunEnded(status="stopped", step=12))
+    writer.emit(schema.RunEnded(status="stopped", step=12))
     writer.close()
     assert _exit_code(tmp_path / "run", 0, began_s) == 75
 

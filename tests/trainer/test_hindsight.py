@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from offloadtrain.plan.machine import dump, find
 from offloadtrain.plan.plan import Plan
 from tests.trainer.small_job import events_of, run, small_job
 
 
-def compared(path: Path) -> dict[str, events.PlanRow]:
-    (event,) = events_of(path, events.PlanCompared)
+def compared(path: Path) -> dict[str, schema.PlanRow]:
+    (event,) = events_of(path, schema.PlanCompared)
     return {row.what: row for row in event.rows}
 
 
 def warnings(path: Path) -> list[str]:
-    return [event.message for event in events_of(path, events.Warning_)]
+    return [event.message for event in events_of(path, schema.Warning_)]
 
 
 def test_bytes_are_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from offloadtrain import events, rng
+from offloadtrain import rng
 from offloadtrain.config.job import ConfigError
+from offloadtrain.events import schema
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.optim import LossScaler
 from offloadtrain.trainer import Trainer
@@ -36,13 +37,13 @@ def test_resume_is_bit_exact(
     assert run(job, parted, resume=str(parted)) == 0
 
     assert history(parted) == history(whole)
-    scales = {e.loss_scale for e in events_of(whole, events.Step)}
+    scales = {e.loss_scale for e in events_of(whole, schema.Step)}
     assert scales == ({64.0, 128.0, 256.0, 512.0} if precision == "fp16" else {None})
-    assert [e.step for e in events_of(parted, events.Step)] == list(range(1, 13))
-    evaluated = [[(e.step, e.val_loss) for e in events_of(p, events.Eval)] for p in (whole, parted)]
+    assert [e.step for e in events_of(parted, schema.Step)] == list(range(1, 13))
+    evaluated = [[(e.step, e.val_loss) for e in events_of(p, schema.Eval)] for p in (whole, parted)]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 4
     assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
-    starts = [e.start_step for e in events_of(parted, events.RunStarted)]
+    starts = [e.start_step for e in events_of(parted, schema.RunStarted)]
     assert starts == [0, 1, 5, 7]
 
 
@@ -111,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(
     state.write_text(state.read_text().replace("0", "1", 1))
     stop_after(None)
     assert run(job, parted, resume="auto") == 0
-    warnings = events_of(parted, events.Warning_)
+    warnings = events_of(parted, schema.Warning_)
     assert [w.code for w in warnings] == ["checkpoint-damaged"]
     assert "state.json has changed" in capsys.readouterr().err
     assert len(list((parted / "checkpoints").glob("damaged-step-00000007-*"))) == 1
@@ -136,7 +137,7 @@ def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
     with pytest.raises(ConfigError, match="precision"):
         run(small_job(tmp_path, "offload.precision=fp32"), path, resume="auto")
     assert run(small_job(tmp_path, "optim.lr=5e-3"), path, resume="auto") == 0
-    changed = [e.message for e in events_of(path, events.Warning_) if e.code == "job-changed"]
+    changed = [e.message for e in events_of(path, schema.Warning_) if e.code == "job-changed"]
     assert changed == ["changed since the checkpoint: optim.lr: 0.01 -> 0.005"]
 
 
@@ -154,7 +155,7 @@ def test_a_precision_that_was_measured_is_kept(
         monkeypatch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda x=speedup: x)
         stop_after(limit)
         assert run(job, path, resume="auto") == (75 if limit else 0)
-    told = [start.plan for start in events_of(path, events.RunStarted)]
+    told = [start.plan for start in events_of(path, schema.RunStarted)]
     precision = "bf16" if before > 1 else "fp32"
     assert [plan["precision"] for plan in told] == [precision] * 2
     assert told[1]["why"] == "as before"
@@ -189,9 +190,9 @@ def test_torch_s_threads_are_kept(
     torch_threads(3)
     stop_after(None)
     assert run(small_job(tmp_path, "train.steps=4", *overrides), path, resume="auto") == 0
-    told = [start.plan["threads"] for start in events_of(path, events.RunStarted)]
+    told = [start.plan["threads"] for start in events_of(path, schema.RunStarted)]
     assert told == [1, threads] and torch.get_num_threads() == threads
-    warnings = [e for e in events_of(path, events.Warning_) if e.code != "job-changed"]
+    warnings = [e for e in events_of(path, schema.Warning_) if e.code != "job-changed"]
     assert [warning.code for warning in warnings] == codes
     assert all("1 threads" in w.message and "2 now" in w.message for w in warnings)
 
@@ -200,7 +201,7 @@ def test_training_on_after_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path), path) == 0
     assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
-    assert [e.step for e in events_of(path, events.Step)] == list(range(1, 15))
+    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 15))
 
 
 def test_nothing_good_is_an_error(tmp_path: Path, stop_after: StopAfter) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import checkpoint, events, kernels
+from offloadtrain import checkpoint, kernels
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.console import Console
+from offloadtrain.events import schema
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
@@ -86,7 +87,7 @@ def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (
         run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
     )
-    steps = events_of(path, events.Step)
+    steps = events_of(path, schema.Step)
     assert [step.guessed_right for step in steps] == [None, *[True] * 11]
     assert all(step.early_buckets > 0 for step in steps[1:])
     assert "speculation: 11 steps guessed, 0 of them wrong" in capsys.readouterr().err
@@ -96,16 +97,16 @@ def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, *SAMPLED), path) == 0
     lines = (path / "events" / "rank000.jsonl").read_bytes().splitlines(keepends=True)
-    records = [events.from_line(line) for line in lines]
+    records = [schema.from_line(line) for line in lines]
     assert all(line.endswith(b"\n") for line in lines) and None not in records
     told = [record.event for record in records if record]
-    assert isinstance(told[0], events.RunStarted) and isinstance(told[-1], events.RunEnded)
+    assert isinstance(told[0], schema.RunStarted) and isinstance(told[-1], schema.RunEnded)
     expected = {"run_started", "step", "memory", "span", "eval", "checkpoint", "sample"}
     assert kinds(told) == expected | {"system", "plan_compared", "run_ended"}
     assert told[-1].status == "done" and told[-1].step == 12
     assert tomllib.loads((path / "resolved.toml").read_text())["optim"] == _plain(told[0])
 
-    steps = events_of(path, events.Step)
+    steps = events_of(path, schema.Step)
     assert [step.step for step in steps] == list(range(1, 13))
     assert [step.tokens for step in steps] == [256 * n for n in range(1, 13)]
     assert all(step.loss > 0 and math.isfinite(step.loss) for step in steps)
@@ -114,19 +115,19 @@ def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
         assert parts == pytest.approx(step.step_ms, rel=0.01)
         assert step.tokens_per_s == pytest.approx(256e3 / step.step_ms)
         assert step.d2h_bytes > 0 and step.h2d_bytes > 0
-    owners = {row.owner for row in events_of(path, events.Memory)[0].rows}
+    owners = {row.owner for row in events_of(path, schema.Memory)[0].rows}
     assert {"working weights", "master weights", "exp_avg", "exp_avg_sq"} <= owners
 
 
-def _plain(started: events.Event) -> object:
-    assert isinstance(started, events.RunStarted)
+def _plain(started: schema.Event) -> object:
+    assert isinstance(started, schema.RunStarted)
     return started.config["optim"]
 
 
 def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, "optim.schedule=linear", "optim.min_lr_ratio=0"), path) == 0
-    rates = [step.lr for step in events_of(path, events.Step)]
+    rates = [step.lr for step in events_of(path, schema.Step)]
     assert rates[:3] == pytest.approx([5e-3, 1e-2, 9e-3]) and rates[-1] == 0.0
     state = checkpoint.verify(path / "checkpoints" / "step-00000012").state
     decays = [group["weight_decay"] for group in state["param_groups"]]
@@ -139,7 +140,7 @@ def test_learning_happens_and_seeds_matter(tmp_path: Path) -> None:
         assert run(small_job(tmp_path, *overrides), tmp_path / name) == 0
     one, two, three = (history(tmp_path / name) for name in ("one", "two", "three"))
     assert one == two and one != three
-    losses = [e.val_loss for e in events_of(tmp_path / "one", events.Eval)]
+    losses = [e.val_loss for e in events_of(tmp_path / "one", schema.Eval)]
     assert losses[-1] < losses[0] - 1.0
 
 
@@ -165,12 +166,12 @@ def test_a_skipped_step_is_counted_and_changes_nothing(
     path = tmp_path / "run"
     not_finite([5, 6, 8])  # microbatches: two steps of two are hit, then a third
     assert run(small_job(tmp_path), path) == 0
-    steps = events_of(path, events.Step)
+    steps = events_of(path, schema.Step)
     assert [step.step for step in steps] == [1, 2, 3, 3, 3, *range(3, 13)]
     assert [step.skipped for step in steps[2:6]] == [True, True, True, False]
     assert len({step.lr for step in steps[2:6]}) == 1, "the schedule waits"
     assert [step.tokens for step in steps] == [256 * n for n in range(1, 16)], "batches are used"
-    codes = [warning.code for warning in events_of(path, events.Warning_)]
+    codes = [warning.code for warning in events_of(path, schema.Warning_)]
     assert codes == ["loss-not-finite"] * 3
     progress = checkpoint.verify(path / "checkpoints" / "step-00000012").state["progress"]
     assert (progress["step"], progress["skipped"], progress["skipped_in_a_row"]) == (12, 3, 0)
@@ -184,7 +185,7 @@ def test_skips_without_end_abort_with_a_checkpoint(
     with pytest.raises(TrainingError, match=f"{MAX_SKIPS} steps in a row .* of step 5 .*optim.lr"):
         run(small_job(tmp_path), path)
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
-    ended = events_of(path, events.RunEnded)[-1]
+    ended = events_of(path, schema.RunEnded)[-1]
     assert ended.status == "failed" and "TrainingError" in ended.message
 
 
@@ -230,7 +231,7 @@ def test_what_is_not_finite_is_never_saved(
         TrainingError, match=r"loss of step 8 is nan.*step-00000006.*skip_nonfinite"
     ):
         run(job, path)
-    ended = events_of(path, events.RunEnded)[-1]
+    ended = events_of(path, schema.RunEnded)[-1]
     assert (ended.status, ended.step) == ("failed", 8)
 
     monkeypatch.setattr("offloadtrain.trainer._LateLoss.wait", lambda self: 1.0)
@@ -255,7 +256,7 @@ def test_a_run_without_a_good_state_at_its_end_is_not_done(
             not_finite([number])
             path = tmp_path / f"{losses}-{number}"
             assert main(["train", str(job), "--run-dir", str(path)]) == 1
-        assert events_of(path, events.RunEnded)[-1].status == "failed"
+        assert events_of(path, schema.RunEnded)[-1].status == "failed"
         steps = [checkpoint.step_of(saved) for saved in checkpoint.find(path / "checkpoints")]
         assert steps == ([] if number == 0 else [9, 6])
 
@@ -269,7 +270,7 @@ def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
     with pytest.raises(LossScaleError, match="smallest loss scale"):
         run(small_job(tmp_path, "offload.precision=fp16"), path)
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
-    assert events_of(path, events.RunEnded)[-1].status == "failed"
+    assert events_of(path, schema.RunEnded)[-1].status == "failed"
 
 
 def test_a_full_disk_does_not_end_a_run(
@@ -284,7 +285,7 @@ def test_a_full_disk_does_not_end_a_run(
 
     monkeypatch.setattr(checkpoint.durable, "write_file", full)
     assert run(small_job(tmp_path), path) == 0
-    saved = [(e.step, e.state) for e in events_of(path, events.Checkpoint)]
+    saved = [(e.step, e.state) for e in events_of(path, schema.Checkpoint)]
     assert saved == [(3, "saved"), (6, "failed"), (9, "saved"), (12, "saved")]
     assert "No space left on device" in capsys.readouterr().err
 
@@ -313,7 +314,7 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
     stop_after(0)
     assert run(small_job(tmp_path), path) == 75
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 0
-    assert events_of(path, events.RunEnded)[0].status == "stopped"
+    assert events_of(path, schema.RunEnded)[0].status == "stopped"
     stop_after(None)
     assert run(small_job(tmp_path), path, resume="auto") == 0
 
@@ -321,7 +322,7 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
 def test_the_debug_model_learns_in_thirty_steps(tmp_path: Path) -> None:
     job = small_job(tmp_path, "model.d_model=64", "model.num_heads=4", "train.steps=30")
     assert run(job, tmp_path / "run") == 0
-    assert events_of(tmp_path / "run", events.Eval)[-1].val_loss < 3.0
+    assert events_of(tmp_path / "run", schema.Eval)[-1].val_loss < 3.0
 
 
 def test_a_precision_chosen_here_is_held_to_the_same_rules(

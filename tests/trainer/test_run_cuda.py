@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import events
 from offloadtrain.assembly import assemble
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.events import schema
 from tests.gpu.precision import DTYPES
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes
@@ -36,9 +36,9 @@ def test_resume_is_bit_exact_on_a_gpu(
     assert history(parted) == history(whole)
     assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
 
-    losses = [e.val_loss for e in events_of(whole, events.Eval)]
+    losses = [e.val_loss for e in events_of(whole, schema.Eval)]
     assert losses[-1] < losses[0] - 1.0
-    owners = {(row.owner, row.tier) for row in events_of(whole, events.Memory)[-1].rows}
+    owners = {(row.owner, row.tier) for row in events_of(whole, schema.Memory)[-1].rows}
     assert ("activations and gradients", "device") in owners
 
 

@@ -7,10 +7,10 @@ import statistics
 import time
 from pathlib import Path
 
-from offloadtrain import events
 from offloadtrain.assembly import assemble
 from offloadtrain.console import Console
 from offloadtrain.engine import StepReport
+from offloadtrain.events import schema
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
@@ -48,9 +48,9 @@ def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
             log.step(number, Progress(), report, clock, told, lr=1e-3)
             spent.append(time.thread_time_ns() - began)
     parts.optimizer.close()
-    steps = [r.event for r in events.read(folder.events()) if isinstance(r.event, events.Step)]
+    steps = [r.event for r in schema.read(folder.events()) if isinstance(r.event, schema.Step)]
     for step in steps:
         began = time.thread_time_ns()
-        events.to_line(step, 0, 0.0)
+        schema.to_line(step, 0, 0.0)
         lines.append(time.thread_time_ns() - began)
     assert statistics.median(spent) < 3 * statistics.median(lines)

@@ -16,12 +16,13 @@ import pytest
 from offloadtrain_tui.listing import list_runs
 from torch import Tensor
 
-from offloadtrain import checkpoint, events
+from offloadtrain import checkpoint
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, ConfigError
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
+from offloadtrain.events import schema
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.run_folder import RunFolderError
@@ -155,7 +156,7 @@ def test_a_link_that_cannot_be_made_does_not_end_a_run(
     monkeypatch.setattr(Path, "symlink_to", refused)
     assert started(small_job(tmp_path)) == 0
     (path,) = (tmp_path / "runs").iterdir()
-    told = [e.message for e in events_of(path, events.Warning_) if e.code == "latest-failed"]
+    told = [e.message for e in events_of(path, schema.Warning_) if e.code == "latest-failed"]
     assert len(told) == 1 and "Operation not permitted" in told[0]
 
 
@@ -192,7 +193,7 @@ def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
     left = {path: tree(path) for path in (damaged, empty, other)}
     stop_after(None)
     assert started(job, resume="auto") == 0
-    assert [e.start_step for e in events_of(good, events.RunStarted)] == [0, 2]
+    assert [e.start_step for e in events_of(good, schema.RunStarted)] == [0, 2]
     assert {path: tree(path) for path in left} == left
     said = capsys.readouterr().err
     assert f"{empty.name} (no checkpoint)" in said
@@ -256,7 +257,7 @@ def test_killed_before_the_first_checkpoint_the_same_command_starts_over(
     assert main(command) == 0
     assert f"{mine} has no checkpoint: starting over in it" in capsys.readouterr().err
     assert (mine / "events" / "rank000.jsonl").read_bytes().startswith(before)
-    assert [e.start_step for e in events_of(mine, events.RunStarted)] == [0, 0]
+    assert [e.start_step for e in events_of(mine, schema.RunStarted)] == [0, 0]
     assert checkpoint.verify(checkpoint.find(mine / "checkpoints")[0]).step == 12
 
 
@@ -321,5 +322,5 @@ def test_other_held_out_tokens_are_told_at_resume(tmp_path: Path, stop_after: St
     tokens = TokenFile(folder / "val.bin").tokens[::-1]
     write_tokens(tmp_path / "other.bin", [tokens], vocab_size=256, tokenizer="bytes")
     assert run(small_job(tmp_path, *files), mine, resume="auto") == 75
-    (changed,) = [e for e in events_of(mine, events.Warning_) if e.code == "job-changed"]
+    (changed,) = [e for e in events_of(mine, schema.Warning_) if e.code == "job-changed"]
     assert "the held-out tokens" in changed.message

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from offloadtrain import events
-from offloadtrain.events import Event
+from offloadtrain.events import schema
+from offloadtrain.events.schema import Event
 
 BEGIN_S = 1_795_000_000.0
 GIB = 1 << 30
@@ -19,7 +19,7 @@ Timed = tuple[float, Event]
 """Unix seconds and what happened then."""
 
 
-def start(name: str = "demo", *, steps: int = 100, **changed: object) -> events.RunStarted:
+def start(name: str = "demo", *, steps: int = 100, **changed: object) -> schema.RunStarted:
     plan = {
         "device": "cuda:0",
         "precision": "bf16",
@@ -41,12 +41,12 @@ def start(name: str = "demo", *, steps: int = 100, **changed: object) -> events.
         "backend": {"name": "native", "isa": "avx512", "threads": 15},
         "machine": {"host": "box", "gpus": [{"name": "V100", "memory_bytes": 32 * GIB}]},
     }
-    return events.RunStarted(**{**values, **changed})  # type: ignore[arg-type]
+    return schema.RunStarted(**{**values, **changed})  # type: ignore[arg-type]
 
 
-def step(number: int, draw: random.Random, *, scale: float = 1.0) -> events.Step:
+def step(number: int, draw: random.Random, *, scale: float = 1.0) -> schema.Step:
     step_ms = 1000.0 * scale * draw.uniform(0.95, 1.05)
-    return events.Step(
+    return schema.Step(
         step=number,
         loss=2.0 + 3.0 * math.exp(-number / 40) + draw.gauss(0, 0.02),
         lr=3e-4 * min(number / 20, 1.0),
@@ -73,7 +73,7 @@ def step(number: int, draw: random.Random, *, scale: float = 1.0) -> events.Step
     )
 
 
-def spans(number: int) -> Iterator[events.Span]:
+def spans(number: int) -> Iterator[schema.Span]:
     """A sampled step: four blocks forward, backward, down, Adam, up."""
     for block in range(4):
         yield _span(number, "compute", f"forward {block}", 70.0 * block, 68.0)
@@ -84,11 +84,11 @@ def spans(number: int) -> Iterator[events.Span]:
         yield _span(number, "h2d", f"h2d {block}", 135.0 + 100.0 * block, 50.0)
 
 
-def _span(number: int, lane: str, name: str, start_ms: float, spent_ms: float) -> events.Span:
-    return events.Span(step=number, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
+def _span(number: int, lane: str, name: str, start_ms: float, spent_ms: float) -> schema.Span:
+    return schema.Span(step=number, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
 
 
-def memory(number: int) -> events.Memory:
+def memory(number: int) -> schema.Memory:
     rows = [
         ("working weights", "device", 24 * GIB),
         ("gradient staging", "device", GIB // 8),
@@ -98,14 +98,14 @@ def memory(number: int) -> events.Memory:
         ("exp_avg_sq", "host", 48 * GIB),
     ]
     found = tuple(
-        events.MemoryRow(owner=owner, tier=tier, num_bytes=size, peak_bytes=size)
+        schema.MemoryRow(owner=owner, tier=tier, num_bytes=size, peak_bytes=size)
         for owner, tier, size in rows
     )
-    return events.Memory(step=number, rows=found)
+    return schema.Memory(step=number, rows=found)
 
 
-def system(draw: random.Random, *, gpus: int = 1) -> events.System:
-    return events.System(
+def system(draw: random.Random, *, gpus: int = 1) -> schema.System:
+    return schema.System(
         cpu_percent=1400.0,
         rss_bytes=150 * GIB,
         host_available_bytes=round(60 * GIB + draw.random() * GIB),
@@ -115,8 +115,8 @@ def system(draw: random.Random, *, gpus: int = 1) -> events.System:
     )
 
 
-def _gpu(index: int) -> events.GpuSample:
-    return events.GpuSample(
+def _gpu(index: int) -> schema.GpuSample:
+    return schema.GpuSample(
         index=index,
         name="Tesla V100-SXM3-32GB",
         uuid=f"GPU-{index + 1}",
@@ -148,10 +148,10 @@ def plain(steps: int = 100, *, seed: int = 0, name: str = "demo") -> list[Timed]
         if number % 5 == 0:
             told.append((now_s, system(draw)))
         if number % 25 == 0:
-            told.append((now_s, events.Eval(step=number, val_loss=2.1 + 10 / number)))
-            saved = events.Checkpoint(step=number, path=f"checkpoints/step-{number}", num_bytes=GIB)
+            told.append((now_s, schema.Eval(step=number, val_loss=2.1 + 10 / number)))
+            saved = schema.Checkpoint(step=number, path=f"checkpoints/step-{number}", num_bytes=GIB)
             told.append((now_s, saved))
-    ended = events.RunEnded(status="done", step=steps, val_loss=2.2, duration_s=now_s - BEGIN_S)
+    ended = schema.RunEnded(status="done", step=steps, val_loss=2.2, duration_s=now_s - BEGIN_S)
     return [*told, (now_s + 1.0, ended)]
 
 
@@ -160,18 +160,18 @@ def unlucky(steps: int = 60) -> list[Timed]:
     told = plain(steps)[:-1]
     found: list[Timed] = []
     for time_s, event in told:
-        if isinstance(event, events.Step) and event.step == 12:
+        if isinstance(event, schema.Step) and event.step == 12:
             event = replace(event, loss=math.nan, grad_norm=math.nan, skipped=True)
-        if isinstance(event, events.Step) and event.step in (30, 31):
+        if isinstance(event, schema.Step) and event.step in (30, 31):
             event = replace(event, skipped=True, grad_norm=math.inf)
         found.append((time_s, event))
-        if isinstance(event, events.Step) and event.step == 31:
+        if isinstance(event, schema.Step) and event.step == 31:
             text = "2 steps in a row were skipped"
-            found.append((time_s, events.Alert(code="skips", state="raised", message=text)))
-        if isinstance(event, events.Step) and event.step == 40:
-            found.append((time_s, events.RunEnded(status="stopped", step=40)))
+            found.append((time_s, schema.Alert(code="skips", state="raised", message=text)))
+        if isinstance(event, schema.Step) and event.step == 40:
+            found.append((time_s, schema.RunEnded(status="stopped", step=40)))
             found.append((time_s + 60, start(steps=steps, start_step=40, pid=4712)))
-            found.append((time_s + 60, events.Control(
+            found.append((time_s + 60, schema.Control(
                 id="1", action="note", state="done", message="disk \x1b[31mchanged\x07"
             )))  # fmt: skip
     return found
@@ -198,7 +198,7 @@ def ranks(count: int = 8, steps: int = 50) -> list[list[Timed]]:
 
 
 def lines(told: Iterable[Timed], rank: int = 0) -> list[bytes]:
-    return [events.to_line(event, rank, time_s) for time_s, event in told]
+    return [schema.to_line(event, rank, time_s) for time_s, event in told]
 
 
 def write(folder: Path, *logs: Iterable[Timed], host: str = "elsewhere") -> Path:

@@ -14,7 +14,7 @@ from offloadtrain_tui.memory import devices
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.widgets.lanes import union_ms, waits_of
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines, plain, unlucky
 
@@ -83,7 +83,7 @@ def test_what_a_step_says() -> None:
 def test_ends_and_starts() -> None:
     told = unlucky()
     history = fold(lines(told))
-    stopped = next(t for t, e in told if isinstance(e, events.RunEnded))
+    stopped = next(t for t, e in told if isinstance(e, schema.RunEnded))
     assert View.at(history, stopped - 0.01).end is None
     ended = View.at(history, stopped + 1).end
     assert ended is not None and ended.status == "stopped"
@@ -101,11 +101,11 @@ def test_odd_steps_are_marked_and_told() -> None:
 
 
 def test_alerts_are_active_until_they_are_cleared() -> None:
-    def alert(code: str, state: str) -> events.Alert:
-        return events.Alert(code=code, state=state, message="m")
+    def alert(code: str, state: str) -> schema.Alert:
+        return schema.Alert(code=code, state=state, message="m")
 
-    def seen(code: str) -> events.Control:
-        return events.Control(id="1", action="acknowledge", state="done", message=code)
+    def seen(code: str) -> schema.Control:
+        return schema.Control(id="1", action="acknowledge", state="done", message=code)
 
     told = [(1.0, alert("a", "raised")), (2.0, alert("b", "raised")), (3.0, alert("a", "cleared"))]
     told += [(4.0, alert("c", "raised")), (5.0, seen("c")), (6.0, seen("b"))]
@@ -136,8 +136,8 @@ def test_only_the_newest_timelines_are_kept() -> None:
 
 
 def test_waits_of_compute_name_what_ended_them() -> None:
-    def span(lane: str, name: str, start_ms: float, spent_ms: float) -> events.Span:
-        return events.Span(step=1, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
+    def span(lane: str, name: str, start_ms: float, spent_ms: float) -> schema.Span:
+        return schema.Span(step=1, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
 
     found = waits_of(
         [
@@ -211,9 +211,9 @@ def test_milliseconds_are_seconds_from_a_thousand_on() -> None:
 def test_the_time_left_goes_by_the_median() -> None:
     told = plain(50)[:-1]
     slow = [
-        (t, replace(e, step_ms=1e6) if isinstance(e, events.Step) and e.step == 40 else e)
+        (t, replace(e, step_ms=1e6) if isinstance(e, schema.Step) and e.step == 40 else e)
         for t, e in told
-        if not isinstance(e, events.RunStarted)
+        if not isinstance(e, schema.RunStarted)
     ]
     history = fold(lines([(BEGIN_S, recordings.start(steps=100)), *slow]))
     assert View.at(history).seconds_left() == pytest.approx(50.0, rel=0.05)

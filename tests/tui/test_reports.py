@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offloadtrain.cli import main
-from offloadtrain.control import Requests
+from offloadtrain.events.control import Requests
 from tests.tui.recordings import plain, unlucky, write
 from tests.tui.test_runs import live, trainer
 

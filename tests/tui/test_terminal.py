@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from tests.tui.recordings import lines, plain, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -114,7 +114,7 @@ def growing(run: Path, per_s: float = 20.0) -> Iterator[None]:
         with log.open("ab", buffering=0) as file:
             while not ended.wait(1 / per_s):
                 number += 1
-                step = events.Step(step=number, loss=2.0 + 1 / number, lr=1e-3, tokens=number)
+                step = schema.Step(step=number, loss=2.0 + 1 / number, lr=1e-3, tokens=number)
                 file.write(b"".join(lines([(time.time(), step)])))
 
     thread = threading.Thread(target=grow)

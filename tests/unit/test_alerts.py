@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain.alerts import STALL_S, Alerts
-from offloadtrain.events import Alert, GpuSample, Step, System
+from offloadtrain.events.alerts import STALL_S, Alerts
+from offloadtrain.events.schema import Alert, GpuSample, Step, System
 
 GIB = 1 << 30
 SYSTEM = System(

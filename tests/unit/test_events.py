@@ -22,9 +22,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain import event_writer, events
-from offloadtrain.event_writer import EventWriter
-from offloadtrain.events import Event, Record, Span, Step, Warning_, from_line, to_line
+from offloadtrain.events import schema
+from offloadtrain.events import writer as event_writer
+from offloadtrain.events.schema import Event, Record, Span, Step, Warning_, from_line, to_line
+from offloadtrain.events.writer import EventWriter
 from tests import levels
 
 STEP = Step(step=3, loss=2.5, lr=1e-3, tokens=6144)
@@ -71,7 +72,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @levels.examples(100)
 @given(st.data(), st.integers(0, 1000), st.floats(0, 1e10), st.integers(0, 2**63))
-@pytest.mark.parametrize("kind", events.KINDS.values(), ids=str)
+@pytest.mark.parametrize("kind", schema.KINDS.values(), ids=str)
 def test_every_kind_reads_back_equal(
     kind: type[Event], data: st.DataObject, rank: int, time_s: float, monotonic_ns: int
 ) -> None:
@@ -84,7 +85,7 @@ def test_every_kind_reads_back_equal(
 
 @levels.examples(100)
 @given(st.data())
-@pytest.mark.parametrize("kind", events.KINDS.values(), ids=str)
+@pytest.mark.parametrize("kind", schema.KINDS.values(), ids=str)
 def test_a_torn_line_is_no_record(kind: type[Event], data: st.DataObject) -> None:
     line = to_line(data.draw(_values(kind)), 0, 1.0)
     cut = data.draw(st.integers(0, len(line) - 3))
@@ -115,8 +116,8 @@ def _edited(**changes: Any) -> Record | None:
 
 def test_the_envelope_is_as_documented() -> None:
     values = json.loads(to_line(STEP, 2, 12.5, 99))
-    assert [values[key] for key in "vktmr"] == [events.SCHEMA, "step", 12.5, 99, 2]
-    clashing = {f.name for kind in events.KINDS.values() for f in fields(kind)} & set("vktmr")  # type: ignore[arg-type]
+    assert [values[key] for key in "vktmr"] == [schema.SCHEMA, "step", 12.5, 99, 2]
+    clashing = {f.name for kind in schema.KINDS.values() for f in fields(kind)} & set("vktmr")  # type: ignore[arg-type]
     assert not clashing
 
 
@@ -162,12 +163,12 @@ def test_a_hostile_line_is_no_record(line: bytes) -> None:
 
 
 def test_values_that_json_lacks_become_strings() -> None:
-    started = events.RunStarted(
+    started = schema.RunStarted(
         run_id="r", name="n", pid=1, num_params=1, plan={}, backend={}, machine={},
         config={"path": Path("a/b"), "betas": (0.9, math.inf)},
     )  # fmt: skip
     record = from_line(to_line(started, 0, 0.0))
-    assert record is not None and isinstance(record.event, events.RunStarted)
+    assert record is not None and isinstance(record.event, schema.RunStarted)
     assert record.event.config == {"path": "a/b", "betas": [0.9, "inf"]}
 
 
@@ -208,7 +209,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, log: Path) -> Iterator[Stall]:
 
 
 def _steps(log: Path) -> list[int]:
-    return [r.event.step for r in events.read(log) if isinstance(r.event, Step)]
+    return [r.event.step for r in schema.read(log) if isinstance(r.event, Step)]
 
 
 def _step(number: int) -> Step:
@@ -221,7 +222,7 @@ def test_records_arrive_in_order_with_rank_and_time(log: Path) -> None:
     for number in range(100):
         writer.emit(_step(number))
     writer.close()
-    records = list(events.read(log))
+    records = list(schema.read(log))
     assert [r.event for r in records] == [_step(number) for number in range(100)]
     assert {r.rank for r in records} == {3}
     assert all(before <= r.time_s <= time.time() for r in records)
@@ -270,7 +271,7 @@ def test_drops_are_told_in_the_log(log: Path, stall: Stall) -> None:
         writer.emit(_step(number))
     stall.released.set()
     writer.close()
-    *_, last = events.read(log)
+    *_, last = schema.read(log)
     assert isinstance(last.event, Warning_)
     assert last.event.code == "events-dropped"
     assert last.event.message.startswith("7 events were dropped")
@@ -287,7 +288,7 @@ def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
     stall.released.set()
     writer.close()
     assert _steps(log) == list(range(26))
-    assert sum(isinstance(r.event, Span) for r in events.read(log)) == 75
+    assert sum(isinstance(r.event, Span) for r in schema.read(log)) == 75
     assert writer.dropped == 425
 
 
@@ -375,7 +376,7 @@ def test_what_a_full_disk_has_cost_is_told_in_the_log(log: Path, disk: Disk) -> 
     _waits(lambda: recovered)
     writer.emit(_step(10))
     writer.close()
-    found = [record.event for record in events.read(log)]
+    found = [record.event for record in schema.read(log)]
     assert found[:6] == [_step(number) for number in range(6)]
     assert isinstance(found[6], Warning_) and found[6].code == "events-dropped"
     assert (
@@ -397,10 +398,10 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     disk.room = room
     for number in range(1, 20):
         writer.emit(_step(number))
-    end = events.RunEnded(status="done", step=19)
+    end = schema.RunEnded(status="done", step=19)
     writer.emit(end)
     writer.close()
-    first, *others, lost, last = [record.event for record in events.read(log)]
+    first, *others, lost, last = [record.event for record in schema.read(log)]
     assert (first, others, last) == (_step(0), [], end)
     assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
     assert recovered == [19]
@@ -442,11 +443,11 @@ def test_an_event_that_cannot_be_written_is_told_and_the_rest_goes_on(log: Path)
         "machine": {},
     }
     writer = EventWriter(log)
-    writer.emit(events.RunStarted(config=itself, plan={}, **base))
-    writer.emit(events.RunStarted(config=cast(Any, {(1, 2): 3}), plan={}, **base))
+    writer.emit(schema.RunStarted(config=itself, plan={}, **base))
+    writer.emit(schema.RunStarted(config=cast(Any, {(1, 2): 3}), plan={}, **base))
     writer.emit(STEP)
     writer.close()
-    kinds = [(r.event.KIND, getattr(r.event, "code", "")) for r in events.read(log)]
+    kinds = [(r.event.KIND, getattr(r.event, "code", "")) for r in schema.read(log)]
     assert kinds == [("warning", "event-unwritable")] * 2 + [("step", "")]
 
 
@@ -481,13 +482,13 @@ def test_threads_may_emit_at_once(log: Path) -> None:
 
 def test_what_was_emitted_survives_a_kill(log: Path) -> None:
     code = (
-        "import os, signal, sys; from offloadtrain.event_writer import EventWriter\n"
-        "from offloadtrain.events import Step\n"
+        "import os, signal, sys; from offloadtrain.events.writer import EventWriter\n"
+        "from offloadtrain.events.schema import Step\n"
         "writer = EventWriter(sys.argv[1])\n"
         "for i in range(50): writer.emit(Step(step=i, loss=1.0, lr=1.0, tokens=i))\n"
         "writer.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    root = Path(events.__file__).parent.parent
+    root = Path(schema.__file__).parent.parent.parent
     subprocess.run([sys.executable, "-c", code, str(log)], cwd=root, check=False)
     assert _steps(log) == list(range(50))
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from offloadtrain import events, run_folder
+from offloadtrain import run_folder
+from offloadtrain.events import schema
 from offloadtrain.run_folder import RunFolder, RunFolderError, of_job
 
 HOLDER = """
@@ -102,7 +103,7 @@ def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         "run.begin('', '\\xfc = \\u2192'); run.keep()"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    root = Path(events.__file__).parent.parent
+    root = Path(schema.__file__).parent.parent.parent
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=root, env=environment, check=True
     )
@@ -113,7 +114,7 @@ def test_run_json_says_who_runs(tmp_path: Path) -> None:
     with made(tmp_path) as run:
         run.write_run({"num_params": 7, "where": Path("x")})
         facts = json.loads((run.path / "run.json").read_text())
-    assert facts["run_id"] == run.run_id and facts["schema"] == events.SCHEMA
+    assert facts["run_id"] == run.run_id and facts["schema"] == schema.SCHEMA
     assert facts["pid"] == os.getpid() and facts["argv"] == sys.argv
     assert facts["pid_start_ticks"] > 0 and abs(facts["started_s"] - time.time()) < 60
     assert facts["num_params"] == 7 and facts["where"] == "x"
@@ -199,7 +200,7 @@ def test_a_running_folder_is_refused_and_says_who_runs(tmp_path: Path) -> None:
 def test_a_killed_run_is_not_running(tmp_path: Path) -> None:
     run = made(tmp_path)
     run.close()
-    root = Path(events.__file__).parent.parent
+    root = Path(schema.__file__).parent.parent.parent
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run.path)], cwd=root, stdout=subprocess.PIPE
     ) as holder:

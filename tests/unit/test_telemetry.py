@@ -15,7 +15,7 @@ import pynvml
 import pytest
 
 from offloadtrain import telemetry
-from offloadtrain.events import Event, System, from_line, to_line
+from offloadtrain.events.schema import Event, System, from_line, to_line
 from offloadtrain.nvml import Nvml
 from offloadtrain.telemetry import Sampler, probe
 

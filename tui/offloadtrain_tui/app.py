@@ -21,7 +21,7 @@ from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Footer, Static
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from offloadtrain_tui import runs
 from offloadtrain_tui.asking import Asking
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
@@ -72,7 +72,7 @@ class Monitor(Asking):
     class Sampled(Message):
         """The machine was looked at."""
 
-        def __init__(self, system: events.System) -> None:
+        def __init__(self, system: schema.System) -> None:
             super().__init__()
             self.system = system
 

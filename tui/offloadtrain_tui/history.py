@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from offloadtrain import events
-from offloadtrain.events import Json, Record
+from offloadtrain.events import schema
+from offloadtrain.events.schema import Json, Record
 from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
 
@@ -36,7 +36,7 @@ SAMPLED_STEPS = 256
 """Timelines that are kept: the newest."""
 
 _T = TypeVar("_T")
-_BULK = (events.Step, events.System)
+_BULK = (schema.Step, schema.System)
 """Read without their classes: by the hundred thousand."""
 _SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
 """The beginning of a span's line as the trainer writes it: spans are read when they are shown."""
@@ -108,7 +108,7 @@ class History:
         self.moments = Timed()
         self.sampled = Timed()
         """Step numbers whose lanes were sampled."""
-        self._spans: OrderedDict[int, list[bytes | events.Span]] = OrderedDict()
+        self._spans: OrderedDict[int, list[bytes | schema.Span]] = OrderedDict()
         self._pending: list[Json] = []
         self.last_time_s = 0.0
         self.unreadable = 0
@@ -133,7 +133,7 @@ class History:
             kind == "system" and self._system(values)
         ):
             return
-        record = events.from_values(values)
+        record = schema.from_values(values)
         if record is None or not math.isfinite(record.time_s) or isinstance(record.event, _BULK):
             self.unreadable += 1
         else:
@@ -142,7 +142,7 @@ class History:
     def feed(self, record: Record, line: bytes = b"") -> None:
         """A record that is no step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
-        if isinstance(record.event, events.Span):
+        if isinstance(record.event, schema.Span):
             self._span(record.event.step, record.time_s, record.event)
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
@@ -234,7 +234,7 @@ class History:
         self.systems.add(time_s, values)
         return True
 
-    def _span(self, step: int, time_s: float, span: bytes | events.Span) -> None:
+    def _span(self, step: int, time_s: float, span: bytes | schema.Span) -> None:
         if step not in self._spans:
             self._spans[step] = []
             self.sampled.add(time_s, step)
@@ -243,7 +243,7 @@ class History:
         self._spans[step].append(span)
         self.last_time_s = max(self.last_time_s, time_s)
 
-    def spans(self, step: int) -> list[events.Span] | None:
+    def spans(self, step: int) -> list[schema.Span] | None:
         """Of a sampled step; None if it is none, or too old to be kept."""
         kept = self._spans.get(step)
         if kept is None:
@@ -252,9 +252,9 @@ class History:
         return [span for span in read if span is not None]
 
 
-def _read_span(line: bytes) -> events.Span | None:
-    record = events.from_line(line)
-    return record.event if record and isinstance(record.event, events.Span) else None
+def _read_span(line: bytes) -> schema.Span | None:
+    record = schema.from_line(line)
+    return record.event if record and isinstance(record.event, schema.Span) else None
 
 
 def _number(value: Any) -> float | None:
@@ -298,13 +298,13 @@ def _kept(name: str) -> Callable[[History, Any, float], None]:
 
 
 _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
-    events.RunStarted: _kept("starts"),
-    events.RunEnded: _kept("ends"),
-    events.Memory: _kept("memory"),
-    events.Eval: _kept("evals"),
-    events.Checkpoint: _kept("checkpoints"),
-    events.Alert: _kept("alerts"),
-    events.Control: _kept("controls"),
+    schema.RunStarted: _kept("starts"),
+    schema.RunEnded: _kept("ends"),
+    schema.Memory: _kept("memory"),
+    schema.Eval: _kept("evals"),
+    schema.Checkpoint: _kept("checkpoints"),
+    schema.Alert: _kept("alerts"),
+    schema.Control: _kept("controls"),
 }
 
 
@@ -321,43 +321,43 @@ def _moment(record: Record, line: bytes) -> Moment | None:
     return Moment(record.time_s, step, kind, level, clean(text), record.rank, line)
 
 
-def _told_start(event: events.RunStarted) -> tuple[str, str]:
+def _told_start(event: schema.RunStarted) -> tuple[str, str]:
     what = "started" if not event.start_step else f"goes on after step {event.start_step}"
     return "good", f"{event.name} {what}, pid {event.pid}"
 
 
-def _told_end(event: events.RunEnded) -> tuple[str, str]:
+def _told_end(event: schema.RunEnded) -> tuple[str, str]:
     level = {"done": "good", "stopped": "warning"}.get(event.status, "error")
     return level, f"{event.status} at step {event.step}" + (
         f": {event.message}" if event.message else ""
     )
 
 
-def _told_checkpoint(event: events.Checkpoint) -> tuple[str, str]:
+def _told_checkpoint(event: schema.Checkpoint) -> tuple[str, str]:
     return "error" if event.state == "failed" else "good", f"{event.state} {event.path}"
 
 
-def _told_alert(event: events.Alert) -> tuple[str, str]:
+def _told_alert(event: schema.Alert) -> tuple[str, str]:
     if event.state == "cleared":
         return "good", f"{event.code} is over: {event.message}"
     return event.level, f"{event.code}: {event.message}"
 
 
-def _told_control(event: events.Control) -> tuple[str, str]:
+def _told_control(event: schema.Control) -> tuple[str, str]:
     level = {"done": "good", "refused": "error"}.get(event.state, "info")
     return level, f"{event.action} {event.state}" + (f": {event.message}" if event.message else "")
 
 
 _TOLD: dict[type, Callable[[Any], tuple[str, str]]] = {
-    events.RunStarted: _told_start,
-    events.RunEnded: _told_end,
-    events.Checkpoint: _told_checkpoint,
-    events.Alert: _told_alert,
-    events.Control: _told_control,
-    events.Warning_: lambda event: ("warning", f"{event.code}: {event.message}"),
-    events.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
-    events.PlanCompared: lambda event: ("info", event.message),
-    events.Sample: lambda event: ("info", f"sample: {event.prompt}{event.text}"),
+    schema.RunStarted: _told_start,
+    schema.RunEnded: _told_end,
+    schema.Checkpoint: _told_checkpoint,
+    schema.Alert: _told_alert,
+    schema.Control: _told_control,
+    schema.Warning_: lambda event: ("warning", f"{event.code}: {event.message}"),
+    schema.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
+    schema.PlanCompared: lambda event: ("info", event.message),
+    schema.Sample: lambda event: ("info", f"sample: {event.prompt}{event.text}"),
 }
 
 
@@ -386,34 +386,34 @@ class View:
         return self.history.steps.times[self.length - 1] if self.length else None
 
     @property
-    def start(self) -> events.RunStarted | None:
-        found: events.RunStarted | None = self.history.starts.at(self.time_s, None)
+    def start(self) -> schema.RunStarted | None:
+        found: schema.RunStarted | None = self.history.starts.at(self.time_s, None)
         return found
 
     @property
-    def end(self) -> events.RunEnded | None:
+    def end(self) -> schema.RunEnded | None:
         """How the newest start ended, if it has."""
         ends, starts = self.history.ends, self.history.starts
         ended, started = ends.count(self.time_s), starts.count(self.time_s)
         if not ended or (started and ends.times[ended - 1] < starts.times[started - 1]):
             return None
-        found: events.RunEnded = ends.values[ended - 1]
+        found: schema.RunEnded = ends.values[ended - 1]
         return found
 
     @property
-    def memory(self) -> tuple[events.MemoryRow, ...]:
-        found: events.Memory | None = self.history.memory.at(self.time_s, None)
+    def memory(self) -> tuple[schema.MemoryRow, ...]:
+        found: schema.Memory | None = self.history.memory.at(self.time_s, None)
         return found.rows if found else ()
 
     @property
-    def system(self) -> events.System | None:
+    def system(self) -> schema.System | None:
         values: Json | None = self.history.systems.at(self.time_s, None)
-        record = events.from_values(values) if values is not None else None
-        return record.event if record and isinstance(record.event, events.System) else None
+        record = schema.from_values(values) if values is not None else None
+        return record.event if record and isinstance(record.event, schema.System) else None
 
     @property
     def val_loss(self) -> float | None:
-        found: events.Eval | None = self.history.evals.at(self.time_s, None)
+        found: schema.Eval | None = self.history.evals.at(self.time_s, None)
         return found.val_loss if found else None
 
     @property
@@ -423,7 +423,7 @@ class View:
         return steps if isinstance(steps, int) else None
 
     @property
-    def spans(self) -> list[events.Span]:
+    def spans(self) -> list[schema.Span]:
         """Of the newest sampled step."""
         sampled = self.history.sampled
         for step in reversed(sampled.values[: sampled.count(self.time_s)]):
@@ -443,12 +443,12 @@ class View:
     def busy_ms(self, lane: str) -> float:
         return self.history.busy[lane].last(self.length) or 0.0
 
-    def active_alerts(self) -> list[events.Alert]:
+    def active_alerts(self) -> list[schema.Alert]:
         """Raised, not cleared, and not acknowledged, the newest last."""
         alerts = self.history.alerts
-        active: dict[str, tuple[float, events.Alert]] = {}
+        active: dict[str, tuple[float, schema.Alert]] = {}
         for index in range(alerts.count(self.time_s)):
-            alert: events.Alert = alerts.values[index]
+            alert: schema.Alert = alerts.values[index]
             active.pop(alert.code, None)
             if alert.state == "raised":
                 active[alert.code] = (alerts.times[index], alert)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
-from offloadtrain.events import System
+from offloadtrain.events.schema import System
 from offloadtrain.nvml import Nvml
 
 SAMPLE_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from offloadtrain_tui.history import View
 from offloadtrain_tui.widgets.bars import Part, Tier
 
@@ -49,7 +49,7 @@ def planned(view: View) -> dict[tuple[str, str], int]:
     }
 
 
-def host(view: View, machine: events.System | None) -> Tier:
+def host(view: View, machine: schema.System | None) -> Tier:
     """What this run holds of the host; what else is taken there; what is free.
 
     `machine`: this one, shown where there is no run that has told of its own.
@@ -67,7 +67,7 @@ def host(view: View, machine: events.System | None) -> Tier:
     return Tier("HOST", parts, system.host_total_bytes, taken, from_swap)
 
 
-def devices(view: View, machine: events.System | None) -> list[Tier]:
+def devices(view: View, machine: schema.System | None) -> list[Tier]:
     """One bar per GPU that is known, that of the run first, with the run's own parts."""
     parts = _parts(view, "device")
     system = machine or view.system

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from offloadtrain import events
 from offloadtrain.config import units
+from offloadtrain.events import schema
 from offloadtrain_tui import requests, runs
 from offloadtrain_tui.history import LANES, History, Moment
 from offloadtrain_tui.listing import RunRow, list_runs
@@ -283,7 +283,7 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
         for tail in tails:
             for text in tail.poll():
                 found = True
-                if events.from_line(text) is not None:
+                if schema.from_line(text) is not None:
                     yield text.decode()
         if not found and (not follow or not alive):
             return

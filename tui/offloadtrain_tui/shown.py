@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from offloadtrain_tui import runs
 from offloadtrain_tui.history import View
 from offloadtrain_tui.series import Window
@@ -41,7 +41,7 @@ class Shown:
     zoom: int = 0
     log: bool = False
     smooth: bool = True
-    machine: events.System | None = None
+    machine: schema.System | None = None
     readonly: bool = False
 
     @property

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 from textual.widgets import DataTable, Static
 
-from offloadtrain import events
 from offloadtrain.config import units
+from offloadtrain.events import schema
 from offloadtrain_tui.history import View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.shown import Shown
@@ -96,7 +96,7 @@ def _middle(views: Sequence[View]) -> float:
     return statistics.median(known) if known else 0.0
 
 
-def _gpu(gpu: events.GpuSample) -> tuple[Cell, ...]:
+def _gpu(gpu: schema.GpuSample) -> tuple[Cell, ...]:
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
     held = "-" if used is None else units.format_bytes(used)
     return (

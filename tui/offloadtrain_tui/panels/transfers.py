@@ -7,8 +7,8 @@ from textual.app import ComposeResult
 from textual.containers import Grid
 from textual.widgets import Static
 
-from offloadtrain import events
 from offloadtrain.config import units
+from offloadtrain.events import schema
 from offloadtrain_tui.history import LANES, View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
@@ -96,13 +96,13 @@ _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """10^9 bytes per second of one lane, by PCIe generation, after line coding."""
 
 
-def link_gbps(gpu: events.GpuSample) -> float | None:
+def link_gbps(gpu: schema.GpuSample) -> float | None:
     """The most that the widest and fastest link of this GPU carries: at rest it is trained down."""
     lane = _LANE_GBPS.get(gpu.pcie_generation_max or 0)
     return lane * gpu.pcie_width_max if lane and gpu.pcie_width_max else None
 
 
-def link(gpu: events.GpuSample) -> str:
+def link(gpu: schema.GpuSample) -> str:
     """PCIe generation and width now and at most, and what NVML counts."""
     found = []
     if gpu.pcie_generation is not None:

@@ -10,7 +10,7 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from offloadtrain import events
+from offloadtrain.events import schema
 from offloadtrain_tui.history import LANES
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.widgets.styles import LANE_COLORS, strip_of, styled
@@ -39,7 +39,7 @@ class Lanes:
     """
 
     step: int
-    spans: tuple[events.Span, ...] = ()
+    spans: tuple[schema.Span, ...] = ()
     zoom: float = 1.0
     offset: float = 0.0
 
@@ -57,10 +57,10 @@ class Lanes:
     @property
     def rows(self) -> list[str]:
         """The lanes, top to bottom; waits and collectives only where there are any."""
-        names = (LANES[0], events.WAIT, *LANES[1:])
-        return [name for name in names if name not in (events.WAIT, "comm") or self.lane(name)]
+        names = (LANES[0], schema.WAIT, *LANES[1:])
+        return [name for name in names if name not in (schema.WAIT, "comm") or self.lane(name)]
 
-    def lane(self, name: str) -> list[events.Span]:
+    def lane(self, name: str) -> list[schema.Span]:
         return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)
 
 
@@ -135,7 +135,7 @@ class Timeline(Widget):
         return []
 
 
-def union_ms(spans: Sequence[events.Span]) -> float:
+def union_ms(spans: Sequence[schema.Span]) -> float:
     """How long at least one of them ran; by start. Spans of compute lie in each other."""
     total = done_ms = 0.0
     for span in spans:
@@ -145,7 +145,7 @@ def union_ms(spans: Sequence[events.Span]) -> float:
     return total
 
 
-def labelled(spans: Sequence[events.Span], start: float, end: float, width: int) -> str:
+def labelled(spans: Sequence[schema.Span], start: float, end: float, width: int) -> str:
     """A lane as `width` characters: filled where it worked, with names where these fit."""
     scale = width / (end - start) if end > start else 0.0
     filled = [0.0] * width
@@ -170,17 +170,17 @@ def _fill(cells: list[float], start: float, length: float) -> None:
         cells[cell] = min(cells[cell] + max(covered, 0.0), 1.0)
 
 
-def waits_of(spans: Iterable[events.Span], least_ms: float = 0.05) -> list[Wait]:
+def waits_of(spans: Iterable[schema.Span], least_ms: float = 0.05) -> list[Wait]:
     """Each wait of compute, with what of another lane ended in it last; where the log has none, the
     gaps of the compute lane."""
     ordered = sorted(spans, key=lambda span: span.start_ms)
-    others = [span for span in ordered if span.lane not in ("compute", events.WAIT)]
-    told = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == events.WAIT]
+    others = [span for span in ordered if span.lane not in ("compute", schema.WAIT)]
+    told = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == schema.WAIT]
     stretches = told or _gaps(span for span in ordered if span.lane == "compute")
     return [_wait_between(*one, others) for one in stretches if one[1] - one[0] >= least_ms]
 
 
-def _gaps(ordered: Iterable[events.Span]) -> list[tuple[float, float]]:
+def _gaps(ordered: Iterable[schema.Span]) -> list[tuple[float, float]]:
     gaps: list[tuple[float, float]] = []
     done_ms: float | None = None
     for span in ordered:
@@ -190,7 +190,7 @@ def _gaps(ordered: Iterable[events.Span]) -> list[tuple[float, float]]:
     return gaps
 
 
-def _wait_between(start_ms: float, end_ms: float, others: Sequence[events.Span]) -> Wait:
+def _wait_between(start_ms: float, end_ms: float, others: Sequence[schema.Span]) -> Wait:
     slack_ms = 0.1 + 0.05 * (end_ms - start_ms)
     ended = [
         span for span in others if start_ms < span.start_ms + span.duration_ms <= end_ms + slack_ms

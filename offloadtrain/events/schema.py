@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from offloadtrain import json_codec
+from offloadtrain.events import codec
 
 SCHEMA = 1
 
@@ -331,7 +331,7 @@ def to_line(event: Event, rank: int, time_s: float, monotonic_ns: int = 0) -> by
         ValueError, RecursionError: a dict in the event holds itself, or is very deep.
     """
     envelope = {"v": SCHEMA, "k": event.KIND, "t": time_s, "m": monotonic_ns, "r": rank}
-    return json_codec.encode(envelope | json_codec.as_dict(event)) + b"\n"
+    return codec.encode(envelope | codec.as_dict(event)) + b"\n"
 
 
 def from_line(line: bytes | str) -> Record | None:
@@ -345,8 +345,8 @@ def from_line(line: bytes | str) -> Record | None:
 def from_values(values: Any) -> Record | None:
     """As `from_line`, of JSON that is parsed already."""
     try:
-        event: Event = json_codec.decode(KINDS[values["k"]], values)
-        envelope: _Envelope = json_codec.decode(_Envelope, values)
+        event: Event = codec.decode(KINDS[values["k"]], values)
+        envelope: _Envelope = codec.decode(_Envelope, values)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return Record(event, envelope.r, envelope.t, envelope.m, envelope.v)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from offloadtrain.config.units import format_bytes, format_duration
-from offloadtrain.events import Alert, GpuSample, Step, System
+from offloadtrain.events.schema import Alert, GpuSample, Step, System
 
 SPIKE_SCORE, SPIKE_HISTORY = 8.0, 100
 SLOWER_THAN, WELL_AGAIN = 0.8, 0.9

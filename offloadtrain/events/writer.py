@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TypeAlias
 
-from offloadtrain.events import Event, RunEnded, Span, Warning_, to_line
+from offloadtrain.events.schema import Event, RunEnded, Span, Warning_, to_line
 
 RETRY_S = 0.5
 END_WITHIN_S = 5.0

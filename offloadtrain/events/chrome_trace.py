@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from offloadtrain import events
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.events import WAIT, Record, Span, Step
+from offloadtrain.events import schema
+from offloadtrain.events.schema import WAIT, Record, Span, Step
 
 LANES = ("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm")
 """Threads in the order in which they are shown; a lane of another name comes after."""
@@ -34,7 +34,7 @@ def read_run(folder: Path) -> list[Record]:
     logs = sorted((folder / "events").glob("rank*.jsonl")) if os.path.isdir(folder) else []
     if not logs:
         raise TraceError(f"{folder} is not a run folder: it has no events/rank*.jsonl")
-    records = [record for log in logs for record in events.read(log)]
+    records = [record for log in logs for record in schema.read(log)]
     if not any(isinstance(record.event, Span) for record in records):
         raise TraceError(
             f"{folder}: no step of this run has been sampled yet; the second step is the first"

@@ -34,7 +34,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.order import Turns
+from offloadtrain.step.prefetch_policy import Turns
 from offloadtrain.step.program import Program
 from offloadtrain.transfer import Buffer
 

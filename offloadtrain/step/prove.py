@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from offloadtrain.step.operations import Lane, Operation
-from offloadtrain.step.spec import StepSpec
-from offloadtrain.step.trace import (
+from offloadtrain.step.recording import (
     APART_BITS,
     Bytes,
     Closed,
@@ -28,6 +27,7 @@ from offloadtrain.step.trace import (
     Waited,
     trace,
 )
+from offloadtrain.step.spec import StepSpec
 
 _LANES = tuple(Lane)
 _INDEX = {lane: index for index, lane in enumerate(_LANES)}

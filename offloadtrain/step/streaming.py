@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.order import Cursor, prefetches, victim
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Ref
 from offloadtrain.step.places import Bucket
+from offloadtrain.step.prefetch_policy import Cursor, prefetches, victim
 from offloadtrain.step.spec import StepSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offloadtrain.step.operations import Lane
-from offloadtrain.step.trace import (
+from offloadtrain.step.recording import (
     Bytes,
     Closed,
     Entry,

@@ -17,8 +17,8 @@ from offloadtrain.distributed import RankError
 from offloadtrain.engine import GradientError, ModelError
 from offloadtrain.memory import Tier
 from offloadtrain.step.prove import prove
+from offloadtrain.step.recording import Launched
 from offloadtrain.step.spec import ALIGN
-from offloadtrain.step.trace import Launched
 from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.threads import ThreadLanes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offloadtrain.step.prove import prove
-from offloadtrain.step.trace import Entry, Recorded, Waited
+from offloadtrain.step.recording import Entry, Recorded, Waited
 from offloadtrain.transfer import Lane
 from offloadtrain.transfer.host_lane import Flag, HostLane, NativeHostLane
 from offloadtrain.transfer.worker import Worker

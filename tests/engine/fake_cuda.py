@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain import cuda_driver, kernels
-from offloadtrain.step.trace import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
+from offloadtrain.step.recording import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
 from offloadtrain.transfer import CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.transfer import cuda as cuda_module
 from offloadtrain.transfer.host_lane import make_host_lane

@@ -14,7 +14,7 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.step import modes, spec
 from offloadtrain.step.prove import order, prove
-from offloadtrain.step.trace import Entry, Recorded, Waited
+from offloadtrain.step.recording import Entry, Recorded, Waited
 from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from offloadtrain.transfer.seeded import SeededLanes

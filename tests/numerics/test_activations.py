@@ -19,7 +19,7 @@ from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
 from offloadtrain.memory import Tier
 from offloadtrain.step.prove import prove
-from offloadtrain.step.trace import Waited
+from offloadtrain.step.recording import Waited
 from offloadtrain.transfer import SequentialLanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from tests import levels

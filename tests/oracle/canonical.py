@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offloadtrain.step.prove import Clock, order
-from offloadtrain.step.trace import (
+from offloadtrain.step.recording import (
     Bytes,
     Closed,
     Entry,

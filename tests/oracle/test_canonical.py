@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offloadtrain.step.prove import prove
-from offloadtrain.step.trace import (
+from offloadtrain.step.recording import (
     Bytes,
     Closed,
     Entry,

@@ -15,7 +15,7 @@ from offloadtrain.step import spec
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.program import Program
-from offloadtrain.step.trace import Entry, Launched
+from offloadtrain.step.recording import Entry, Launched
 from offloadtrain.transfer import SequentialLanes, on_lanes
 from offloadtrain.transfer.recorder import RecordingLanes
 from tests.numerics.models import Chain, batches, loss_of

@@ -26,8 +26,7 @@ from offloadtrain.step.operations import (
 )
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import order, prove, prove_operations
-from offloadtrain.step.spec import StepSpec
-from offloadtrain.step.trace import (
+from offloadtrain.step.recording import (
     Bytes,
     Closed,
     Entry,
@@ -37,7 +36,8 @@ from offloadtrain.step.trace import (
     Waited,
     trace,
 )
-from offloadtrain.step.trace import Undefined as Undefine
+from offloadtrain.step.recording import Undefined as Undefine
+from offloadtrain.step.spec import StepSpec
 from tests import levels
 from tests.step.specs import chain
 

@@ -7,7 +7,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.order import Cursor, Turns, next_use, prefetches, victim
+from offloadtrain.step.prefetch_policy import Cursor, Turns, next_use, prefetches, victim
 
 
 def fewest_loads(uses: tuple[int, ...], slots: int) -> int:

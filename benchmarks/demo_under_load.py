@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offloadtrain.events import schema
-from offloadtrain.telemetry import probe
+from offloadtrain.hardware.telemetry import probe
 
 CASES: dict[str, dict[str, str]] = {
     "as chosen": {},

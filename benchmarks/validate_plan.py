@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.config.model_shape import SIZES, ModelShape
-from offloadtrain.plan.machine import Machine, find
+from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, gpipe_seconds, row
 from offloadtrain.plan.published import (
     Run,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain import cgroup, kernels, optim, rng
+from offloadtrain import kernels, optim, rng
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig, Precision
@@ -24,11 +24,12 @@ from offloadtrain.data.verified import verify
 from offloadtrain.device import resolve_device, resolve_precision
 from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.hardware import cgroup
+from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.here import here
 from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.changes import settled
-from offloadtrain.plan.machine import Machine, find
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.world import Place

@@ -37,8 +37,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from offloadtrain import disk_room, durable, tensor_file
+from offloadtrain import disk_room, tensor_file
 from offloadtrain.distributed import ALONE, UNTRAINED, Extent, Ranks
+from offloadtrain.hardware import atomic_io
 from offloadtrain.manifest import (
     FORMAT,
     MANIFEST,
@@ -175,15 +176,15 @@ def prune(folder: Path, keep_last: int) -> list[Path]:
     superseded = find(folder)[keep_last:]
     for path in superseded:
         trash = folder / f".trash-{path.name}"
-        durable.rename_folder(path, trash)
-        durable.remove_folder(trash)
+        atomic_io.rename_folder(path, trash)
+        atomic_io.remove_folder(trash)
     return superseded
 
 
 def clean(folder: Path) -> None:
     """Remove what an interrupted save or prune left. Only for the one who may write `folder`."""
     for path in unfinished(folder):
-        durable.remove_folder(path)
+        atomic_io.remove_folder(path)
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -229,7 +230,7 @@ def newest_good(
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it neither counts nor is in the way of a new one."""
     target = path.with_name(f"damaged-{path.name}-{secrets.token_hex(4)}")
-    durable.rename_folder(path, target)
+    atomic_io.rename_folder(path, target)
     return target
 
 
@@ -308,7 +309,7 @@ def fingerprint(model: torch.nn.Module, optimizer: OffloadedState) -> str:
 # ---- writing
 
 
-_Files = dict[str, durable.FileRecord]
+_Files = dict[str, atomic_io.FileRecord]
 _Described = list[dict[str, Any]]
 
 
@@ -326,9 +327,9 @@ def _write(
     owned = _finite(_owned(model, optimizer, ranks))
     for number, group in enumerate(_groups(owned, group_bytes)):
         name = f"tensors-{of_rank}{number:05d}.safetensors"
-        files[name] = durable.write_file(folder / name, tensor_file.file_parts(group))
+        files[name] = atomic_io.write_file(folder / name, tensor_file.file_parts(group))
         described += [_description(name, key, tensor, extents) for key, tensor in group.items()]
-    durable.sync_folder(folder)
+    atomic_io.sync_folder(folder)
     return files, described
 
 
@@ -354,11 +355,11 @@ def _commit(
 ) -> None:
     """Write state and manifest, and give the folder its name."""
     text = json.dumps(state, indent=1).encode()
-    manifest["files"][STATE] = file_entry(durable.write_file(unfinished / STATE, [text]))
+    manifest["files"][STATE] = file_entry(atomic_io.write_file(unfinished / STATE, [text]))
     manifest["sha256"] = digest_of(manifest)
-    durable.write_file(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
-    durable.sync_folder(unfinished)
-    durable.rename_folder(unfinished, final)
+    atomic_io.write_file(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    atomic_io.sync_folder(unfinished)
+    atomic_io.rename_folder(unfinished, final)
 
 
 def _description(
@@ -443,7 +444,7 @@ def _save_failure(final: Path, error: OSError) -> str:
 
 def _remove_quietly(folder: Path) -> None:
     with suppress(OSError):  # then `clean` does it, before the next save
-        durable.remove_folder(folder)
+        atomic_io.remove_folder(folder)
 
 
 # ---- reading

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from offloadtrain.device import cpu_bf16_speedup, cpu_has_bf16
-from offloadtrain.plan.machine import Machine, find, shipped
-from offloadtrain.telemetry import own_bytes, probe
+from offloadtrain.hardware.machine import Machine, find, shipped
+from offloadtrain.hardware.telemetry import own_bytes, probe
 
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
 

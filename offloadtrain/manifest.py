@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from offloadtrain import durable
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.hardware import atomic_io
 
 FORMAT = "offloadtrain-checkpoint"
 VERSION = 1
@@ -28,7 +28,7 @@ class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, cut short or changed; an older one may be good."""
 
 
-def file_entry(record: durable.FileRecord) -> dict[str, Any]:
+def file_entry(record: atomic_io.FileRecord) -> dict[str, Any]:
     """What a manifest keeps of a file."""
     return {"bytes": record.num_bytes, "sha256": record.sha256}
 
@@ -61,7 +61,7 @@ def verify_file(path: Path, expected: Mapping[str, Any]) -> None:
         DamagedCheckpointError: it is missing, unreadable, cut short or changed.
     """
     try:
-        found = durable.hash_file(path)
+        found = atomic_io.hash_file(path)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if found.num_bytes != expected["bytes"]:

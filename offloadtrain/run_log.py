@@ -27,15 +27,15 @@ from offloadtrain.events import schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
 from offloadtrain.events.writer import EventWriter
+from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.hardware.peak_flops import peak_flops
+from offloadtrain.hardware.telemetry import Machine, Sampler, probe
 from offloadtrain.hindsight import Hindsight
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.memory import Tier
-from offloadtrain.nvml import Nvml
-from offloadtrain.peaks import peak_flops
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.step.formats import FORMATS
-from offloadtrain.telemetry import Machine, Sampler, probe
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled

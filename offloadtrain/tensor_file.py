@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from offloadtrain.durable import Bytes
+from offloadtrain.hardware.atomic_io import Bytes
 
 DTYPE_NAMES = {
     torch.float64: "F64",

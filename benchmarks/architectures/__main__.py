@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offloadtrain.telemetry import probe
+from offloadtrain.hardware.telemetry import probe
 
 if TYPE_CHECKING:
     from benchmarks.architectures.cells import Cell

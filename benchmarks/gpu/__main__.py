@@ -23,8 +23,8 @@ from benchmarks.gpu.results import Results, machine, title
 from benchmarks.gpu.suite import Here, Item, items
 from benchmarks.gpu.systems import here, precision_of
 from offloadtrain.config.units import parse_bytes
-from offloadtrain.peaks import peak_flops
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.hardware.peak_flops import peak_flops
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAST = 2000

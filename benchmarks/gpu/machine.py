@@ -17,7 +17,7 @@ from offloadtrain.bench.adam import SCALARS, allocate
 from offloadtrain.bench.rounds import measure as rounds_of
 from offloadtrain.device import resolve_precision
 from offloadtrain.doctor.measure import measure
-from offloadtrain.host_memory import available_bytes
+from offloadtrain.hardware.host_memory import available_bytes
 
 STATES = ("fp32", "split16", "int8")
 ROUNDS = 3

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.spec import Spec
 from offloadtrain.config.job import OFFLOAD, Config, DataConfig, TrainConfig
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.plan import make
 
 

@@ -14,7 +14,7 @@ import torch
 
 import offloadtrain
 from offloadtrain import kernels
-from offloadtrain.telemetry import probe
+from offloadtrain.hardware.telemetry import probe
 
 SCHEMA = 1
 

@@ -17,8 +17,8 @@ from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.engine import StepReport
 from offloadtrain.events.chrome_trace import chrome_trace
 from offloadtrain.events.schema import Record, Span, Step
+from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.memory import Tier
-from offloadtrain.peaks import peak_flops
 
 
 class Running:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import OffloadOptimizer, offload
-from offloadtrain.host_memory import available_bytes
+from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.step.formats import format_for
 from offloadtrain.step.memory import lay_out

@@ -179,7 +179,7 @@ def _machine() -> dict[str, Any]:
     import torch
 
     from offloadtrain import kernels
-    from offloadtrain.telemetry import probe
+    from offloadtrain.hardware.telemetry import probe
 
     return {
         "machine": asdict(probe()),

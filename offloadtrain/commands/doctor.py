@@ -69,7 +69,7 @@ def _check_target(path: Path) -> None:
     Raises:
         ConfigError: something else than a machine file is there, or its folder is not.
     """
-    from offloadtrain.plan.machine import MachineError, find
+    from offloadtrain.hardware.machine import MachineError, find
 
     if path.suffix != ".toml":
         raise ConfigError(f"--save {path}: a machine file ends in .toml")
@@ -86,7 +86,7 @@ def _check_target(path: Path) -> None:
 
 
 def _save(path: Path, report: Report, quick: bool) -> None:
-    from offloadtrain.plan.machine import dump
+    from offloadtrain.hardware.machine import dump
 
     if report.machine is None:
         print(f"{path} is not written: nothing is measured where a check fails", file=sys.stderr)
@@ -102,7 +102,7 @@ def _save(path: Path, report: Report, quick: bool) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Whole or not at all: a machine file of before stays until the new one is durable."""
-    from offloadtrain.durable import sync_folder
+    from offloadtrain.hardware.atomic_io import sync_folder
 
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -13,7 +13,7 @@ from offloadtrain.config.units import parse_bytes
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
-    from offloadtrain.plan.machine import Machine
+    from offloadtrain.hardware.machine import Machine
 
 DOES_NOT_FIT = 4
 STAND_IN = "rtx4090"
@@ -143,7 +143,7 @@ def _counts(text: str) -> list[int]:
 
 def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:
     """A machine by name, by file, or this one; with other memory sizes where they are given."""
-    from offloadtrain.plan.machine import find
+    from offloadtrain.hardware.machine import find
 
     if name:
         title, found = find(name)

@@ -10,10 +10,10 @@ from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes
 from offloadtrain.device import resolve_device
 from offloadtrain.dryrun import check
+from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.here import here
 from offloadtrain.plan import report
 from offloadtrain.plan.changes import settled
-from offloadtrain.plan.machine import Machine, find, shipped
 from offloadtrain.plan.plan import Plan, make
 
 

@@ -78,12 +78,12 @@ def train(
         return _preview(config, _ranks_wanted(nproc, config))
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
-    waiting = _choose_waiting(config, place)
+    wait_policy = _choose_waiting(config, place)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
 
-        if waiting:
-            print(f"torch's threads: {waiting}", file=sys.stderr)
+        if wait_policy:
+            print(f"torch's threads: {wait_policy}", file=sys.stderr)
         arguments = ["train", str(path), "--resume", resume]
         arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
         arguments += ["--set", *overrides] if overrides else []
@@ -98,11 +98,11 @@ def train(
 
 def _choose_waiting(config: Config, place: Place) -> str:
     """Before torch is loaded. Ranks would see each other: they do as their launcher has chosen."""
-    from offloadtrain import cgroup, waiting
+    from offloadtrain.hardware import cgroup, wait_policy
 
     alone = place.size == 1 and "torch" not in sys.modules
-    look = waiting.look if alone else None
-    return waiting.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
+    look = wait_policy.look if alone else None
+    return wait_policy.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
 
 
 def _another_rank_says(line: str) -> None:
@@ -143,7 +143,9 @@ def _run_in_team(
     from offloadtrain.commands.team import Team
 
     with Team(place, config) as team:
-        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
+        return run_job(
+            config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=wait_policy
+        )
 
 
 _BARS = ("preparing the data", "verifying the tokens")

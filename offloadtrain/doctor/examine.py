@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from offloadtrain import kernels
-from offloadtrain.cpus import SYSFS
 from offloadtrain.device import resolve_precision
 from offloadtrain.doctor import checks, facts, speeds
 from offloadtrain.doctor.checks import Check, Status
 from offloadtrain.doctor.measure import disk_gbps, measure
-from offloadtrain.host_memory import stated_bytes
-from offloadtrain.nvml import Nvml
-from offloadtrain.plan.machine import Machine
-from offloadtrain.telemetry import probe
+from offloadtrain.hardware.cpus import SYSFS
+from offloadtrain.hardware.host_memory import stated_bytes
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.hardware.telemetry import probe
 
 NEEDED = {"versions", "gpu", "driver", "torch kernels"}
 """Checks without which the device does not compute."""

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain import cgroup, cuda_driver
-from offloadtrain.cpus import SYSFS, parse_cpulist
+from offloadtrain import cuda_driver
+from offloadtrain.hardware import cgroup
+from offloadtrain.hardware.cpus import SYSFS, parse_cpulist
 
 PIN_BYTES = 1 << 30
 

@@ -26,10 +26,10 @@ from offloadtrain.bench.rounds import measure as measure_rounds
 from offloadtrain.calibrate import bandwidth
 from offloadtrain.config.model_shape import ModelShape, block_flops_per_token
 from offloadtrain.doctor.speeds import FP32_TRAFFIC_BYTES
-from offloadtrain.host_memory import available_bytes
+from offloadtrain.hardware.host_memory import available_bytes
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.model.transformer import Block
-from offloadtrain.peaks import peak_flops
-from offloadtrain.plan.machine import Machine
 
 WIDTHS = {"cuda": (2048, 8192), "cpu": (128, 1024)}
 TOKENS = {"cuda": 2048, "cpu": 256}

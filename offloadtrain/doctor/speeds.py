@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offloadtrain.doctor.checks import Check, Status
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCIe generation → 10^9 bytes per second of one lane, one way, before protocol."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from offloadtrain import kernels
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.cpus import local_plan
 from offloadtrain.cuda_driver import pci_address
 from offloadtrain.distributed import Group, RankError, Ranks
 from offloadtrain.dtypes import PRECISIONS
@@ -21,6 +20,7 @@ from offloadtrain.engine.adopt import ParamInit
 from offloadtrain.engine.checks import ModelError, check_arguments, check_model
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
+from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, UpdateRule
 from offloadtrain.transfer import lanes_for
 

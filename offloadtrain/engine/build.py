@@ -28,7 +28,7 @@ from offloadtrain.engine.memory_map import MemoryMap, Staging
 from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.residency import Residency
-from offloadtrain.host_memory import available_bytes
+from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.memory import Arena, Ledger
 from offloadtrain.optim import LossScaler, UpdateRule
 from offloadtrain.step import memory

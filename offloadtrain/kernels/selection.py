@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.cpus import CpuPlan, local_plan
+from offloadtrain.hardware.cpus import CpuPlan, local_plan
 from offloadtrain.kernels.native import Native
 
 _log = logging.getLogger(__name__)

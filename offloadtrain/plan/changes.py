@@ -9,7 +9,7 @@ from typing import Any
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved
 

@@ -9,8 +9,8 @@ from offloadtrain.config.job import Config, DataConfig, TrainConfig
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes, format_count
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.changes import applied
-from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.plan import Plan, make
 
 SEQ_LEN, VOCAB, HEAD_WIDTH = 1024, 50304, 128

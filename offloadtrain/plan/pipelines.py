@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from offloadtrain.config.model_shape import ModelShape, num_params
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.published import input_bytes, layer_bytes, megatron_flops
 
 Schedule = Literal["gpipe", "flush", "2bw"]

@@ -12,8 +12,8 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes, parse_bytes
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.activations import Activations, activations
-from offloadtrain.plan.machine import Machine
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.times import Prediction, predict
 from offloadtrain.step.memory import with_second_copies

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from offloadtrain.config.model_shape import ModelShape, num_params
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_count
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.plan import make, resolved
 from offloadtrain.plan.published import Run, Software, step_times, too_large_for

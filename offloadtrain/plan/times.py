@@ -21,7 +21,7 @@ from functools import cached_property
 from math import ceil
 
 from offloadtrain.config.model_shape import block_flops_per_token, flops_per_token
-from offloadtrain.plan.machine import Machine, MachineError
+from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import Steady, steady

@@ -25,7 +25,7 @@ from benchmarks.gpu.spec import SYSTEMS, Spec
 from benchmarks.gpu.step import measure
 from benchmarks.gpu.suite import GIB, Here, Item, items
 from benchmarks.gpu.systems import cap, precision_of
-from offloadtrain.plan.machine import find
+from offloadtrain.hardware.machine import find
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Spec(size="debug", seq_len=16, micro_batch=2, warm=1, steps=2)

@@ -11,8 +11,8 @@ import torch
 from offloadtrain import cli
 from offloadtrain.doctor import examine, facts
 from offloadtrain.doctor.checks import Status
-from offloadtrain.nvml import Nvml
-from offloadtrain.plan.machine import Machine, dump, find, loads
+from offloadtrain.hardware.machine import Machine, dump, find, loads
+from offloadtrain.hardware.nvml import Nvml
 from tests.small_buffers import small_doctor
 from tests.unit.test_telemetry import FakeNvml
 

@@ -137,7 +137,7 @@ def test_codes_of_failures(
     message: str,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("offloadtrain.telemetry.available_bytes", lambda: 100 << 30)
+    monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 100 << 30)
     job = job_file(tmp_path)
     arguments = ["train", str(job), "--run-dir", str(tmp_path / "run"), "--set", *overrides]
     assert main(arguments) == code

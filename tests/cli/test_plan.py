@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from offloadtrain.cli import main
+from offloadtrain.hardware.machine import find
 from offloadtrain.plan import largest
-from offloadtrain.plan.machine import find
 from offloadtrain.plan.plan import make
 from tests.small_buffers import small_doctor
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from offloadtrain import cli, durable
+from offloadtrain import cli
 from offloadtrain.distributed import Ranks
 from offloadtrain.engine.engine import Engine
+from offloadtrain.hardware import atomic_io
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.trainer import Trainer
@@ -25,7 +26,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "reduce-scatter": (Ranks, "reduce_scatter"),
     "adam": (AdamW, "update"),
     "all-gather": (Ranks, "all_gather"),
-    "checkpoint": (durable, "write_file"),
+    "checkpoint": (atomic_io, "write_file"),
     "error": (Transformer, "forward"),
 }
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import host_memory, memory, telemetry
+from offloadtrain import memory
 from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.hardware import host_memory, telemetry
 from offloadtrain.memory import Arena, Ledger, Tier
 from offloadtrain.step.memory import Request
 from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy

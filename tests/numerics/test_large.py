@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offloadtrain import kernels
-from offloadtrain.host_memory import available_bytes
+from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.kernels import Layout
 from offloadtrain.memory import Arena, Ledger
 from offloadtrain.step.memory import Request

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offloadtrain import kernels
-from offloadtrain.cpus import CpuPlan, local_plan
+from offloadtrain.hardware.cpus import CpuPlan, local_plan
 from tests.numerics.format_cases import differing, gradient, random_state, stepped
 from tests.numerics.kernel_cases import BACKENDS
 

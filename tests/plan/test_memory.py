@@ -16,9 +16,9 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.dryrun import laid_out
+from offloadtrain.hardware.machine import find
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.layout import num_tensors
-from offloadtrain.plan.machine import find
 from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.plan.plan import make
 from offloadtrain.step import spec

@@ -20,11 +20,11 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.dryrun import DryRunError, check, laid_out, proved
+from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan import changes, placement
 from offloadtrain.plan import plan as planning
 from offloadtrain.plan.changes import applied, automatic, nearest
 from offloadtrain.plan.layout import blocks_of
-from offloadtrain.plan.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.times import _Costs

@@ -12,10 +12,10 @@ import pytest
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
+from offloadtrain.hardware.machine import find
 from offloadtrain.model import loss
 from offloadtrain.plan import activations as activation_plan
 from offloadtrain.plan.activations import activations
-from offloadtrain.plan.machine import find
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.plan import make
 from offloadtrain.step import spec

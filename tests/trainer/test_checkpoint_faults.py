@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import checkpoint, disk_room, durable
+from offloadtrain import checkpoint, disk_room
+from offloadtrain.hardware import atomic_io
 from offloadtrain.manifest import CheckpointError
 from tests.trainer.faulty_os import FaultyOs, fail_with, kill
 from tests.trainer.toy_state import filled, same
@@ -33,13 +34,13 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_and_prune(folder: Path, fault: FaultyOs) -> None:
     """Save step 3 beside 1 and 2 and prune, with every `os` call going through `fault`."""
-    real = durable.os
-    durable.os = checkpoint.os = disk_room.os = fault  # type: ignore[assignment]
+    real = atomic_io.os
+    atomic_io.os = checkpoint.os = disk_room.os = fault  # type: ignore[assignment]
     try:
         checkpoint.save(folder, 3, *filled(3), {"step": 3}, group_bytes=300)
         checkpoint.prune(folder, 2)
     finally:
-        durable.os = checkpoint.os = disk_room.os = real
+        atomic_io.os = checkpoint.os = disk_room.os = real
 
 
 def num_calls(two_saved: Path, scratch: Path) -> int:

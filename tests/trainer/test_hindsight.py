@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offloadtrain.events import schema
-from offloadtrain.plan.machine import dump, find
+from offloadtrain.hardware.machine import dump, find
 from offloadtrain.plan.plan import Plan
 from tests.trainer.small_job import events_of, run, small_job
 

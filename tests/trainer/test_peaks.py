@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offloadtrain.peaks import peak_flops
+from offloadtrain.hardware.peak_flops import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_the_last_checkpoint_must_succeed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_does_not_fit_is_refused_before_anything_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offloadtrain.telemetry.available_bytes", lambda: 10 << 30)
+    monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 10 << 30)
     job = small_job(tmp_path, "model.d_model=16384", "model.num_layers=9")
     monkeypatch.setattr(Transformer, "__init__", lambda *_, **__: pytest.fail("it is built"))
     with pytest.raises(PlanError, match=r"needs .* GiB and has 1\d\.\d GiB"):

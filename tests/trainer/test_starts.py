@@ -98,7 +98,7 @@ def test_a_start_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("offloadtrain.telemetry.available_bytes", lambda: 100 << 30)
+    monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 100 << 30)
     write_text(tmp_path)
     job, runs = tmp_path / "job.toml", tmp_path / "runs"
     job.write_text(JOB.format(folder=tmp_path))

@@ -69,7 +69,7 @@ struct field { unsigned id, scope; long long when, latency; int type, result;
 _LOOK = """
 import json, os, sys
 from dataclasses import asdict
-from offloadtrain.nvml import Nvml
+from offloadtrain.hardware.nvml import Nvml
 from offloadtrain_tui.machine import sample
 def look(refused):
     os.environ["REFUSED"] = refused

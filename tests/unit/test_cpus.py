@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from offloadtrain.assembly import _threads
-from offloadtrain.cgroup import cpu_quota, folders
 from offloadtrain.commands.jobs import find_job
 from offloadtrain.config import job as jobs
-from offloadtrain.cpus import CpuPlan, parse_cpulist, plan
+from offloadtrain.hardware.cgroup import cpu_quota, folders
+from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan
 from offloadtrain.kept import Kept
 from offloadtrain.world import Place
 
@@ -176,6 +176,6 @@ def test_threads_of_torch(
     monkeypatch.setattr("os.environ", environ)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    monkeypatch.setattr("offloadtrain.cgroup.cpu_quota", lambda: quota)
+    monkeypatch.setattr("offloadtrain.hardware.cgroup.cpu_quota", lambda: quota)
     job = jobs.load(find_job("debug"), overrides)
     assert _threads(job, torch.device("cpu"), place, kept) == threads

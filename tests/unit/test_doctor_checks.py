@@ -10,7 +10,7 @@ import torch
 
 from offloadtrain.doctor import checks, facts, measure, speeds
 from offloadtrain.doctor.checks import Check, Status
-from offloadtrain.plan.machine import Machine
+from offloadtrain.hardware.machine import Machine
 
 GIB = 1 << 30
 DEFAULT_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")

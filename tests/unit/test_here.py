@@ -8,9 +8,9 @@ import pytest
 
 from offloadtrain import device
 from offloadtrain import here as module
+from offloadtrain.hardware.machine import find
+from offloadtrain.hardware.telemetry import probe
 from offloadtrain.here import _nearest, here
-from offloadtrain.plan.machine import find
-from offloadtrain.telemetry import probe
 
 
 def test_the_cpu_s_rates_follow_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ import psutil
 import pynvml
 import pytest
 
-from offloadtrain import telemetry
 from offloadtrain.events.schema import Event, System, from_line, to_line
-from offloadtrain.nvml import Nvml
-from offloadtrain.telemetry import Sampler, probe
+from offloadtrain.hardware import telemetry
+from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.hardware.telemetry import Sampler, probe
 
 GIB = 2**30
 

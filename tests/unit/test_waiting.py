@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.waiting import Busy, choose, look
+from offloadtrain.hardware.wait_policy import Busy, choose, look
 from tests.unit.test_cpus import machine
 
 ROOT = Path(__file__).parent.parent.parent

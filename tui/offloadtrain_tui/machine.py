@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 
 from offloadtrain.events.schema import System
-from offloadtrain.nvml import Nvml
+from offloadtrain.hardware.nvml import Nvml
 
 SAMPLE_S = 1.0
 

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import psutil
 
-from offloadtrain import cgroup
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events.schema import Event, System
-from offloadtrain.host_memory import available_bytes, stated_bytes
-from offloadtrain.nvml import Gpu, Nvml
+from offloadtrain.hardware import cgroup
+from offloadtrain.hardware.host_memory import available_bytes, stated_bytes
+from offloadtrain.hardware.nvml import Gpu, Nvml
 
 _T = TypeVar("_T")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")

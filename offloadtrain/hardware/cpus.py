@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadtrain import cgroup
+from offloadtrain.hardware import cgroup
 
 SYSFS = Path("/sys")
 

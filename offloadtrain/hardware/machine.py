@@ -1,7 +1,7 @@
 """The machine that a plan is for: a few constants, measured by `offloadtrain doctor` or shipped.
 
 A machine file is TOML with one key per field of `Machine`. Files that come with offloadtrain are in
-`offloadtrain/machines`; their first line says what they are.
+`offloadtrain/hardware/machines`; their first line says what they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.offload import Precision
 from offloadtrain.config.units import parse_bytes
 
-_FOLDER = Path(__file__).parent.parent / "machines"
+_FOLDER = Path(__file__).parent / "machines"
 
 
 class MachineError(ConfigError):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadtrain import cpus
+from offloadtrain.hardware import cpus
 
 WINDOW_S = 0.2
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")

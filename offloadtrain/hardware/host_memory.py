@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from offloadtrain import cgroup
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import parse_bytes
+from offloadtrain.hardware import cgroup
 
 HOST_MEMORY_VARIABLE = "OFFLOADTRAIN_HOST_MEMORY"
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, gpipe_seconds, row
-from offloadtrain.plan.published import (
+from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, gpipe_seconds, row
+from offloadtrain.plan.baselines.published import (
     Run,
     Software,
     largest_model,

@@ -29,9 +29,9 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.here import here
 from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.plan.changes import settled
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.suggest import settled
 from offloadtrain.world import Place
 
 _log = logging.getLogger(__name__)

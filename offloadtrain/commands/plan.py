@@ -71,7 +71,7 @@ def plan(
     from offloadtrain.commands.jobs import find_job, say_on_stderr
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import parse_ranks
-    from offloadtrain.plan import changes, report
+    from offloadtrain.plan import report, suggest
     from offloadtrain.plan.plan import make
 
     parse_ranks("--gpus", str(gpus))
@@ -87,11 +87,11 @@ def plan(
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
     config = jobs.load(find_job(job), overrides, say_on_stderr)
-    config = changes.settled(config, name, target, gpus)
+    config = suggest.settled(config, name, target, gpus)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
     found = make(config, name, target, gpus)
-    other = [] if found.fits else changes.nearest(config, name, target, gpus)
+    other = [] if found.fits else suggest.nearest(config, name, target, gpus)
     if as_json:
         print(json.dumps(report.as_json(found, other)))
     else:

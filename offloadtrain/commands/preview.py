@@ -13,8 +13,8 @@ from offloadtrain.dryrun import check
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.here import here
 from offloadtrain.plan import report
-from offloadtrain.plan.changes import settled
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.suggest import settled
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:

@@ -78,12 +78,12 @@ def train(
         return _preview(config, _ranks_wanted(nproc, config))
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
-    wait_policy = _choose_waiting(config, place)
+    waiting = _choose_waiting(config, place)
     if place.size == 1 and nproc != "1":
         from offloadtrain.commands.launch import launch
 
-        if wait_policy:
-            print(f"torch's threads: {wait_policy}", file=sys.stderr)
+        if waiting:
+            print(f"torch's threads: {waiting}", file=sys.stderr)
         arguments = ["train", str(path), "--resume", resume]
         arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
         arguments += ["--set", *overrides] if overrides else []
@@ -143,9 +143,7 @@ def _run_in_team(
     from offloadtrain.commands.team import Team
 
     with Team(place, config) as team:
-        return run_job(
-            config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=wait_policy
-        )
+        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
 
 
 _BARS = ("preparing the data", "verifying the tokens")

@@ -10,8 +10,8 @@ from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.changes import applied
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.suggest import applied
 
 SEQ_LEN, VOCAB, HEAD_WIDTH = 1024, 50304, 128
 WIDTHS = (1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288)

@@ -9,8 +9,8 @@ from typing import Any
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.model_shape import num_params
 from offloadtrain.config.units import format_bytes, format_count
-from offloadtrain.plan.changes import Change
 from offloadtrain.plan.plan import Plan
+from offloadtrain.plan.suggest import Change
 
 LANES = {
     "compute": "forward and backward",

@@ -12,9 +12,9 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, Schedule, row
+from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
+from offloadtrain.plan.baselines.published import Run, Software, step_times, too_large_for
 from offloadtrain.plan.plan import make, resolved
-from offloadtrain.plan.published import Run, Software, step_times, too_large_for
 
 IDEAL = Software(adam_share=1.0, contention=1.0, ring_share=1.0)
 """Of the analytic rows: a host as fast as its memory, links as fast as they are."""

@@ -21,12 +21,12 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.dryrun import DryRunError, check, laid_out, proved
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
-from offloadtrain.plan import changes, placement
+from offloadtrain.plan import placement, suggest
 from offloadtrain.plan import plan as planning
-from offloadtrain.plan.changes import applied, automatic, nearest
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.suggest import applied, automatic, nearest
 from offloadtrain.plan.times import _Costs
 from offloadtrain.step import memory as step_memory
 from offloadtrain.step.simulate import steady
@@ -282,9 +282,9 @@ def test_automatic_takes_the_fastest_that_fits() -> None:
 def test_auto_in_a_job_is_settled() -> None:
     machine = holding(offload__activation="recompute")
     config = small(train__micro_batch=8, device__placement="auto")
-    found = changes.settled(config, "test", machine, 1)
+    found = suggest.settled(config, "test", machine, 1)
     assert found.offload.activation == "recompute" and found.offload.working == "device"
-    assert changes.settled(small(), "test", machine, 1) == small()
+    assert suggest.settled(small(), "test", machine, 1) == small()
 
 
 # ---- refusals

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks import validate_plan
 from offloadtrain.config.model_shape import SIZES, num_params
-from offloadtrain.plan import pipelines
-from offloadtrain.plan.pipelines import SCHEDULES, Pipeline, gpipe_seconds
-from offloadtrain.plan.published import (
+from offloadtrain.plan.baselines import pipelines
+from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, gpipe_seconds
+from offloadtrain.plan.baselines.published import (
     Run,
     Software,
     gpu_bytes,

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.published import input_bytes, layer_bytes, megatron_flops
+from offloadtrain.plan.baselines.published import input_bytes, layer_bytes, megatron_flops
 
 Schedule = Literal["gpipe", "flush", "2bw"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

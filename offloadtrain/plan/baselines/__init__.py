@@ -1,0 +1,1 @@
+"""Other systems, as their papers describe them: what the plan is held against."""

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.transfer import Interval, Lane, on_lanes, threads
-from offloadtrain.transfer.host_lane import HostLane, PythonHostLane, make_host_lane
-from offloadtrain.transfer.threads import ThreadLanes
-from offloadtrain.transfer.worker import Failure
+from offloadtrain.runtime.lanes import Interval, Lane, on_lanes, threads
+from offloadtrain.runtime.lanes.host_lane import HostLane, PythonHostLane, make_host_lane
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.runtime.lanes.worker import Failure
 
 WIDTHS = (256, 512, 768)
 DEPTH, STEPS, ROUNDS = 12, 4, 3

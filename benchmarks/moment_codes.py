@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels import (
+from offloadtrain.runtime.kernels import (
     AdamScalars,
     Fp32State,
     Int8State,

@@ -392,7 +392,7 @@ NB_MODULE(_native, m) {
   using namespace offloadtrain;
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::set_leak_warnings(false);  // a run that ends while its lanes live leaves their flags behind
-  m.doc() = "CPU kernels of offloadtrain; call them through offloadtrain.kernels";
+  m.doc() = "CPU kernels of offloadtrain; call them through offloadtrain.runtime.kernels";
   m.def("isas", &isas, "Instruction sets this CPU can run, the fastest first.");
   m.def("use_isa", &use_isa, nb::arg("name"));
   m.def("isa", [] { return std::string(active.load()->name); });

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain import kernels, optim, rng
+from offloadtrain import optim, rng
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig, Precision
@@ -21,18 +21,19 @@ from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, Progress, TokenFile
 from offloadtrain.data.verified import verify
-from offloadtrain.device import resolve_device, resolve_precision
-from offloadtrain.distributed import ALONE, RankError, Ranks
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.here import here
 from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
-from offloadtrain.world import Place
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.detect_machine import here
+from offloadtrain.runtime.device import resolve_device, resolve_precision
+from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 
 _log = logging.getLogger(__name__)
 

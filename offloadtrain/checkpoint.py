@@ -38,7 +38,6 @@ import torch
 from safetensors import safe_open
 
 from offloadtrain import disk_room, tensor_file
-from offloadtrain.distributed import ALONE, UNTRAINED, Extent, Ranks
 from offloadtrain.hardware import atomic_io
 from offloadtrain.manifest import (
     FORMAT,
@@ -53,6 +52,7 @@ from offloadtrain.manifest import (
     read_manifest,
     verify_file,
 )
+from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Extent, Ranks
 
 GROUP_BYTES = 1 << 30
 

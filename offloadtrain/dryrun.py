@@ -15,21 +15,21 @@ import torch
 
 from offloadtrain.assembly import decay_groups
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.distributed import Ranks
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.cut import cut
 from offloadtrain.engine.groups import normalise_groups
-from offloadtrain.memory import DeviceArena, Ledger, PaperArena
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.plan import Plan
+from offloadtrain.runtime.arena import DeviceArena, Ledger, PaperArena
+from offloadtrain.runtime.lanes import SequentialLanes
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.transfer import SequentialLanes
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16

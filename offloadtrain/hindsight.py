@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events.schema import MemoryRow, PlanRow
-from offloadtrain.memory import Tier
 from offloadtrain.plan.plan import Plan
+from offloadtrain.runtime.arena import Tier
 
 APART = 0.10
 """Beyond which a difference is told."""

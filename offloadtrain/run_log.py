@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain import kernels
 from offloadtrain.assembly import Parts
-from offloadtrain.calibrate import bandwidth
 from offloadtrain.checkpoint import Saved
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import flops_per_token, num_params
@@ -32,9 +30,11 @@ from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import Machine, Sampler, probe
 from offloadtrain.hindsight import Hindsight
 from offloadtrain.manifest import CheckpointError
-from offloadtrain.memory import Tier
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.arena import Tier
+from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.step.formats import FORMATS
 
 _TIMELINE_EVERY_S = 10.0

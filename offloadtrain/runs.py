@@ -9,9 +9,9 @@ from pathlib import Path
 from offloadtrain import checkpoint, run_folder
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.distributed import ALONE, Ranks
 from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.run_folder import RunFolder
+from offloadtrain.runtime.process_group import ALONE, Ranks
 
 Say = Callable[[str], None]
 

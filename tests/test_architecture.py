@@ -85,7 +85,7 @@ def test_the_packages_themselves_load_no_torch(module: str) -> None:
 
 
 def test_the_check_of_loaded_modules_sees_torch() -> None:
-    assert "torch" in _loaded_by("offloadtrain.kernels")
+    assert "torch" in _loaded_by("offloadtrain.runtime.kernels")
 
 
 def test_single_doors() -> None:

@@ -89,7 +89,7 @@ def test_a_wheel_without_a_compiler(tmp_path: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
-        "offloadtrain/kernels/__init__.py",
+        "offloadtrain/runtime/kernels/__init__.py",
         "offloadtrain/py.typed",
         "offloadtrain_tui/py.typed",
     ):

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from offloadtrain.bench.rounds import measure
-from offloadtrain.memory import Arena, Ledger
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, copy, lanes_for
 from offloadtrain.step.memory import Request
-from offloadtrain.transfer import Buffer, Lane, Lanes, copy, lanes_for
 
 ROUNDS = 5
 

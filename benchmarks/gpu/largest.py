@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure
-from offloadtrain.here import here
 from offloadtrain.plan.largest import largest
+from offloadtrain.runtime.detect_machine import here
 
 
 def train(gpu_memory: int, *, toy: bool) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.gpu import bus
 from benchmarks.gpu.systems import here
-from offloadtrain import kernels
 from offloadtrain.bench.adam import SCALARS, allocate
 from offloadtrain.bench.rounds import measure as rounds_of
-from offloadtrain.device import resolve_precision
 from offloadtrain.doctor.measure import measure
 from offloadtrain.hardware.host_memory import available_bytes
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.device import resolve_precision
 
 STATES = ("fp32", "split16", "int8")
 ROUNDS = 3

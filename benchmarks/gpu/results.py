@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import offloadtrain
-from offloadtrain import kernels
 from offloadtrain.hardware.telemetry import probe
+from offloadtrain.runtime import kernels
 
 SCHEMA = 1
 

@@ -18,7 +18,7 @@ from offloadtrain.engine import StepReport
 from offloadtrain.events.chrome_trace import chrome_trace
 from offloadtrain.events.schema import Record, Span, Step
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.memory import Tier
+from offloadtrain.runtime.arena import Tier
 
 
 class Running:

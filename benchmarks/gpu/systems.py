@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
+from offloadtrain.runtime.dtypes import PRECISIONS
 
 CLIP_NORM, LR = 1.0, 1e-4
 _PATTERN = 1 << 22

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
 from offloadtrain.bench.peers import (
     DEEPSPEED_STEP,
     TORCH_STEP,
@@ -20,8 +19,9 @@ from offloadtrain.bench.peers import (
 )
 from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
 from offloadtrain.bench.rounds import Case, measure
-from offloadtrain.kernels import AdamScalars, Backend, Fp32State, Layout, State
-from offloadtrain.memory import Arena, Ledger
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Layout, State
 from offloadtrain.step.formats import FORMATS
 from offloadtrain.step.memory import Request
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.bench.rounds import Case
-from offloadtrain.kernels import AdamScalars, Fp32State
+from offloadtrain.runtime.kernels import AdamScalars, Fp32State
 
 TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
 DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from offloadtrain.bench.rounds import SETTLE_S, ratio
 from offloadtrain.config.model_shape import SIZES
-from offloadtrain.device import resolve_device, resolve_precision
-from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
+from offloadtrain.runtime.device import resolve_device, resolve_precision
+from offloadtrain.runtime.dtypes import PRECISIONS
 
 CLIP_NORM = 1.0
 BATCH, LENGTH = 8, 256

@@ -24,13 +24,13 @@ from torch import multiprocessing, nn
 
 from offloadtrain.bench.step import MILLISECONDS, PacedLayer, paced_lanes, spec_of_layers
 from offloadtrain.config.model_shape import SIZES
-from offloadtrain.distributed import join_through
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.process_group import join_through
 from offloadtrain.step.operations import Kind
 from offloadtrain.step.simulate import steady
-from offloadtrain.transfer import on_lanes
 
 CASES: dict[str, dict[str, Any]] = {
     "paced, exact": {"clip_norm": 1.0},

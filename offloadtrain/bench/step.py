@@ -21,13 +21,13 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.formats import format_for
 from offloadtrain.step.memory import lay_out
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import steady
 from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec, padded
-from offloadtrain.transfer import on_lanes
-from offloadtrain.transfer.threads import ThreadLanes
 
 Mode = Literal["exact", "early", "speculative", "delayed"]
 

@@ -178,8 +178,8 @@ def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
 def _machine() -> dict[str, Any]:
     import torch
 
-    from offloadtrain import kernels
     from offloadtrain.hardware.telemetry import probe
+    from offloadtrain.runtime import kernels
 
     return {
         "machine": asdict(probe()),

@@ -150,7 +150,7 @@ def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, M
     else:
         import torch
 
-        from offloadtrain.here import here
+        from offloadtrain.runtime.detect_machine import here
 
         title, found = here(on_gpu=torch.cuda.is_available())
         if gpu_memory and found.on_cpu:

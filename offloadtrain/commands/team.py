@@ -13,11 +13,11 @@ from types import TracebackType
 from offloadtrain import runs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
-from offloadtrain.device import resolve_device
-from offloadtrain.distributed import RankError, Ranks, attempt_store, connect, disconnect
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog
-from offloadtrain.world import Place, Watch
+from offloadtrain.runtime.device import resolve_device
+from offloadtrain.runtime.failure_detector import Place, Watch
+from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Only a last resort: `world.Watch` notices a failed rank long before."""

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from offloadtrain.commands.jobs import find_job, say_on_stderr
 from offloadtrain.commands.progress_bar import ProgressBar
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.world import Place
+from offloadtrain.runtime.failure_detector import Place
 
 if TYPE_CHECKING:
     from offloadtrain.commands.team import Team
@@ -181,11 +181,11 @@ def _run(
     from offloadtrain.assembly import assemble
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import explain
-    from offloadtrain.distributed import ALONE
     from offloadtrain.events.control import Requests
     from offloadtrain.kept import kept_of
     from offloadtrain.run_log import RunLog
     from offloadtrain.runs import open_run
+    from offloadtrain.runtime.process_group import ALONE
     from offloadtrain.trainer import Trainer
 
     first = team is None or team.place.rank == 0

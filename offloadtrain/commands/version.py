@@ -13,7 +13,7 @@ def version() -> None:
     print(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("torch", "numba"):
         print(f"{package:12} {_version_of(package)}")
-    from offloadtrain import kernels
+    from offloadtrain.runtime import kernels
 
     chosen = kernels.backend()
     print(f"{'kernels':12} {chosen.name} {chosen.isa}: {chosen.why}")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain import kernels
-from offloadtrain.device import resolve_precision
 from offloadtrain.doctor import checks, facts, speeds
 from offloadtrain.doctor.checks import Check, Status
 from offloadtrain.doctor.measure import disk_gbps, measure
@@ -21,6 +19,8 @@ from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.telemetry import probe
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.device import resolve_precision
 
 NEEDED = {"versions", "gpu", "driver", "torch kernels"}
 """Checks without which the device does not compute."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain import cuda_driver
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.cpus import SYSFS, parse_cpulist
+from offloadtrain.runtime import cuda_driver
 
 PIN_BYTES = 1 << 30
 

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from offloadtrain import kernels
 from offloadtrain.bench.adam import SCALARS, Buffers, allocate
 from offloadtrain.bench.rounds import Case
 from offloadtrain.bench.rounds import measure as measure_rounds
-from offloadtrain.calibrate import bandwidth
 from offloadtrain.config.model_shape import ModelShape, block_flops_per_token
 from offloadtrain.doctor.speeds import FP32_TRAFFIC_BYTES
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.model.transformer import Block
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.bandwidth import bandwidth
 
 WIDTHS = {"cuda": (2048, 8192), "cpu": (128, 1024)}
 TOKENS = {"cuda": 2048, "cpu": 256}

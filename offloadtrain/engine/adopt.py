@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.distributed import Ranks
-from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.cut import Part
-from offloadtrain.kernels import BLOCK
 from offloadtrain.optim import UpdateRule
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.kernels import BLOCK
+from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)
 

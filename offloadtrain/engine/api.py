@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadtrain import kernels
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.cuda_driver import pci_address
-from offloadtrain.distributed import Group, RankError, Ranks
-from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit
 from offloadtrain.engine.checks import ModelError, check_arguments, check_model
 from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
 from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, UpdateRule
-from offloadtrain.transfer import lanes_for
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.cuda_driver import pci_address
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.lanes import lanes_for
+from offloadtrain.runtime.process_group import Group, RankError, Ranks
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

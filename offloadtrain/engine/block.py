@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.transfer import Lanes, Range, Span
+from offloadtrain.runtime.lanes import Lanes, Range, Span
 
 
 class StaleGraphError(OffloadTrainError):

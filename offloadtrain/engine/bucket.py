@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.distributed import ALONE, Ranks
-from offloadtrain.dtypes import name_of
-from offloadtrain.kernels import Layout
+from offloadtrain.runtime.dtypes import name_of
+from offloadtrain.runtime.kernels import Layout
+from offloadtrain.runtime.lanes import Buffer
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.formats import StateFormat, format_for
 from offloadtrain.step.spec import BucketSpec, padded
-from offloadtrain.transfer import Buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.distributed import Ranks
-from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine.adopt import ParamInit, adopt_weights
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
@@ -29,14 +27,16 @@ from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
-from offloadtrain.memory import Arena, Ledger
 from offloadtrain.optim import LossScaler, UpdateRule
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.lanes import Buffer, Lanes
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
 from offloadtrain.step.memory import Request
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec, StepSpec
-from offloadtrain.transfer import Buffer, Lanes
 
 
 def build(

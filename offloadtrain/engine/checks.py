@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.distributed import Ranks
+from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.dtypes import DTYPES
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.host_memory import give
 from offloadtrain.engine.memory_map import Staging
-from offloadtrain.memory import Ledger
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.step.memory import Request, slot_requests, staging_requests, weight_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.transfer import Buffer
 
 
 class DeviceMemory:

@@ -13,7 +13,6 @@ from zlib import crc32
 import torch
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.distributed import RankError, Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
@@ -24,9 +23,10 @@ from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skips import tell_of_skips
 from offloadtrain.optim import LossScaler
+from offloadtrain.runtime.lanes import Interval, Lanes
+from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.program import Program
-from offloadtrain.transfer import Interval, Lanes
 
 
 class EngineError(OffloadTrainError):

@@ -9,14 +9,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.distributed import Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.kernels import KernelCalls
 from offloadtrain.optim import UpdateRule
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import KernelCalls
+from offloadtrain.runtime.lanes import Lanes, Operation, copy
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.operations import Kind, Launch
-from offloadtrain.transfer import Lanes, Operation, copy
 
 Delivered = Sequence[tuple[Slot, Tensor]]
 """Parameters of a bucket, in its order, with the gradients that they received."""

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.distributed import Ranks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.runtime.lanes import Buffer
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.prefetch_policy import Turns
 from offloadtrain.step.program import Program
-from offloadtrain.transfer import Buffer
 
 
 class GradientError(OffloadTrainError):

@@ -8,10 +8,10 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.memory import Arena, Ledger, Tier
+from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.step.memory import Request, Role, kept_requests
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.transfer import Buffer
 
 
 def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:

@@ -8,6 +8,7 @@ from typing import Protocol
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
+from offloadtrain.runtime.lanes import Event, Lanes
 from offloadtrain.step.operations import (
     Enter,
     HostWait,
@@ -20,7 +21,6 @@ from offloadtrain.step.operations import (
     Undefined,
     Wait,
 )
-from offloadtrain.transfer import Event, Lanes
 
 
 class CutShortError(OffloadTrainError):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.runtime.lanes import Buffer, Range
 from offloadtrain.step.operations import Memory, Ref
-from offloadtrain.transfer import Buffer, Range
 
 _ATTRIBUTES = {
     Memory.WORKING: "working",

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.distributed import UNTRAINED, Extent, Ranks
-from offloadtrain.dtypes import PRECISIONS
 from offloadtrain.engine import state
 from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.adopt import Given, ParamInit, adopt_loaded
@@ -26,9 +24,11 @@ from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.faces import attach_faces
 from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.watched import unwatch, warn_of_clipping, watch_clipping
-from offloadtrain.memory import Arena, DeviceArena, Ledger
 from offloadtrain.optim import UpdateRule
-from offloadtrain.transfer import Lanes
+from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.lanes import Lanes
+from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
 
 offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose parameters an optimizer holds."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.transfer import PARKED, Buffer, Event, Lane, Lanes, copy
+from offloadtrain.runtime.lanes import PARKED, Buffer, Event, Lane, Lanes, copy
 
 _LEAVING = 2
 """Tensors whose copy may be in flight."""

@@ -18,7 +18,7 @@ from offloadtrain.engine.parking import Parking
 from offloadtrain.engine.recompute import Recomputed, Written
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.saved import SavedTensors
-from offloadtrain.transfer import Lanes, Span
+from offloadtrain.runtime.lanes import Lanes, Span
 
 
 class _Running(NamedTuple):

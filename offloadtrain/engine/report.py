@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from offloadtrain.transfer import Interval, exposed_by_lane
+from offloadtrain.runtime.lanes import Interval, exposed_by_lane
 
 
 class Phase(Enum):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import EngineError
-from offloadtrain.kernels import BLOCK
 from offloadtrain.optim import UpdateRule
+from offloadtrain.runtime.kernels import BLOCK
 from offloadtrain.step.formats import FP32, Field, recognise
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
 
-from offloadtrain import kernels
+from offloadtrain.runtime import kernels
 from offloadtrain.step.formats import StateFormat
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offloadtrain.kernels import Layout
+from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.formats import StateFormat
 
 
@@ -18,8 +18,8 @@ class UpdateRule(Protocol):
 
     @property
     def calls_only_kernels(self) -> bool:
-        """Whether `update` does nothing but call `offloadtrain.kernels`: it then runs without the
-        interpreter's lock."""
+        """Whether `update` calls only `offloadtrain.runtime.kernels`, which run without Python's
+        interpreter lock."""
         ...
 
     @property

@@ -94,7 +94,7 @@ def test_debug_shows_the_traceback(capsys: Captured, monkeypatch: pytest.MonkeyP
 
 def test_version_names_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a compiler they are others, of another speed."""
-    from offloadtrain import kernels
+    from offloadtrain.runtime import kernels
 
     assert main(["version"]) == 0
     named = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

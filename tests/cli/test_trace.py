@@ -11,7 +11,7 @@ import pytest
 from offloadtrain.cli import FAILED, main
 from offloadtrain.events import schema
 from offloadtrain.events.chrome_trace import LANES, chrome_trace
-from offloadtrain.transfer import Lane
+from offloadtrain.runtime.lanes import Lane
 from tests.trainer.small_job import run, small_job
 
 

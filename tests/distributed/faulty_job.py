@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from offloadtrain import cli
-from offloadtrain.distributed import Ranks
 from offloadtrain.engine.engine import Engine
 from offloadtrain.hardware import atomic_io
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.trainer import Trainer
 
 POINTS: dict[str, tuple[Any, str]] = {

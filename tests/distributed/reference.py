@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offloadtrain as ot
-from offloadtrain.distributed import all_gather_single, reduce_scatter_single
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
 from tests.numerics.reference import ResidentRun, segment_squares
 
 

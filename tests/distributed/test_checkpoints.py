@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import offloadtrain as ot
 from offloadtrain import checkpoint
-from offloadtrain.distributed import Ranks
 from offloadtrain.manifest import CheckpointError, DamagedCheckpointError, NotFiniteError
+from offloadtrain.runtime.process_group import Ranks
 from tests.distributed.conftest import Run
 from tests.distributed.reference import whole_state
 from tests.distributed.test_sharded import own_batches

@@ -19,7 +19,7 @@ import pytest
 from offloadtrain import cli
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
-from offloadtrain.world import Place, Watch
+from offloadtrain.runtime.failure_detector import Place, Watch
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
 from tests.distributed.test_jobs import job_of
@@ -193,8 +193,8 @@ class Board:
 
 def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of another host is known by what it says only."""
-    monkeypatch.setattr("offloadtrain.world.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("offloadtrain.world.GRACE_S", 0.01)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.GRACE_S", 0.01)
     board, now = Board(), [0.0]
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     lost: list[str] = []
@@ -213,7 +213,7 @@ def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadtrain.world.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
     board = Board()
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     board.set("done1", "1")

@@ -16,15 +16,15 @@ from offloadtrain.config.batch_split import shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.console import Console
-from offloadtrain.distributed import RankError, Ranks
 from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
 from offloadtrain.progress import Told
 from offloadtrain.run_log import RunLog
 from offloadtrain.runs import open_run
+from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.stop import StopRequests
 from offloadtrain.trainer import Trainer
-from offloadtrain.world import Place
 from tests.distributed.conftest import Run
 from tests.trainer.small_job import JOB, write_text
 
@@ -209,7 +209,9 @@ def chosen_where_ranks_measure(data: Path, speedups: tuple[float, ...]) -> str:
     job = job_of(data, **{"offload.precision": '"auto"'})
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda: speedups[ranks.rank])
+            patch.setattr(
+                "offloadtrain.runtime.device.cpu_bf16_speedup", lambda: speedups[ranks.rank]
+            )
             parts = assemble(job, ranks=ranks)
         parts.optimizer.close()
         return parts.precision

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.distributed import RankError
 from offloadtrain.engine import GradientError, ModelError
-from offloadtrain.memory import Tier
+from offloadtrain.runtime.arena import Tier
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import Launched
 from offloadtrain.step.spec import ALIGN
-from offloadtrain.transfer import SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
-from offloadtrain.transfer.threads import ThreadLanes
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import compare, own_batches

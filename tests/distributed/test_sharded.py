@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.distributed import RankError
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step import spec
-from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.seeded import SeededLanes
-from offloadtrain.transfer.threads import ThreadLanes
 from tests.distributed.conftest import Run
 from tests.distributed.reference import DataParallelRun, whole_state
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of

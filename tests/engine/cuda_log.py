@@ -16,11 +16,11 @@ from ctypes import c_uint64
 from dataclasses import dataclass
 from typing import Any
 
+from offloadtrain.runtime.lanes import Lane
+from offloadtrain.runtime.lanes.host_lane import Flag, HostLane, NativeHostLane
+from offloadtrain.runtime.lanes.worker import Worker
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import Entry, Recorded, Waited
-from offloadtrain.transfer import Lane
-from offloadtrain.transfer.host_lane import Flag, HostLane, NativeHostLane
-from offloadtrain.transfer.worker import Worker
 
 ADDRESS = 0x7F00_0000_0000
 """Of event number 0."""

@@ -33,13 +33,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import cuda_driver, kernels
+from offloadtrain.runtime import cuda_driver, kernels
+from offloadtrain.runtime.lanes import CudaLanes, Lane, Operation, Range, Span
+from offloadtrain.runtime.lanes import cuda as cuda_module
+from offloadtrain.runtime.lanes.host_lane import make_host_lane
+from offloadtrain.runtime.lanes.recorder import extent
+from offloadtrain.runtime.lanes.worker import Worker
 from offloadtrain.step.recording import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
-from offloadtrain.transfer import CudaLanes, Lane, Operation, Range, Span
-from offloadtrain.transfer import cuda as cuda_module
-from offloadtrain.transfer.host_lane import make_host_lane
-from offloadtrain.transfer.recorder import extent
-from offloadtrain.transfer.worker import Worker
 from tests.engine.cuda_log import ADDRESS, Log, LoggedHost
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.transfer import (
+from offloadtrain.runtime.lanes import (
     Buffer,
     Interval,
     Lane,
@@ -19,7 +19,7 @@ from offloadtrain.transfer import (
     exposed_by_lane,
     on_lanes,
 )
-from offloadtrain.transfer.threads import ThreadLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 PLACEMENTS: list[dict[str, Any]] = [{}, {"working": "host", "activation": "offload"}]

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.report import StepReport
+from offloadtrain.runtime.lanes import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes
 from offloadtrain.step.operations import Kind
-from offloadtrain.transfer import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
-from offloadtrain.transfer.threads import ThreadLanes
 from tests.distributed.pool import Pool
 from tests.distributed.test_sharded import own_batches
 from tests.engine.fake_cuda import (

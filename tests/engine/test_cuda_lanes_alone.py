@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
 from offloadtrain.events.schema import WAIT
-from offloadtrain.kernels import KernelCalls
-from offloadtrain.transfer import Buffer, Event, Lane, LaneError
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import KernelCalls
+from offloadtrain.runtime.lanes import Buffer, Event, Lane, LaneError
 from tests.engine.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
 
 ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)

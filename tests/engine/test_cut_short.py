@@ -10,10 +10,10 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.engine.interpreter import CutShortError
+from offloadtrain.runtime.lanes import Event, Operation, Range, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.operations import Lane
 from offloadtrain.step.prove import prove
-from offloadtrain.transfer import Event, Operation, Range, SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,12 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import KernelCalls
-from offloadtrain.transfer import Buffer, Lane, LaneError
-from offloadtrain.transfer.host_lane import HostLane, NativeHostLane, PythonHostLane, make_host_lane
-from offloadtrain.transfer.threads import ThreadLanes
-from offloadtrain.transfer.worker import Failure
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import KernelCalls
+from offloadtrain.runtime.lanes import Buffer, Lane, LaneError
+from offloadtrain.runtime.lanes.host_lane import (
+    HostLane,
+    NativeHostLane,
+    PythonHostLane,
+    make_host_lane,
+)
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.runtime.lanes.worker import Failure
 
 ZERO = KernelCalls(kernels.zero)
 BACKENDS = {b.name: b for b in kernels.available()}

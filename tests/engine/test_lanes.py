@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import memory
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory, telemetry
-from offloadtrain.memory import Arena, Ledger, Tier
+from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.lanes import Buffer, Event, Lane, SequentialLanes, copy
 from offloadtrain.step.memory import Request
-from offloadtrain.transfer import Buffer, Event, Lane, SequentialLanes, copy
 
 
 def test_an_operation_gets_exactly_its_views() -> None:
@@ -70,7 +69,7 @@ def test_streams_are_staggered() -> None:
 
 
 def test_slabs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr("offloadtrain.runtime.arena.SLAB_BYTES", 1 << 20)
     arena = Arena(Ledger(), pin=False)
     arena.map([Request("x", 200_000, "float32") for _ in range(4)])
     assert len(arena._slabs) == 4
@@ -79,7 +78,7 @@ def test_slabs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_memory_is_said_before_anything_is_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("offloadtrain.runtime.arena.available_bytes", lambda: 1 << 20)
     arena = Arena(Ledger(), pin=False)
     with pytest.raises(HostMemoryError, match=r"asks for 4\.0 MiB .* 1\.0 MiB is .*master"):
         arena.map([Request("master weights", 1 << 20, "float32")])

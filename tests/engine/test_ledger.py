@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain import memory
-from offloadtrain.memory import Tier
+from offloadtrain.runtime.arena import Tier
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: list[dict[str, Any]] = [
@@ -46,7 +45,7 @@ def storages() -> dict[int, int]:
 def test_the_ledger_is_what_is_allocated(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory.mmap, "mmap", CountedMap)
+    monkeypatch.setattr("offloadtrain.runtime.arena.mmap.mmap", CountedMap)
     CountedMap.lengths = []
     torch.manual_seed(0)
     model, tokens = Chain(6), batches(2)

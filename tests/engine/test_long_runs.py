@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.transfer import Event, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes import Event, SequentialLanes, on_lanes
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: list[dict[str, Any]] = [

@@ -13,9 +13,9 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.engine import EngineError, GradientError, ModelError, StaleGraphError
-from offloadtrain.memory import Arena
-from offloadtrain.transfer import on_lanes
-from offloadtrain.transfer.threads import ThreadLanes
+from offloadtrain.runtime.arena import Arena
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 

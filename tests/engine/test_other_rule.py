@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import offloadtrain as ot
-from offloadtrain.kernels import Layout
 from offloadtrain.optim import StateFormat
+from offloadtrain.runtime.kernels import Layout
 from tests.numerics.models import Chain, batches, loss_of
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
+from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes, spec
 from offloadtrain.step.prove import order, prove
 from offloadtrain.step.recording import Entry, Recorded, Waited
-from offloadtrain.transfer import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
-from offloadtrain.transfer.seeded import SeededLanes
-from offloadtrain.transfer.threads import ThreadLanes
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 

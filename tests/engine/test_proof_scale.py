@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes, spec
 from offloadtrain.step.prove import prove
-from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
-from offloadtrain.transfer.seeded import SeededLanes
-from offloadtrain.transfer.threads import ThreadLanes
 
 SHARDS, IN_A_SHARD = 40, 50
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, SequentialLanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.prove import prove
-from offloadtrain.transfer import Buffer, Lane, Lanes, SequentialLanes
-from offloadtrain.transfer.recorder import RecordingLanes
 
 
 def buffers(*names: str) -> list[Buffer]:

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 import offloadtrain as ot
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
-from offloadtrain.transfer import Lane, Range, SequentialLanes, on_lanes
-from offloadtrain.transfer.base import Operation, Span
+from offloadtrain.runtime.lanes import Lane, Range, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.base import Operation, Span
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 from tests.numerics.test_rerun import RECOMPUTES
 from tests.numerics.test_streaming import Several

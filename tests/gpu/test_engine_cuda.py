@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain import kernels
-from offloadtrain.memory import Arena, Ledger, Tier
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, LaneError, on_lanes
+from offloadtrain.runtime.lanes import copy as transfer_copy
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.memory import Request
 from offloadtrain.step.prove import prove
-from offloadtrain.transfer import Buffer, CudaLanes, Lane, LaneError, on_lanes
-from offloadtrain.transfer import copy as transfer_copy
-from offloadtrain.transfer.recorder import RecordingLanes
 from tests.gpu.precision import DTYPE, DTYPES, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun

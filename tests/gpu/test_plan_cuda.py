@@ -14,9 +14,9 @@ from benchmarks.gpu.step import measure as measured
 from offloadtrain.assembly import offload_job
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.doctor.measure import measure
-from offloadtrain.here import here
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import make
+from offloadtrain.runtime.detect_machine import here
 from tests.gpu.precision import DTYPE, NAME
 from tests.plan.test_memory import job
 

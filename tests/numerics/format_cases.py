@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Backend, Layout, State
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Backend, Layout, State
 from tests.numerics.kernel_cases import BACKENDS, NAN, SPECIALS
 
 SCALARS = AdamScalars(

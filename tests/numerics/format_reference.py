@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Backend, Fp32State, Int8State, Layout, State
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Int8State, Layout, State
 from tests.numerics.format_cases import clone
 from tests.numerics.kernel_cases import BACKENDS
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Backend, torch_backend
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Backend, torch_backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)

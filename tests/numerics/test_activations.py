@@ -17,11 +17,11 @@ import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.parking import Parking, ParkingError
-from offloadtrain.memory import Tier
+from offloadtrain.runtime.arena import Tier
+from offloadtrain.runtime.lanes import SequentialLanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import Waited
-from offloadtrain.transfer import SequentialLanes
-from offloadtrain.transfer.recorder import RecordingLanes
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun

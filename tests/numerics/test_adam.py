@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Backend
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Backend
 from tests.numerics.kernel_cases import (
     BACKENDS,
     DTYPES,

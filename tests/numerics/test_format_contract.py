@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import Backend, Fp32State, Int8State, Layout, State
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend, Fp32State, Int8State, Layout, State
 from tests.numerics import format_reference as reference
 from tests.numerics.format_cases import (
     NARROW,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import Backend, Int8State, Layout
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend, Int8State, Layout
 from tests.numerics import format_reference as reference
 from tests.numerics.format_cases import NARROW, SCALARS, differing, gradient, ids_of, random_state
 from tests.numerics.format_cases import zero_state as zeros

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offloadtrain import kernels
-from offloadtrain.kernels import Backend, Fp32State, Layout
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend, Fp32State, Layout
 from tests.numerics.format_cases import (
     NARROW,
     SCALARS,

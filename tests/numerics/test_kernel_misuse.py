@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
+from offloadtrain.runtime import kernels
 from tests.numerics.kernel_cases import SCALARS, fused_adam
 
 ROOT = Path(__file__).resolve().parents[2]

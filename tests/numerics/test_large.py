@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offloadtrain import kernels
 from offloadtrain.hardware.host_memory import available_bytes
-from offloadtrain.kernels import Layout
-from offloadtrain.memory import Arena, Ledger
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.memory import Request
 from tests.numerics.format_cases import (
     SCALARS,

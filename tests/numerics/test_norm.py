@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import Backend
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend
 from tests.numerics.kernel_cases import DTYPES, LENGTHS, each_backend, random_state, threaded
 
 SEGMENT = 2048

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.transfer import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from tests import levels
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain import kernels
-from offloadtrain.kernels import torch_backend
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import torch_backend
 from tests import levels
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun

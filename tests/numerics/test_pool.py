@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import kernels
 from offloadtrain.hardware.cpus import CpuPlan, local_plan
+from offloadtrain.runtime import kernels
 from tests.numerics.format_cases import differing, gradient, random_state, stepped
 from tests.numerics.kernel_cases import BACKENDS
 

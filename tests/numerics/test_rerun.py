@@ -24,7 +24,7 @@ import offloadtrain as ot
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.rewind import Rewind, RewindError
 from offloadtrain.engine.saved import ChangedInPlaceError
-from offloadtrain.transfer import on_lanes
+from offloadtrain.runtime.lanes import on_lanes
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import assert_same, pair, poisoned, train
 from tests.numerics.test_streaming import MODES

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Layout
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Layout
 from tests.numerics import format_reference as reference
 from tests.numerics.format_cases import NARROW, differing, ids_of, zero_state
 from tests.numerics.format_reference import Case, Step, kernel_step

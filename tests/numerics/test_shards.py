@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain import kernels
 from offloadtrain.engine.bucket import pack
-from offloadtrain.kernels import Backend, Layout
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend, Layout
 from tests import levels
 from tests.numerics.format_cases import NARROW, differing, gradient, random_state, stepped
 from tests.numerics.kernel_cases import each_backend

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Fp32State, Layout, State, torch_backend
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State, torch_backend
 from tests.numerics.format_cases import NARROW, ids_of, preferred, zero_state
 
 STEPS, BURST, NUMEL = 10_000, 10, 256

@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Fp32State, Layout, State
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State
 from tests.numerics.format_cases import NARROW, ids_of, zero_state
 from tests.numerics.kernel_cases import BACKENDS
 

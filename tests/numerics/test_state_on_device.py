@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Fp32State, Layout, on_device
-from offloadtrain.memory import Tier
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.arena import Tier
+from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, on_device
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.prove import prove
-from offloadtrain.transfer import Lanes, SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
-from offloadtrain.transfer.seeded import SeededLanes
-from offloadtrain.transfer.threads import ThreadLanes
 from tests.numerics.models import MODELS, Chain, batches
 from tests.numerics.test_offload import compare, pair, train
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadtrain import kernels
-from offloadtrain.kernels import AdamScalars, Layout
-from offloadtrain.kernels.codec import random_bits
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Layout
+from offloadtrain.runtime.kernels.codec import random_bits
 from tests.numerics.format_cases import SCALARS, preferred, zero_state
 from tests.numerics.format_cases import random_bits as defined
 

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from offloadtrain.runtime.lanes import Lane
 from offloadtrain.step.prove import Clock, order
 from offloadtrain.step.recording import (
     Bytes,
@@ -39,7 +40,6 @@ from offloadtrain.step.recording import (
     Undefined,
     Waited,
 )
-from offloadtrain.transfer import Lane
 
 END = "the program ends"
 

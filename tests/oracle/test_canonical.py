@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 import torch
 
+from offloadtrain.runtime.lanes import Buffer, Lane, SequentialLanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import (
     Bytes,
@@ -20,8 +22,6 @@ from offloadtrain.step.recording import (
     Undefined,
     Waited,
 )
-from offloadtrain.transfer import Buffer, Lane, SequentialLanes
-from offloadtrain.transfer.recorder import RecordingLanes
 from tests.oracle import runs
 from tests.oracle.canonical import END, canonical
 from tests.oracle.cases import CASES, MODES, Case

@@ -11,13 +11,13 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step import spec
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.recording import Entry, Launched
-from offloadtrain.transfer import SequentialLanes, on_lanes
-from offloadtrain.transfer.recorder import RecordingLanes
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_offload import train
 

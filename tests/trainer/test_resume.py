@@ -152,7 +152,7 @@ def test_a_precision_that_was_measured_is_kept(
     """ "auto" on a machine that would choose otherwise: the run goes on as it began."""
     job, path = small_job(tmp_path, "offload.precision=auto", "train.steps=4"), tmp_path / "run"
     for speedup, limit in ((before, 2), (now, None)):
-        monkeypatch.setattr("offloadtrain.device.cpu_bf16_speedup", lambda x=speedup: x)
+        monkeypatch.setattr("offloadtrain.runtime.device.cpu_bf16_speedup", lambda x=speedup: x)
         stop_after(limit)
         assert run(job, path, resume="auto") == (75 if limit else 0)
     told = [start.plan for start in events_of(path, schema.RunStarted)]

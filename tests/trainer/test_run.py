@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import checkpoint, kernels
+from offloadtrain import checkpoint
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.console import Console
@@ -23,6 +23,7 @@ from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
+from offloadtrain.runtime import kernels
 from offloadtrain.trainer import MAX_SKIPS, TrainingError
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, kinds, run, small_job
@@ -76,7 +77,7 @@ def test_numba_is_named_while_it_compiles(tmp_path: Path, monkeypatch: pytest.Mo
     doing: list[str] = []
     monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
     numba = replace(kernels.backend(), name="numba")
-    monkeypatch.setattr("offloadtrain.kernels.backend", lambda: numba)
+    monkeypatch.setattr("offloadtrain.runtime.kernels.backend", lambda: numba)
     assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "run") == 0
     steps = [what for what in doing if what.startswith("step")]
     assert steps == ["step 1 (Numba compiles the CPU kernels)", "step 2"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain.distributed import Extent
+from offloadtrain.runtime.process_group import Extent
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 

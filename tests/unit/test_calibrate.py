@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offloadtrain.calibrate import bandwidth
+from offloadtrain.runtime.bandwidth import bandwidth
 
 
 def test_a_copy_has_a_speed() -> None:

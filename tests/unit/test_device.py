@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
-from offloadtrain import device, rng
-from offloadtrain.device import cpu_bf16_speedup, resolve_precision, speedup
+from offloadtrain import rng
+from offloadtrain.runtime import device
+from offloadtrain.runtime.device import cpu_bf16_speedup, resolve_precision, speedup
 
 CPU = torch.device("cpu")
 XEON = {torch.float32: 31.0, torch.bfloat16: 7.1}
@@ -19,7 +20,7 @@ XEON = {torch.float32: 31.0, torch.bfloat16: 7.1}
 
 CHOICE = """
 import torch
-from offloadtrain.device import resolve_precision
+from offloadtrain.runtime.device import resolve_precision
 assert torch.ops.mkldnn._is_mkldnn_bf16_supported() in (True, False)
 print(resolve_precision("auto", torch.device("cpu"))[0])
 """

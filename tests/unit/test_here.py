@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain import device
-from offloadtrain import here as module
 from offloadtrain.hardware.machine import find
 from offloadtrain.hardware.telemetry import probe
-from offloadtrain.here import _nearest, here
+from offloadtrain.runtime import detect_machine as module
+from offloadtrain.runtime import device
+from offloadtrain.runtime.detect_machine import _nearest, here
 
 
 def test_the_cpu_s_rates_follow_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.runtime.lanes.base import (
+    Event,
+    Interval,
+    Lanes,
+    LaneTotals,
+    Operation,
+    Range,
+    Span,
+)
 from offloadtrain.step.operations import Lane
 from offloadtrain.step.recording import (
     Bytes,
@@ -15,7 +24,6 @@ from offloadtrain.step.recording import (
     Undefined,
     Waited,
 )
-from offloadtrain.transfer.base import Event, Interval, Lanes, LaneTotals, Operation, Range, Span
 
 
 class _Numbered(Event):

@@ -8,11 +8,19 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from offloadtrain.runtime.lanes.base import (
+    Event,
+    Interval,
+    LaneTotals,
+    Operation,
+    Range,
+    now_ms,
+    views,
+)
+from offloadtrain.runtime.lanes.clocked import ClockedLanes
+from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
+from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import Event, Interval, LaneTotals, Operation, Range, now_ms, views
-from offloadtrain.transfer.clocked import ClockedLanes
-from offloadtrain.transfer.host_lane import Endable, Flag, make_host_lane
-from offloadtrain.transfer.worker import Failure, Worker
 
 
 class _Flag(Event):

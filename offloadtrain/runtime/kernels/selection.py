@@ -14,7 +14,7 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.hardware.cpus import CpuPlan, local_plan
-from offloadtrain.kernels.native import Native
+from offloadtrain.runtime.kernels.native import Native
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class _Selection:
 def _load(name: str) -> Any:
     if name == "native":
         return _native()
-    return importlib.import_module(f"offloadtrain.kernels.{name}_backend")
+    return importlib.import_module(f"offloadtrain.runtime.kernels.{name}_backend")
 
 
 _loaded: list[Native] = []

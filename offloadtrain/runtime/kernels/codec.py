@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels.state import BLOCK, Fp32State, Int8State, Split16State, State
+from offloadtrain.runtime.kernels.state import BLOCK, Fp32State, Int8State, Split16State, State
 
 _U32 = 0xFFFFFFFF
 _SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offloadtrain.events.schema import WAIT
+from offloadtrain.runtime.lanes.base import Interval, Lanes, Range, Span, now_ms
 from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import Interval, Lanes, Range, Span, now_ms
 
 
 class ClockedLanes(Lanes):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels.codec import (
+from offloadtrain.runtime.kernels.codec import (
     encode_moments,
     fma,
     random_bits,
@@ -22,8 +22,8 @@ from offloadtrain.kernels.codec import (
     split_int8,
     to_fp32,
 )
-from offloadtrain.kernels.scalars import AdamScalars, Coefficients
-from offloadtrain.kernels.state import (
+from offloadtrain.runtime.kernels.scalars import AdamScalars, Coefficients
+from offloadtrain.runtime.kernels.state import (
     BLOCK,
     Fp32State,
     Int8State,

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offloadtrain import kernels
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.lanes.base import Interval, Operation, now_ms
+from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import Interval, Operation, now_ms
-from offloadtrain.transfer.worker import Failure, Worker
 
 
 class Flag(Protocol):

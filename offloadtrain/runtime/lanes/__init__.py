@@ -6,8 +6,7 @@ from contextvars import ContextVar
 
 import torch
 
-from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import (
+from offloadtrain.runtime.lanes.base import (
     PARKED,
     Buffer,
     Event,
@@ -20,9 +19,10 @@ from offloadtrain.transfer.base import (
     Span,
     copy,
 )
-from offloadtrain.transfer.cuda import CudaLanes
-from offloadtrain.transfer.sequential import SequentialLanes
-from offloadtrain.transfer.waits import exposed_by_lane
+from offloadtrain.runtime.lanes.cuda import CudaLanes
+from offloadtrain.runtime.lanes.exposed_time import exposed_by_lane
+from offloadtrain.runtime.lanes.sequential import SequentialLanes
+from offloadtrain.step.operations import Lane
 
 __all__ = [
     "PARKED",

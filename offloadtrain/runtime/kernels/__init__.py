@@ -16,18 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels import on_device
-from offloadtrain.kernels.checks import (
+from offloadtrain.runtime.kernels import on_device
+from offloadtrain.runtime.kernels.arguments import (
     check_adam,
     check_alive,
     check_disjoint,
     check_operand,
     describe,
 )
-from offloadtrain.kernels.codec import from_fp32, master_of, set_master, to_fp32
-from offloadtrain.kernels.deferred import KernelCalls, capture, native_lane
-from offloadtrain.kernels.scalars import AdamScalars
-from offloadtrain.kernels.selection import (
+from offloadtrain.runtime.kernels.codec import from_fp32, master_of, set_master, to_fp32
+from offloadtrain.runtime.kernels.command_capture import KernelCalls, capture, native_lane
+from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.selection import (
     Backend,
     KernelError,
     available,
@@ -37,7 +37,7 @@ from offloadtrain.kernels.selection import (
     set_threads,
     use,
 )
-from offloadtrain.kernels.state import (
+from offloadtrain.runtime.kernels.state import (
     BLOCK,
     Fp32State,
     Int8State,

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from offloadtrain.transfer.base import LaneError
+from offloadtrain.runtime.lanes.base import LaneError
 
 
 class Failure:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadtrain.kernels.native import Native
-from offloadtrain.kernels.selection import kernels_in_force
+from offloadtrain.runtime.kernels.native import Native
+from offloadtrain.runtime.kernels.selection import kernels_in_force
 
 
 class KernelCalls:

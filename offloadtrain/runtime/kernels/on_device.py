@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels.scalars import AdamScalars
-from offloadtrain.kernels.state import Fp32State, Layout
+from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.state import Fp32State, Layout
 
 _PIECE = 1 << 22
 """Elements that are widened at once: temporaries take up to 28 bytes each."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels.scalars import AdamScalars
-from offloadtrain.kernels.state import FIELD_DTYPES, Int8State, Layout, State, blocks
+from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.state import FIELD_DTYPES, Int8State, Layout, State, blocks
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FP32 = (torch.float32,)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offloadtrain.events.schema import WAIT
+from offloadtrain.runtime.lanes.base import Interval
 from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import Interval
 
 _CAUSES = (Lane.H2D, Lane.HOST, Lane.D2H, Lane.COMM)
 """What a lane that did nothing can itself have waited for, the nearest first."""

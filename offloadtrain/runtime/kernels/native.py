@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels.scalars import AdamScalars
-from offloadtrain.kernels.state import Fp32State, Int8State, Layout, Split16State, State
+from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.state import Fp32State, Int8State, Layout, Split16State, State
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 

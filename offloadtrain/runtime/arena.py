@@ -21,11 +21,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from offloadtrain import cuda_driver, kernels
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.dtypes import DTYPES
 from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, available_bytes
+from offloadtrain.runtime import cuda_driver, kernels
+from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.step.memory import Request, largest_owners, span_bytes
 
 _log = logging.getLogger(__name__)

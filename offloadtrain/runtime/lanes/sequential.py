@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.runtime.lanes.base import Event, Operation, Range, now_ms, views
+from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import Event, Operation, Range, now_ms, views
-from offloadtrain.transfer.clocked import ClockedLanes
 
 
 class _Done(Event):

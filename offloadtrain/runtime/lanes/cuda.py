@@ -27,10 +27,9 @@ from functools import partial
 
 import torch
 
-from offloadtrain import cuda_driver
 from offloadtrain.events.schema import WAIT
-from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import (
+from offloadtrain.runtime import cuda_driver
+from offloadtrain.runtime.lanes.base import (
     Event,
     Interval,
     LaneError,
@@ -42,8 +41,9 @@ from offloadtrain.transfer.base import (
     now_ms,
     views,
 )
-from offloadtrain.transfer.host_lane import Endable, Flag, make_host_lane
-from offloadtrain.transfer.worker import Failure, Worker
+from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
+from offloadtrain.runtime.lanes.worker import Failure, Worker
+from offloadtrain.step.operations import Lane
 
 _KEPT = 32
 """Intervals of compute, from which on those that have ended are counted and let go."""

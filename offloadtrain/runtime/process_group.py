@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.world import Place, Store
+from offloadtrain.runtime.failure_detector import Place, Store
 
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from offloadtrain.device import cpu_bf16_speedup, cpu_has_bf16
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.hardware.telemetry import own_bytes, probe
+from offloadtrain.runtime.device import cpu_bf16_speedup, cpu_has_bf16
 
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
 

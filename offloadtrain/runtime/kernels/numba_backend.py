@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.kernels import torch_backend
-from offloadtrain.kernels.numba_numbers import (
+from offloadtrain.runtime.kernels import torch_backend
+from offloadtrain.runtime.kernels.numba_numbers import (
     compiled,
     copy,
     fma,
@@ -32,8 +32,8 @@ from offloadtrain.kernels.numba_numbers import (
     store_bf16_randomly,
     store_fp16,
 )
-from offloadtrain.kernels.scalars import AdamScalars, Coefficients
-from offloadtrain.kernels.state import Fp32State, Layout, Split16State, State
+from offloadtrain.runtime.kernels.scalars import AdamScalars, Coefficients
+from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from offloadtrain.runtime.lanes.base import Event, Interval, Lanes, Operation, Range, Span, views
 from offloadtrain.step.operations import Lane
-from offloadtrain.transfer.base import Event, Interval, Lanes, Operation, Range, Span, views
 
 
 class _Flag(Event):

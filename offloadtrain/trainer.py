@@ -34,7 +34,7 @@ from offloadtrain.events.control import Requests
 from offloadtrain.manifest import CheckpointError, NotFiniteError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError
-from offloadtrain.optim.schedule import learning_rate
+from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.progress import Progress, StepClock, Told
 from offloadtrain.run_folder import RunFolder
 from offloadtrain.run_log import RunLog

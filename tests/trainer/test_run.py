@@ -266,7 +266,7 @@ def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
     tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
-    monkeypatch.setattr("offloadtrain.optim.scaler._SMALLEST", 2.0**14)
+    monkeypatch.setattr("offloadtrain.optim.loss_scaler._SMALLEST", 2.0**14)
     not_finite(range(8, 10**6))
     with pytest.raises(LossScaleError, match="smallest loss scale"):
         run(small_job(tmp_path, "offload.precision=fp16"), path)

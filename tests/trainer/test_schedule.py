@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.optim.schedule import Schedule, learning_rate
+from offloadtrain.optim.lr_schedule import Schedule, learning_rate
 
 
 def rates(schedule: Schedule, total: int, warmup: int, floor: float = 0.1) -> list[float]:

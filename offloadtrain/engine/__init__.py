@@ -6,7 +6,7 @@ from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.engine.report import Phase, StepReport
+from offloadtrain.engine.step_report import Phase, StepReport
 
 __all__ = [
     "Engine",

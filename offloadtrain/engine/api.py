@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.adopt import ParamInit
 from offloadtrain.engine.checks import ModelError, check_arguments, check_model
 from offloadtrain.engine.groups import normalise_groups
+from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
 from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, UpdateRule

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.adopt import ParamInit, adopt_weights
+from offloadtrain.engine.autograd.activation_offload import Parking
+from offloadtrain.engine.autograd.forward_hooks import Passages
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
@@ -22,9 +23,8 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.host_memory import check_room, map_host
 from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.load_weights import ParamInit, adopt_weights
 from offloadtrain.engine.memory_map import MemoryMap, Staging
-from offloadtrain.engine.parking import Parking
-from offloadtrain.engine.passages import Passages
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import LossScaler, UpdateRule

@@ -13,15 +13,15 @@ from zlib import crc32
 import torch
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.forward_hooks import Passages
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Arrival, Gradients
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.passages import Passages
-from offloadtrain.engine.report import Phase, StepReport
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skips import tell_of_skips
+from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
 from offloadtrain.runtime.process_group import RankError, Ranks

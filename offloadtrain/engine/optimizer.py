@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import state
 from offloadtrain.engine.accelerate import Prepared
-from offloadtrain.engine.adopt import Given, ParamInit, adopt_loaded
+from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build
-from offloadtrain.engine.casting import attach_casts
 from offloadtrain.engine.checks import ModelError, ModelSeal, warn_of_local_norm
 from offloadtrain.engine.cut import cut
 from offloadtrain.engine.engine import Engine, EngineError
-from offloadtrain.engine.faces import attach_faces
-from offloadtrain.engine.report import Phase, StepReport
+from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
+from offloadtrain.engine.state_dict_hooks import attach_faces
+from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.engine.watched import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from offloadtrain.engine.report import StepReport
+from offloadtrain.engine.step_report import StepReport
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.report import StepReport
+from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes

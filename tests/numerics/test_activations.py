@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine import ModelError
-from offloadtrain.engine.parking import Parking, ParkingError
+from offloadtrain.engine.autograd.activation_offload import Parking, ParkingError
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
-from offloadtrain.engine.casting import _Given
+from offloadtrain.engine.autograd.casting import _Given
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

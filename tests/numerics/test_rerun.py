@@ -21,9 +21,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
+from offloadtrain.engine.autograd.rewind import Rewind, RewindError
+from offloadtrain.engine.autograd.saved_tensor_hooks import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
-from offloadtrain.engine.rewind import Rewind, RewindError
-from offloadtrain.engine.saved import ChangedInPlaceError
 from offloadtrain.runtime.lanes import on_lanes
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import assert_same, pair, poisoned, train

@@ -32,8 +32,8 @@ from torch.overrides import (
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.hooks import OfOneModel
-from offloadtrain.engine.saved import in_checkpoint
+from offloadtrain.engine.autograd.hooks import OfOneModel
+from offloadtrain.engine.autograd.saved_tensor_hooks import in_checkpoint
 
 _REFUSE = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.units import format_bytes
-from offloadtrain.engine.hooks import Watcher
-from offloadtrain.engine.rewind import Rewind
+from offloadtrain.engine.autograd.hooks import Watcher
+from offloadtrain.engine.autograd.rewind import Rewind
 
 _log = logging.getLogger(__name__)
 

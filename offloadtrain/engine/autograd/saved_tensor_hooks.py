@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.activation_offload import Parked, Parking
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.engine.parking import Parked, Parking
 from offloadtrain.engine.residency import Residency
 from offloadtrain.step.streaming import StreamError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.hooks import OfOneModel
+from offloadtrain.engine.autograd.hooks import OfOneModel
 
 
 class Face(Protocol):

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.audit import Audit
+from offloadtrain.engine.autograd.access_tracker import Audit
+from offloadtrain.engine.autograd.activation_offload import Parking
+from offloadtrain.engine.autograd.hooks import watch, watch_inside
+from offloadtrain.engine.autograd.recompute import Recomputed, Written
+from offloadtrain.engine.autograd.saved_tensor_hooks import SavedTensors
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.hooks import watch, watch_inside
-from offloadtrain.engine.parking import Parking
-from offloadtrain.engine.recompute import Recomputed, Written
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.saved import SavedTensors
 from offloadtrain.runtime.lanes import Lanes, Span
 
 

@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, CycloptsPanel
 
 from offloadtrain.commands.version import package_version
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.console import sanitize
+from offloadtrain.train.console import sanitize
 
 DONE, FAILED, USAGE, DOES_NOT_FIT, STOPPED = 0, 1, 2, 4, 75
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadtrain.cli import main
-from offloadtrain.trainer import Trainer
+from offloadtrain.train.trainer import Trainer
 from tests.small_buffers import small_doctor
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.toml import nearest
-from offloadtrain.console import sanitize
+from offloadtrain.train.console import sanitize
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from offloadtrain.closing import ended_as
+from offloadtrain.train.run_summary import ended_as
 
 STOP_WITHIN_S = 600
 """For the checkpoint of a run that is asked to stop."""

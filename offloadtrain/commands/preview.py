@@ -8,13 +8,13 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes
-from offloadtrain.dryrun import check
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.plan import report
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device
+from offloadtrain.train.dry_run import check
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from offloadtrain import runs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
-from offloadtrain.run_folder import RunFolder
-from offloadtrain.run_log import RunLog
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import Place, Watch
 from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
+from offloadtrain.train.resume import Opened, open_run
+from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.run_log import RunLog
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Only a last resort: `world.Watch` notices a failed rank long before."""
@@ -49,12 +49,12 @@ class Team:
 
     def open_run(
         self, config: Config, run_dir: Path | None, resume: str, say: Callable[[str], None]
-    ) -> runs.Opened:
-        """As `runs.open_run`. Ranks that were started again go on in the folder that they were
+    ) -> Opened:
+        """As `resume.open_run`. Ranks that were started again go on in the folder that they were
         in."""
         if self.place.attempt and self._store.check([_RUN_KEY]):
             run_dir, resume = Path(self._store.get(_RUN_KEY).decode()), "auto"
-        opened = runs.open_run(config, run_dir=run_dir, resume=resume, say=say, ranks=self.ranks)
+        opened = open_run(config, run_dir=run_dir, resume=resume, say=say, ranks=self.ranks)
         self._run = opened.run
         return opened
 

@@ -18,7 +18,7 @@ from offloadtrain.runtime.failure_detector import Place
 if TYPE_CHECKING:
     from offloadtrain.commands.team import Team
     from offloadtrain.config.job import Config
-    from offloadtrain.console import Console
+    from offloadtrain.train.console import Console
 
 DOES_NOT_FIT = 4
 STOPPED = 75
@@ -159,7 +159,7 @@ def run_job(
     waiting: str = "",
 ) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
-    from offloadtrain.console import Console
+    from offloadtrain.train.console import Console
 
     console = Console(
         every_s=config.train.log_every_s, quiet=team is not None and team.place.rank > 0
@@ -177,16 +177,16 @@ def _run(
     waiting: str,
     console: Console,
 ) -> int:
-    from offloadtrain import closing
-    from offloadtrain.assembly import assemble
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import explain
     from offloadtrain.events.control import Requests
-    from offloadtrain.kept import kept_of
-    from offloadtrain.run_log import RunLog
-    from offloadtrain.runs import open_run
     from offloadtrain.runtime.process_group import ALONE
-    from offloadtrain.trainer import Trainer
+    from offloadtrain.train import run_summary
+    from offloadtrain.train.build import assemble
+    from offloadtrain.train.kept import kept_of
+    from offloadtrain.train.resume import open_run
+    from offloadtrain.train.run_log import RunLog
+    from offloadtrain.train.trainer import Trainer
 
     first = team is None or team.place.rank == 0
     if team is None:
@@ -222,7 +222,9 @@ def _run(
         if not first:
             return 0
         stopped, seconds = outcome.status == "stopped", trainer.progress.seconds
-        told = closing.words(run.path, run.events(), config, seconds, outcome.step, stopped=stopped)
+        told = run_summary.words(
+            run.path, run.events(), config, seconds, outcome.step, stopped=stopped
+        )
         console.say(told)
         print(run.path, flush=True)
     if team is not None:

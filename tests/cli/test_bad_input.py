@@ -220,7 +220,7 @@ def test_a_microbatch_beyond_all_memory_is_refused_before_it_is_allocated(
     def offload_job(*arguments: object) -> None:
         pytest.fail("it is on the way to allocate")
 
-    monkeypatch.setattr("offloadtrain.assembly.offload_job", offload_job)
+    monkeypatch.setattr("offloadtrain.train.build.offload_job", offload_job)
     assert main(["train", "job.toml", "--set", f"train.micro_batch={size}"]) == 4
     out, err = capsys.readouterr()
     (line,) = err.splitlines()

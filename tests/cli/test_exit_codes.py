@@ -58,8 +58,8 @@ def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
     assert process.returncode == 75, err
     assert out == f"{path}\n" and "Traceback" not in err
     assert f"{signal.Signals(number).name}: stopping after this step" in err
-    from offloadtrain import checkpoint
     from offloadtrain.events import schema
+    from offloadtrain.train.checkpoint import checkpoint
 
     stopped = checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step
     assert events_of(path, schema.RunEnded)[0].status == "stopped"
@@ -74,7 +74,7 @@ def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
 _ENDLESS = """
 import sys, time
 from offloadtrain.cli import main
-from offloadtrain.trainer import Trainer
+from offloadtrain.train.trainer import Trainer
 real = Trainer._step
 def endless(self, *rest):
     if self.progress.step:
@@ -151,7 +151,7 @@ def test_4_when_the_device_is_full(
     def full(*arguments: object) -> None:
         raise torch.OutOfMemoryError("working weights asked the device for 24.8 GiB")
 
-    monkeypatch.setattr("offloadtrain.assembly.assemble", full)
+    monkeypatch.setattr("offloadtrain.train.build.assemble", full)
     arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
     assert main(arguments) == 4
     assert capsys.readouterr().err == (
@@ -165,7 +165,7 @@ def test_an_unknown_exception_is_1_with_its_traceback(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("offloadtrain.assembly.assemble", broken)
+    monkeypatch.setattr("offloadtrain.train.build.assemble", broken)
     assert main(["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and "ZeroDivisionError: a mistake of ours" in err

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.assembly import assemble
 from offloadtrain.cli import main
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.train.build import assemble
 
 
 @pytest.mark.parametrize("name", shipped_jobs())

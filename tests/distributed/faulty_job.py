@@ -18,7 +18,7 @@ from offloadtrain.hardware import atomic_io
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.trainer import Trainer
+from offloadtrain.train.trainer import Trainer
 
 POINTS: dict[str, tuple[Any, str]] = {
     "forward": (Transformer, "forward"),

@@ -11,9 +11,13 @@ import torch
 import torch.distributed as dist
 
 import offloadtrain as ot
-from offloadtrain import checkpoint
-from offloadtrain.manifest import CheckpointError, DamagedCheckpointError, NotFiniteError
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NotFiniteError,
+)
 from tests.distributed.conftest import Run
 from tests.distributed.reference import whole_state
 from tests.distributed.test_sharded import own_batches

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain import assembly
-from offloadtrain.assembly import assemble
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.console import Console
 from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
-from offloadtrain.progress import Told
-from offloadtrain.run_log import RunLog
-from offloadtrain.runs import open_run
 from offloadtrain.runtime.failure_detector import Place
 from offloadtrain.runtime.process_group import RankError, Ranks
-from offloadtrain.stop import StopRequests
-from offloadtrain.trainer import Trainer
+from offloadtrain.train import build
+from offloadtrain.train.build import assemble
+from offloadtrain.train.console import Console
+from offloadtrain.train.progress import Told
+from offloadtrain.train.resume import open_run
+from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.trainer.small_job import JOB, write_text
 
@@ -230,11 +230,11 @@ def verified_here(data: Path) -> int:
     """How many token files this rank reads through, all ranks being on one host."""
     ranks, seen = Ranks.of(None, torch.device("cpu")), []
     place = Place(ranks.rank, ranks.size, ranks.rank, ranks.size)
-    real, assembly.verify = assembly.verify, lambda tokens, _: seen.append(tokens)
+    real, build.verify = build.verify, lambda tokens, _: seen.append(tokens)
     try:
         assemble(job_of(data), ranks=ranks, place=place).optimizer.close()
     finally:
-        assembly.verify = real
+        build.verify = real
         ranks.close()
     return len(seen)
 

@@ -11,12 +11,12 @@ import torch
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure as measured
-from offloadtrain.assembly import offload_job
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.doctor.measure import measure
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import make
 from offloadtrain.runtime.detect_machine import here
+from offloadtrain.train.build import offload_job
 from tests.gpu.precision import DTYPE, NAME
 from tests.plan.test_memory import job
 

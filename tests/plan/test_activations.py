@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from offloadtrain.assembly import offload_job
 from offloadtrain.config.job import Config
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.activations import activations
 from offloadtrain.plan.placement import place
+from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offloadtrain as ot
-from offloadtrain.assembly import offload_job
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.dryrun import laid_out
 from offloadtrain.hardware.machine import find
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.layout import num_tensors
 from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.plan.plan import make
 from offloadtrain.step import spec
+from offloadtrain.train.build import offload_job
+from offloadtrain.train.dry_run import laid_out
 from tests import levels
 
 JOB = """

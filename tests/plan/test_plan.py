@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain import dryrun
 from offloadtrain.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES
-from offloadtrain.dryrun import DryRunError, check, laid_out, proved
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan import placement, suggest
 from offloadtrain.plan import plan as planning
@@ -30,6 +28,8 @@ from offloadtrain.plan.suggest import applied, automatic, nearest
 from offloadtrain.plan.times import _Costs
 from offloadtrain.step import memory as step_memory
 from offloadtrain.step.simulate import steady
+from offloadtrain.train import dry_run
+from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
 from tests import levels
 from tests.plan.test_memory import job
 
@@ -481,11 +481,11 @@ def test_of_very_many_blocks_some_are_proved(
     monkeypatch: pytest.MonkeyPatch, stay: int, kept: int
 ) -> None:
     """A job of 5,000 layers took minutes. The layout is checked of all of them."""
-    monkeypatch.setattr(dryrun, "MOST_PIECES", 4)
-    monkeypatch.setattr(dryrun, "FEWEST_BLOCKS", 4)
+    monkeypatch.setattr(dry_run, "MOST_PIECES", 4)
+    monkeypatch.setattr(dry_run, "FEWEST_BLOCKS", 4)
     keys = {"offload__working": "host", "offload__resident_blocks": stay}
     plan = make(job({"num_layers": 10}, **keys), "cpu2", find("cpu2")[1])
-    some = dryrun.some_of(plan.copied.spec)
+    some = dry_run.some_of(plan.copied.spec)
     assert sum(block.repeated for block in some.blocks) == 4 and len(some.streamed) == 4 - kept
     said = check(plan)
     assert "laid out 10 blocks" in said and "of 4 of the blocks free of races" in said

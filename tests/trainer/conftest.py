@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from offloadtrain import trainer
+from offloadtrain.train import trainer
 
 StopAfter = Callable[[int | None], None]
 

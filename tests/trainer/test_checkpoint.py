@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offloadtrain import checkpoint
-from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from tests.trainer.toy_state import ToyModel, ToyState, filled, same
 
 

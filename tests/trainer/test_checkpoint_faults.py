@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import checkpoint, disk_room
 from offloadtrain.hardware import atomic_io
-from offloadtrain.manifest import CheckpointError
+from offloadtrain.train.checkpoint import checkpoint, disk_space
+from offloadtrain.train.checkpoint.manifest import CheckpointError
 from tests.trainer.faulty_os import FaultyOs, fail_with, kill
 from tests.trainer.toy_state import filled, same
 
@@ -35,12 +35,12 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_and_prune(folder: Path, fault: FaultyOs) -> None:
     """Save step 3 beside 1 and 2 and prune, with every `os` call going through `fault`."""
     real = atomic_io.os
-    atomic_io.os = checkpoint.os = disk_room.os = fault  # type: ignore[assignment]
+    atomic_io.os = checkpoint.os = disk_space.os = fault  # type: ignore[assignment]
     try:
         checkpoint.save(folder, 3, *filled(3), {"step": 3}, group_bytes=300)
         checkpoint.prune(folder, 2)
     finally:
-        atomic_io.os = checkpoint.os = disk_room.os = real
+        atomic_io.os = checkpoint.os = disk_space.os = real
 
 
 def num_calls(two_saved: Path, scratch: Path) -> int:

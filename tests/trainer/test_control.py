@@ -14,8 +14,8 @@ from offloadtrain_tui import requests
 
 from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
-from offloadtrain.run_log import RunLog
-from offloadtrain.trainer import AbortedError
+from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.trainer import AbortedError
 from tests.trainer.small_job import events_of, run, small_job
 
 

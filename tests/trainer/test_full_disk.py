@@ -15,9 +15,9 @@ from offloadtrain_tui.listing import list_runs
 from offloadtrain.commands.launch import _exit_code
 from offloadtrain.events import schema
 from offloadtrain.events import writer as event_writer
-from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.trainer import Trainer
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.trainer import Trainer
 from tests.trainer.small_job import events_of, run, small_job
 
 

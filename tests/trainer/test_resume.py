@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from offloadtrain import rng
 from offloadtrain.config.job import ConfigError
 from offloadtrain.events import schema
-from offloadtrain.manifest import CheckpointError
 from offloadtrain.optim import LossScaler
-from offloadtrain.trainer import Trainer
+from offloadtrain.train import rng
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.trainer import Trainer
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import checkpoint
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
-from offloadtrain.console import Console
 from offloadtrain.events import schema
-from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.runtime import kernels
-from offloadtrain.trainer import MAX_SKIPS, TrainingError
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.console import Console
+from offloadtrain.train.trainer import MAX_SKIPS, TrainingError
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, kinds, run, small_job
 
@@ -235,7 +235,7 @@ def test_what_is_not_finite_is_never_saved(
     ended = events_of(path, schema.RunEnded)[-1]
     assert (ended.status, ended.step) == ("failed", 8)
 
-    monkeypatch.setattr("offloadtrain.trainer._LateLoss.wait", lambda self: 1.0)
+    monkeypatch.setattr("offloadtrain.train.trainer._LateLoss.wait", lambda self: 1.0)
     not_finite([15])
     path = tmp_path / "weights"
     with pytest.raises(TrainingError, match=r"after step 9 the weights of .* are not finite"):
@@ -253,7 +253,7 @@ def test_a_run_without_a_good_state_at_its_end_is_not_done(
     for losses, number in (("seen", 23), ("hidden", 23), ("hidden", 0)):
         with monkeypatch.context() as patch:
             if losses == "hidden":
-                patch.setattr("offloadtrain.trainer._LateLoss.wait", lambda self: 1.0)
+                patch.setattr("offloadtrain.train.trainer._LateLoss.wait", lambda self: 1.0)
             not_finite([number])
             path = tmp_path / f"{losses}-{number}"
             assert main(["train", str(job), "--run-dir", str(path)]) == 1
@@ -331,6 +331,8 @@ def test_a_precision_chosen_here_is_held_to_the_same_rules(
 ) -> None:
     """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
     job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
-    monkeypatch.setattr("offloadtrain.assembly.resolve_precision", lambda *_: ("fp16", "no bf16"))
+    monkeypatch.setattr(
+        "offloadtrain.train.build.resolve_precision", lambda *_: ("fp16", "no bf16")
+    )
     with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
         run(job, tmp_path / "run")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.assembly import assemble
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import schema
+from offloadtrain.train.build import assemble
 from tests.gpu.precision import DTYPES
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, run, small_job, tensor_hashes

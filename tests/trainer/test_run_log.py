@@ -7,13 +7,13 @@ import statistics
 import time
 from pathlib import Path
 
-from offloadtrain.assembly import assemble
-from offloadtrain.console import Console
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
-from offloadtrain.progress import Progress, StepClock, Told
-from offloadtrain.run_folder import RunFolder
-from offloadtrain.run_log import RunLog
+from offloadtrain.train.build import assemble
+from offloadtrain.train.console import Console
+from offloadtrain.train.progress import Progress, StepClock, Told
+from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.run_log import RunLog
 from tests.trainer.small_job import small_job
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config, ConfigError, load
-from offloadtrain.run_folder import RunFolder, RunFolderError
-from offloadtrain.runs import open_run
+from offloadtrain.train.resume import open_run
+from offloadtrain.train.run_folder import RunFolder, RunFolderError
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import run, small_job
 

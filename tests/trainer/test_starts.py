@@ -16,16 +16,16 @@ import pytest
 from offloadtrain_tui.listing import list_runs
 from torch import Tensor
 
-from offloadtrain import checkpoint
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, ConfigError
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
 from offloadtrain.events import schema
-from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.run_folder import RunFolderError
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.run_folder import RunFolderError
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import JOB, events_of, run, small_job, write_text
 
@@ -166,7 +166,7 @@ def test_a_failure_after_the_first_step_is_kept(
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("offloadtrain.trainer.Trainer._between_steps", fails)
+    monkeypatch.setattr("offloadtrain.train.trainer.Trainer._between_steps", fails)
     with pytest.raises(ZeroDivisionError):
         started(small_job(tmp_path))
     (row,) = list_runs(tmp_path / "runs", 0.0)
@@ -277,7 +277,7 @@ def test_only_damaged_checkpoints_are_left_for_a_person(
 
 def test_a_folder_taken_while_the_model_was_built_is_left_alone(tmp_path: Path) -> None:
     """Two starts of one command: who begins second is refused, and removes nothing."""
-    from offloadtrain.runs import open_run
+    from offloadtrain.train.resume import open_run
 
     job, mine = small_job(tmp_path), tmp_path / "mine"
     late = open_run(job, run_dir=mine, resume="never", say=print)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from offloadtrain.stop import StopRequests
+from offloadtrain.train.signals import StopRequests
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

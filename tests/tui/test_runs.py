@@ -25,7 +25,7 @@ from tests.tui.recordings import BEGIN_S, lines, plain, ranks, unlucky, write
 _TRAINER = """
 import os, sys, time
 from pathlib import Path
-from offloadtrain.run_folder import RunFolder
+from offloadtrain.train.run_folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
 run.begin("")
 run.write_run({})

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.console import Console, StepLine, format_step, loss_curve, sanitize
+from offloadtrain.train.console import Console, StepLine, format_step, loss_curve, sanitize
 
 LINE = StepLine(
     step=3,
@@ -108,7 +108,7 @@ def test_what_another_has_shown_is_no_silence() -> None:
 
 
 def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadtrain.console._LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("offloadtrain.train.console._LOOK_EVERY_S", 0.001)
     looked = threading.Event()
     console = Console(io.StringIO())
     monkeypatch.setattr(console, "fill_silence", looked.set)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.assembly import _threads
 from offloadtrain.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
 from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan
-from offloadtrain.kept import Kept
 from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.train.build import _threads
+from offloadtrain.train.kept import Kept
 
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": 1}
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from offloadtrain import run_folder
 from offloadtrain.events import schema
-from offloadtrain.run_folder import RunFolder, RunFolderError, of_job
+from offloadtrain.train import run_folder
+from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from offloadtrain.run_folder import RunFolder
+from offloadtrain.train.run_folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
 run.begin("")
 print("locked", flush=True)
@@ -98,7 +98,8 @@ def test_nobody_else_can_read_it(tmp_path: Path) -> None:
 
 def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from offloadtrain.run_folder import RunFolder\n"
+        "import sys; from pathlib import Path\n"
+        "from offloadtrain.train.run_folder import RunFolder\n"
         "run = RunFolder.new(Path(sys.argv[1]), 'job')\n"
         "run.begin('', '\\xfc = \\u2192'); run.keep()"
     )

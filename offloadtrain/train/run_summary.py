@@ -7,8 +7,8 @@ from pathlib import Path
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_duration
-from offloadtrain.console import loss_curve
 from offloadtrain.events import schema
+from offloadtrain.train.console import loss_curve
 
 
 def ended_as(log: Path, since_s: float) -> str | None:

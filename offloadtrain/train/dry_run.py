@@ -13,7 +13,6 @@ from itertools import zip_longest
 
 import torch
 
-from offloadtrain.assembly import decay_groups
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.cut import cut
@@ -30,6 +29,7 @@ from offloadtrain.step.operations import Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
+from offloadtrain.train.build import decay_groups
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16

@@ -23,22 +23,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from offloadtrain import checkpoint, disk_room, rng
-from offloadtrain.assembly import Parts
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.events.control import Requests
-from offloadtrain.manifest import CheckpointError, NotFiniteError
 from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
-from offloadtrain.progress import Progress, StepClock, Told
-from offloadtrain.run_folder import RunFolder
-from offloadtrain.run_log import RunLog
-from offloadtrain.stop import StopRequests
+from offloadtrain.train import rng
+from offloadtrain.train.build import Parts
+from offloadtrain.train.checkpoint import checkpoint, disk_space
+from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
+from offloadtrain.train.progress import Progress, StepClock, Told
+from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.signals import StopRequests
 
 MAX_SKIPS = 20
 SAMPLE_TEMPERATURE = 0.8
@@ -145,7 +146,7 @@ class Trainer:
         every = config.checkpoint_every
         saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
         folder = self._run.checkpoints
-        problem = disk_room.shortage(
+        problem = disk_space.shortage(
             folder,
             checkpoint.tensor_bytes(self.model, self.optimizer, self._ranks),
             self._ranks,

@@ -37,9 +37,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from offloadtrain import disk_room, tensor_file
 from offloadtrain.hardware import atomic_io
-from offloadtrain.manifest import (
+from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Extent, Ranks
+from offloadtrain.train.checkpoint import disk_space, tensor_file
+from offloadtrain.train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     STATE,
@@ -52,7 +53,6 @@ from offloadtrain.manifest import (
     read_manifest,
     verify_file,
 )
-from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Extent, Ranks
 
 GROUP_BYTES = 1 << 30
 
@@ -127,7 +127,7 @@ def save(
             if ranks.rank == 0:
                 _make(unfinished)
         with _together(ranks, final):
-            disk_room.require(folder, tensor_bytes(model, optimizer, ranks), ranks)
+            disk_space.require(folder, tensor_bytes(model, optimizer, ranks), ranks)
             files, described = _write(unfinished, model, optimizer, ranks, group_bytes)
         of_ranks = ranks.gather((files, described))
         with _together(ranks, final):

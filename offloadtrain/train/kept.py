@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offloadtrain.checkpoint import Checkpoint
 from offloadtrain.config.offload import Precision
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from offloadtrain.config.units import format_bytes
-from offloadtrain.manifest import CheckpointError
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.train.checkpoint.manifest import CheckpointError
 
 
 def require(

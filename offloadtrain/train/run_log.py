@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 
-from offloadtrain.assembly import Parts
-from offloadtrain.checkpoint import Saved
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.config.units import format_bytes, format_count, format_duration
-from offloadtrain.console import Console, StepLine
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events import schema
 from offloadtrain.events.alerts import Alerts
@@ -28,14 +25,17 @@ from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import Machine, Sampler, probe
-from offloadtrain.hindsight import Hindsight
-from offloadtrain.manifest import CheckpointError
-from offloadtrain.progress import Progress, StepClock, Told
-from offloadtrain.run_folder import RunFolder
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.step.formats import FORMATS
+from offloadtrain.train.build import Parts
+from offloadtrain.train.checkpoint.checkpoint import Saved
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.console import Console, StepLine
+from offloadtrain.train.plan_vs_actual import Hindsight
+from offloadtrain.train.progress import Progress, StepClock, Told
+from offloadtrain.train.run_folder import RunFolder
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled

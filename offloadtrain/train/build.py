@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain import optim, rng
+from offloadtrain import optim
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig, Precision
@@ -24,7 +24,6 @@ from offloadtrain.data.verified import verify
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.kept import Kept
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
@@ -34,6 +33,8 @@ from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import Place
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+from offloadtrain.train import rng
+from offloadtrain.train.kept import Kept
 
 _log = logging.getLogger(__name__)
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offloadtrain import checkpoint, run_folder
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.manifest import CheckpointError, DamagedCheckpointError
-from offloadtrain.run_folder import RunFolder
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.train import run_folder
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.train.run_folder import RunFolder
 
 Say = Callable[[str], None]
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 
 sys.exit(main())

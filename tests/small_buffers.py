@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain.bench import resident
+from offloadtrain.cli.bench import resident
+from offloadtrain.cli.doctor import measure
 from offloadtrain.config import model_shape
-from offloadtrain.doctor import measure
 
 
 def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     path for folder in ("offloadtrain", "tui") for path in (ROOT / folder).rglob("*.py")
 )
+PACKAGE = [path for path in SOURCES if path.name != "__init__.py" and "tui" not in path.parts]
+FLOORS = sorted(path.parent.name for path in (ROOT / "offloadtrain").glob("*/__init__.py"))
 HEAVY = ("torch", "numpy", "numba", "pynvml", "psutil", "textual", "safetensors")
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
 
@@ -70,7 +74,7 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-GROUND = ("config", "errors", "events", "offload_config", "shapes", "step.memory", "units")
+GROUND = ("config.job", "events.schema", "step.prove", "config.model_shape", "plan.plan")
 
 
 @pytest.mark.parametrize("module", GROUND)
@@ -88,12 +92,47 @@ def test_the_check_of_loaded_modules_sees_torch() -> None:
     assert "torch" in _loaded_by("offloadtrain.runtime.kernels")
 
 
+def _circles() -> list[str]:
+    """The modules of a circle of imports, imports inside functions and for types included."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE}
+    below: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(_tree(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                asked = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+                below[name] |= asked or {node.module} & modules.keys()
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as circle:
+        return list(circle.args[1])
+    return []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    assert _circles() == []
+
+
+def test_the_package_root_holds_folders() -> None:
+    files = {path.name for path in (ROOT / "offloadtrain").glob("*.py")}
+    assert files == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_a_folder_says_where_to_start(room: str) -> None:
+    """What lives there, what may not, where to start: in about five lines."""
+    text = (ROOT / "offloadtrain" / room / "__init__.py").read_text()
+    told = ast.get_docstring(_tree(text)) or ""
+    assert 4 <= len(told.splitlines()) <= 8 and "Start at" in told
+    for name in re.findall(r"`(\w+\.py)`", told):
+        assert (ROOT / "offloadtrain" / room / name).exists(), name
+
+
 def test_single_doors() -> None:
     assert _importers("numba") <= {"numba_numbers.py"}
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "machine.py"}
-    assert _importers("torch.distributed") <= {"distributed.py"}
+    assert _importers("torch.distributed") <= {"process_group.py"}
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.train.trainer import Trainer
 from tests.small_buffers import small_doctor
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from offloadtrain.bench.rounds import measure
+from offloadtrain.cli.bench.rounds import measure
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, copy, lanes_for
 from offloadtrain.step.memory import Request

@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.gpu import bus
 from benchmarks.gpu.systems import here
-from offloadtrain.bench.adam import SCALARS, allocate
-from offloadtrain.bench.rounds import measure as rounds_of
-from offloadtrain.doctor.measure import measure
+from offloadtrain.cli.bench.adam import SCALARS, allocate
+from offloadtrain.cli.bench.rounds import measure as rounds_of
+from offloadtrain.cli.doctor.measure import measure
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.device import resolve_precision

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.running import Running
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import MissingError, cap, here
-from offloadtrain.bench.rounds import SETTLE_S, ratio
+from offloadtrain.cli.bench.rounds import SETTLE_S, ratio
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
 

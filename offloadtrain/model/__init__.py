@@ -1,1 +1,6 @@
-"""Models: a decoder-only transformer and sampling from it. They know nothing of offload."""
+"""Models: a decoder-only transformer, its loss, and sampling from it.
+
+Plain PyTorch that knows nothing of offload and nothing of a job; sizes come from
+`config.model_shape`. Shape suffixes (`x_BTD`) have a legend in `transformer.py`.
+Start at `transformer.py`.
+"""

@@ -1,4 +1,9 @@
-"""Optimizers: the update of one bucket, loss scaling, and schedules."""
+"""Optimizers: the update of one bucket, loss scaling, learning rates.
+
+An update rule knows its hyperparameters and calls kernels over flat tensors; when it runs, and on
+what, is the engine's business. A rule of your own needs `rule.py` alone (docs/extending.md).
+Start at `rule.UpdateRule`; `adam.py` is the one that ships.
+"""
 
 from offloadtrain.optim.adam import Adam, AdamW
 from offloadtrain.optim.loss_scaler import LossScaleError, LossScaler

@@ -1,7 +1,7 @@
-"""What a step is made of, and what happens in it: the spec and the program, standard library only.
+"""What a step is made of, and what happens in it: the spec and the program.
 
-Here live the sizes and places of everything that moves (`spec`, `memory`), the scheduler that turns
-events into operations (`program` and its parts), what predicts it (`simulate`) and what proves it
-(`prove`). What knows a tensor, a stream or a model does not live here: the engine interprets the
-program, the plan gives it costs. Start with `spec.StepSpec`, then `program.Program`.
+Standard library only; no tensor, no stream, no model. `spec.py` and `memory.py` have the sizes and
+places of everything that moves, `program.py` turns events into operations, `simulate.py` predicts
+them and `prove.py` proves them. The engine interprets the program, the plan gives it costs.
+Start at `spec.StepSpec`, then `program.Program`.
 """

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain import results
-from offloadtrain.cli import main
+from offloadtrain.cli import results
+from offloadtrain.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE = Spec(size="llama-3b", seq_len=2048, micro_batch=16)

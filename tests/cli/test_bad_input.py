@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from offloadtrain.cli import main
-from offloadtrain.commands.prepare import prepare
+from offloadtrain.cli.commands.prepare import prepare
+from offloadtrain.cli.main import main
 from offloadtrain.data.tokenizer import TOKENIZERS
 from offloadtrain.data.tokens import TokenWriter
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.bench import resident, scale
-from offloadtrain.bench import step as paced
-from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
-from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
-from offloadtrain.bench.rounds import measure, ratio
-from offloadtrain.bench.scale import CASES
-from offloadtrain.bench.step import MILLISECONDS
-from offloadtrain.cli import USAGE, main
+from offloadtrain.cli.bench import resident, scale
+from offloadtrain.cli.bench import step as paced
+from offloadtrain.cli.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
+from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
+from offloadtrain.cli.bench.rounds import measure, ratio
+from offloadtrain.cli.bench.scale import CASES
+from offloadtrain.cli.bench.step import MILLISECONDS
+from offloadtrain.cli.exit_codes import USAGE
+from offloadtrain.cli.main import main
 from tests.small_buffers import small_demo
 
 KEYS = {

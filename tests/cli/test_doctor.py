@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain import cli
-from offloadtrain.doctor import examine, facts
-from offloadtrain.doctor.checks import Status
+from offloadtrain.cli import main
+from offloadtrain.cli.exit_codes import USAGE
+from offloadtrain.cli.doctor import examine, facts
+from offloadtrain.cli.doctor.checks import Status
 from offloadtrain.hardware.machine import Machine, dump, find, loads
 from offloadtrain.hardware.nvml import Nvml
 from tests.small_buffers import small_doctor
@@ -27,7 +28,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def doctor(*flags: object) -> int:
-    return cli.main(["doctor", *map(str, flags)])
+    return main.main(["doctor", *map(str, flags)])
 
 
 def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
@@ -139,7 +140,7 @@ def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> N
         ("--save", str(tmp_path / "none/mine.toml")): "make it first",
     }
     for flags, said in wrong.items():
-        assert doctor("--quick", *flags) == cli.USAGE
+        assert doctor("--quick", *flags) == USAGE
         told = capsys.readouterr()
         assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
     assert (tmp_path / "notes.toml").read_text() == "answer = 42\n"
@@ -157,7 +158,7 @@ def test_a_machine_file_that_cannot_be_written(
     file.write_text(dump(find("h200")[1], "of before"))
     monkeypatch.setattr(examine, "examine", lambda *args, **kwargs: report)
     monkeypatch.setattr("os.fsync", full)
-    assert doctor("--save", file) == cli.USAGE
+    assert doctor("--save", file) == USAGE
     told = capsys.readouterr().err
     assert told == f"ConfigError: --save {file} cannot be written: No space left on device\n"
     assert list(tmp_path.iterdir()) == [file] and find(str(file))[1] == find("h200")[1]

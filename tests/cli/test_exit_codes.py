@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from tests.trainer.small_job import events_of, small_job
 
@@ -73,7 +73,7 @@ def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
 
 _ENDLESS = """
 import sys, time
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.train.trainer import Trainer
 real = Trainer._step
 def endless(self, *rest):

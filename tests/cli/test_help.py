@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 
 COMMANDS = ["train", "plan", "doctor", "prepare", "ls", "cp", "trace", "report", "version"]
 MOST_MODULES = 400
@@ -44,7 +44,7 @@ def test_help_ends_with_two_examples(command: list[str], capsys: Captured) -> No
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["ls"], ["--version"]])
 def test_little_and_nothing_heavy_is_imported(arguments: list[str]) -> None:
     script = (
-        "import sys; from offloadtrain.cli import main; assert main(sys.argv[1:]) == 0; "
+        "import sys; from offloadtrain.cli.main import main; assert main(sys.argv[1:]) == 0; "
         "heavy = {'torch', 'numpy', 'numba', 'textual', 'safetensors', 'pynvml', 'psutil'}; "
         "print(len(sys.modules), *(heavy & set(sys.modules)), file=sys.stderr)"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli import main
-from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.cli.commands.jobs import shipped_jobs
+from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.train.build import assemble

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan import largest
 from offloadtrain.plan.plan import make
@@ -240,7 +240,7 @@ def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
     import sys
 
     code = (
-        "import sys; from offloadtrain.cli import main; "
+        "import sys; from offloadtrain.cli.main import main; "
         "main(['plan', 'demo', '--machine', 'cpu2', '--json']); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli import main
-from offloadtrain.commands.progress_bar import ProgressBar
+from offloadtrain.cli.commands.progress_bar import ProgressBar
+from offloadtrain.cli.main import main
 from offloadtrain.data.tokens import TokenFile
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli import FAILED, main
+from offloadtrain.cli.exit_codes import FAILED
+from offloadtrain.cli.main import main
 from offloadtrain.events import schema
 from offloadtrain.events.chrome_trace import LANES, chrome_trace
 from offloadtrain.runtime.lanes import Lane

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain import cli
+from offloadtrain.cli import main as command_line
 from offloadtrain.engine.engine import Engine
 from offloadtrain.hardware import atomic_io
 from offloadtrain.model.transformer import Transformer
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     point, step, rank, *rest = arguments
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         arm(point, int(step))
-    return cli.main(rest)
+    return command_line.main(rest)
 
 
 def in_a_fork(said: Path, environ: dict[str, str], arguments: list[str]) -> None:

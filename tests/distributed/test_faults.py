@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain import cli
+from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
 from offloadtrain.runtime.failure_detector import Place, Watch
@@ -169,7 +169,7 @@ def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
 def test_bad_numbers_of_ranks(
     job: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    assert cli.main(["train", str(job), *arguments]) == 2
+    assert main.main(["train", str(job), *arguments]) == 2
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said
     assert not (job.parent / "runs").exists()

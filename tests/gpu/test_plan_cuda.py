@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure as measured
+from offloadtrain.cli.doctor.measure import measure
 from offloadtrain.config.model_shape import SIZES, ModelShape
-from offloadtrain.doctor.measure import measure
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import make
 from offloadtrain.runtime.detect_machine import here

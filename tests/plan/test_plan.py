@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
@@ -463,7 +463,7 @@ def test_the_13b_jobs_fit_32_gb_and_128_gib() -> None:
 def test_a_dry_run_of_13b_takes_little_memory() -> None:
     """A model of 25 GiB in 16 bits, laid out and proved in less than 2 GiB."""
     code = (
-        "import sys; from offloadtrain.cli import main; "
+        "import sys; from offloadtrain.cli.main import main; "
         "code = main(['train', 'examples/gpt_13b_v100.toml', '--dry-run']); "
         "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM')); "
         "print(code, peak.split()[1], file=sys.stderr)"

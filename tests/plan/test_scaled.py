@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain.commands.jobs import shipped_jobs
+from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import find

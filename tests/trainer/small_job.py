@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offloadtrain.commands.train import run_job
+from offloadtrain.cli.commands.train import run_job
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.events import schema

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui.listing import list_runs
 
-from offloadtrain.commands.launch import _exit_code
+from offloadtrain.cli.commands.launch import _exit_code
 from offloadtrain.events import schema
 from offloadtrain.events import writer as event_writer
 from offloadtrain.model.transformer import Transformer

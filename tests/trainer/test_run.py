@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer

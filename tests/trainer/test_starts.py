@@ -16,7 +16,7 @@ import pytest
 from offloadtrain_tui.listing import list_runs
 from torch import Tensor
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, ConfigError
@@ -44,7 +44,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 def started(job: Config, *, resume: str = "never", run_dir: Path | None = None) -> int:
     """As the command does it, in a dated folder if none is named."""
-    from offloadtrain.commands.train import run_job
+    from offloadtrain.cli.commands.train import run_job
 
     return run_job(job, jobs.dump(job), run_dir=run_dir, resume=resume)
 
@@ -216,7 +216,7 @@ _KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from offloadtrain import trainer
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 at = getattr(trainer.Trainer, sys.argv[1])
 log = Path(sys.argv[sys.argv.index("--run-dir") + 1], "events", "rank000.jsonl")
 def killed(self, *rest):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 from offloadtrain.events.control import Requests
 from tests.tui.recordings import plain, unlucky, write
 from tests.tui.test_runs import live, trainer

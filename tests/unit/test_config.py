@@ -585,7 +585,7 @@ def test_every_size_is_the_shape_it_names(size: str) -> None:
 
 
 def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
-    paths = sorted((Path(jobs.__file__).parent.parent / "jobs").glob("*.toml"))
+    paths = sorted((Path(jobs.__file__).parent.parent / "cli" / "jobs").glob("*.toml"))
     assert len(paths) >= 6
     for path in paths:
         resolved = jobs.load(path)

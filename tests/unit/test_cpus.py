@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.commands.jobs import find_job
+from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
 from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.doctor import checks, facts, measure, speeds
-from offloadtrain.doctor.checks import Check, Status
+from offloadtrain.cli.doctor import checks, facts, measure, speeds
+from offloadtrain.cli.doctor.checks import Check, Status
 from offloadtrain.hardware.machine import Machine
 
 GIB = 1 << 30

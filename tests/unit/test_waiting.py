@@ -112,7 +112,7 @@ def test_it_is_chosen_before_torch_is_loaded(tmp_path: Path) -> None:
     script = f"""
 import os, sys
 from offloadtrain import waiting
-from offloadtrain.cli import main
+from offloadtrain.cli.main import main
 def look():
     assert "torch" not in sys.modules
     return waiting.Busy(2, 1.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from offloadtrain.cli.results.goals import GOALS, Goal
+from offloadtrain.cli.results.read import ResultsFile
 from offloadtrain.config.units import format_bytes, format_count
-from offloadtrain.results.goals import GOALS, Goal
-from offloadtrain.results.read import ResultsFile
 
 NOTHING = "Nothing has been measured on a GPU yet."
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from offloadtrain.bench.adam import SCALARS, Buffers, allocate
-from offloadtrain.bench.rounds import Case
-from offloadtrain.bench.rounds import measure as measure_rounds
+from offloadtrain.cli.bench.adam import SCALARS, Buffers, allocate
+from offloadtrain.cli.bench.rounds import Case
+from offloadtrain.cli.bench.rounds import measure as measure_rounds
+from offloadtrain.cli.doctor.speeds import FP32_TRAFFIC_BYTES
 from offloadtrain.config.model_shape import ModelShape, block_flops_per_token
-from offloadtrain.doctor.speeds import FP32_TRAFFIC_BYTES
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from offloadtrain.commands.jobs import find_job, say_on_stderr
-from offloadtrain.commands.progress_bar import ProgressBar
+from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+from offloadtrain.cli.commands.progress_bar import ProgressBar
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT, STOPPED
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.runtime.failure_detector import Place
 
 if TYPE_CHECKING:
-    from offloadtrain.commands.team import Team
+    from offloadtrain.cli.commands.distributed_run import Team
     from offloadtrain.config.job import Config
     from offloadtrain.train.console import Console
 
-DOES_NOT_FIT = 4
-STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, resumable."""
 
 
@@ -80,7 +79,7 @@ def train(
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
     waiting = _choose_waiting(config, place)
     if place.size == 1 and nproc != "1":
-        from offloadtrain.commands.launch import launch
+        from offloadtrain.cli.commands.launch import launch
 
         if waiting:
             print(f"torch's threads: {waiting}", file=sys.stderr)
@@ -110,7 +109,7 @@ def _another_rank_says(line: str) -> None:
 
 
 def _preview(config: Config, ranks: int) -> int:
-    from offloadtrain.commands.preview import preview
+    from offloadtrain.cli.commands.dry_run import preview
     from offloadtrain.config import job as jobs
 
     text, fits = preview(config, ranks)
@@ -140,7 +139,7 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
 def _run_in_team(
     config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str, waiting: str
 ) -> int:
-    from offloadtrain.commands.team import Team
+    from offloadtrain.cli.commands.distributed_run import Team
 
     with Team(place, config) as team:
         return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)

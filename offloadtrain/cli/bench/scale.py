@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import multiprocessing, nn
 
-from offloadtrain.bench.step import MILLISECONDS, PacedLayer, paced_lanes, spec_of_layers
+from offloadtrain.cli.bench.step import MILLISECONDS, PacedLayer, paced_lanes, spec_of_layers
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer

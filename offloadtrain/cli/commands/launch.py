@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
+from offloadtrain.cli.exit_codes import STOPPED
 from offloadtrain.train.run_summary import ended_as
 
 STOP_WITHIN_S = 600
@@ -66,8 +67,6 @@ def _echo(process: subprocess.Popen[str]) -> Path | None:
 
 def _exit_code(run: Path | None, code: int, began_s: float) -> int:
     """torchrun ends with 1 where its ranks were asked to stop and did: the log knows better."""
-    from offloadtrain.commands.train import STOPPED
-
     if run is None:
         return code or 1
     log = run / "events" / "rank000.jsonl"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from offloadtrain.results.read import Pair, ResultsFile, Steps
+from offloadtrain.cli.results.read import Pair, ResultsFile, Steps
 
 _GIB = 1 << 30
 _K = 1024

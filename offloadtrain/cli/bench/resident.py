@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.bench.rounds import SETTLE_S, ratio
+from offloadtrain.cli.bench.rounds import SETTLE_S, ratio
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer

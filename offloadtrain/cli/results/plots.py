@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offloadtrain.results.read import ResultsError, ResultsFile, Steps
-from offloadtrain.results.tables import NOTHING
+from offloadtrain.cli.results.read import ResultsError, ResultsFile, Steps
+from offloadtrain.cli.results.tables import NOTHING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offloadtrain.doctor.checks import Check, Status
+from offloadtrain.cli.doctor.checks import Check, Status
 from offloadtrain.hardware.machine import Machine
 
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}

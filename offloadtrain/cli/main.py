@@ -2,10 +2,6 @@
 
 Commands are named here and imported only when they are used, so that help costs neither torch nor
 half a second.
-
-Exit codes: 0 done; 1 failed (also where the loss or a weight is not finite and such steps are not
-skipped), or ended at once by a second signal; 2 bad usage or configuration;
-4 does not fit the memory; 75 stopped on request and resumable (EX_TEMPFAIL of sysexits.h).
 """
 
 from __future__ import annotations
@@ -17,11 +13,10 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, CycloptsPanel
 
-from offloadtrain.commands.version import package_version
+from offloadtrain.cli.commands.version import package_version
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, USAGE
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.train.console import sanitize
-
-DONE, FAILED, USAGE, DOES_NOT_FIT, STOPPED = 0, 1, 2, 4, 75
 
 # By name, because importing the classes would import torch.
 _CODES = {
@@ -53,7 +48,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(
-    "offloadtrain.commands.train:train",
+    "offloadtrain.cli.commands.train:train",
     name="train",
     help="Train a job.",
     help_epilogue=_examples(
@@ -62,7 +57,7 @@ app.command(
     ),
 )
 app.command(
-    "offloadtrain.commands.prepare:prepare",
+    "offloadtrain.cli.commands.prepare:prepare",
     name="prepare",
     help="Turn text into token files.",
     help_epilogue=_examples(
@@ -71,19 +66,19 @@ app.command(
     ),
 )
 app.command(
-    "offloadtrain.commands.jobs:list_jobs",
+    "offloadtrain.cli.commands.jobs:list_jobs",
     name="ls",
     help="List the jobs that come with offloadtrain.",
     help_epilogue=_examples("offloadtrain ls", "offloadtrain ls | cut -f1"),
 )
 app.command(
-    "offloadtrain.commands.jobs:copy_job",
+    "offloadtrain.cli.commands.jobs:copy_job",
     name="cp",
     help="Copy a job that comes with offloadtrain, to make it yours.",
     help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
 )
 app.command(
-    "offloadtrain.commands.plan:plan",
+    "offloadtrain.cli.commands.plan:plan",
     name="plan",
     help="Say what a job needs and how fast it will be, before it runs.",
     help_epilogue=_examples(
@@ -92,7 +87,7 @@ app.command(
     ),
 )
 app.command(
-    "offloadtrain.commands.doctor:doctor",
+    "offloadtrain.cli.commands.doctor:doctor",
     name="doctor",
     help="Check and measure this machine: PASS, WARN or FAIL per line, and what to do.",
     help_epilogue=_examples(
@@ -107,7 +102,7 @@ bench = App(
     help_epilogue=_examples("offloadtrain bench adam --n 16M"),
 )
 bench.command(
-    "offloadtrain.commands.bench:adam",
+    "offloadtrain.cli.commands.bench:adam",
     name="adam",
     help="CPU Adam against the memory's limit, torch and DeepSpeed.",
     help_epilogue=_examples(
@@ -116,7 +111,7 @@ bench.command(
     ),
 )
 bench.command(
-    "offloadtrain.commands.bench:step",
+    "offloadtrain.cli.commands.bench:step",
     name="step",
     help="A step against its schedule, and against plain torch.",
     help_epilogue=_examples(
@@ -125,7 +120,7 @@ bench.command(
     ),
 )
 bench.command(
-    "offloadtrain.commands.bench:scale",
+    "offloadtrain.cli.commands.bench:scale",
     name="scale",
     help="A step on 1, 2, 4 ranks.",
     help_epilogue=_examples(
@@ -135,13 +130,13 @@ bench.command(
 )
 app.command(bench)
 app.command(
-    "offloadtrain.commands.report:report",
+    "offloadtrain.cli.commands.report:report",
     name="report",
     help="Print the table of what was measured on GPUs.",
     help_epilogue=_examples("offloadtrain report", "offloadtrain report benchmarks/results"),
 )
 app.command(
-    "offloadtrain.commands.trace:trace",
+    "offloadtrain.cli.commands.trace:trace",
     name="trace",
     help="Write a Chrome trace of the steps that a run has sampled.",
     help_epilogue=_examples(
@@ -187,7 +182,7 @@ app.command(
     ),
 )
 app.command(
-    "offloadtrain.commands.version:version",
+    "offloadtrain.cli.commands.version:version",
     name="version",
     help="Print the versions that matter in a report.",
     help_epilogue=_examples("offloadtrain version", "offloadtrain --version"),

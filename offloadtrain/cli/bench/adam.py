@@ -11,14 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offloadtrain.bench.peers import (
-    DEEPSPEED_STEP,
-    TORCH_STEP,
-    deepspeed_cases,
-    torch_cases,
-)
-from offloadtrain.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
-from offloadtrain.bench.rounds import Case, measure
+from offloadtrain.cli.bench.peers import DEEPSPEED_STEP, TORCH_STEP, deepspeed_cases, torch_cases
+from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
+from offloadtrain.cli.bench.rounds import Case, measure
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Layout, State

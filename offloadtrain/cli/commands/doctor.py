@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from offloadtrain.cli.exit_codes import FAILED
 from offloadtrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offloadtrain.doctor.checks import Check
-    from offloadtrain.doctor.examine import Report
-
-FAILED = 1
+    from offloadtrain.cli.doctor.checks import Check
+    from offloadtrain.cli.doctor.examine import Report
 
 
 def doctor(
@@ -47,7 +46,7 @@ def doctor(
     if save is not None:
         _check_target(save)
 
-    from offloadtrain.doctor.examine import examine
+    from offloadtrain.cli.doctor.examine import examine
 
     report = examine(folder, quick=quick, tell=_quiet if as_json else print, say=_say)
     if as_json:

@@ -19,13 +19,13 @@ def report(
     plot
         Also draw ratios, rates, exposed time and losses as SVG files into this folder.
     """
-    from offloadtrain import results
+    from offloadtrain.cli import results
 
     if not folder.is_dir():
         raise results.ResultsError(f"{folder}: no such folder; make gpu writes results")
     files = results.read(folder)
     if plot is not None:
-        from offloadtrain.results.plots import plot as draw
+        from offloadtrain.cli.results.plots import plot as draw
 
         draw(files, plot)
     print(results.everything(files) if steps else results.summary(files))

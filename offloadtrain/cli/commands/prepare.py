@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from offloadtrain.commands.progress_bar import ProgressBar
+from offloadtrain.cli.commands.progress_bar import ProgressBar
 from offloadtrain.config.units import format_count
 
 

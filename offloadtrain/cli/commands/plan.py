@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.units import parse_bytes
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
 
-DOES_NOT_FIT = 4
 STAND_IN = "rtx4090"
 """Whose rates are taken for a GPU of which only the memory is told."""
 
@@ -68,7 +68,7 @@ def plan(
     as_json
         Print one JSON object.
     """
-    from offloadtrain.commands.jobs import find_job, say_on_stderr
+    from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan import report, suggest

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from offloadtrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offloadtrain.bench.report import Row
+    from offloadtrain.cli.bench.report import Row
 
 STATES = ("fp32", "split16", "int8")
 
@@ -48,7 +48,7 @@ def adam(
         raise ConfigError(f"--rounds {rounds}: at least 1 is needed")
     chosen = _states(states)
 
-    from offloadtrain.bench import adam as bench
+    from offloadtrain.cli.bench import adam as bench
 
     def tell(count: int, number: int) -> None:
         print(f"\r{count} threads, round {number}/{rounds} ", end="", file=sys.stderr, flush=True)
@@ -86,8 +86,8 @@ def step(
         if value < 1:
             raise ConfigError(f"{flag} {value}: at least 1 is needed")
 
-    from offloadtrain.bench import resident
-    from offloadtrain.bench import step as paced
+    from offloadtrain.cli.bench import resident
+    from offloadtrain.cli.bench import step as paced
 
     rows = paced.run(layers, steps, _say)
     beside = resident.run(rounds, _say)
@@ -135,7 +135,7 @@ def scale(
 
     import torch
 
-    from offloadtrain.bench import scale as scaling
+    from offloadtrain.cli.bench import scale as scaling
 
     gpus = torch.cuda.device_count()
     if gpus and counts[-1] > gpus:
@@ -153,7 +153,7 @@ def _say(text: str) -> None:
 
 
 def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
-    from offloadtrain.bench.report import goals, table
+    from offloadtrain.cli.bench.report import goals, table
 
     print(f"{rows[0].n} parameters, medians of {rounds} rounds; DS: DeepSpeed\n")
     print(table(rows))
@@ -163,7 +163,7 @@ def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
 
 
 def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
-    from offloadtrain.bench.peers import deepspeed_version
+    from offloadtrain.cli.bench.peers import deepspeed_version
 
     found = _machine() | {
         "deepspeed": deepspeed_version(),

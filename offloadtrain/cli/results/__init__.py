@@ -1,8 +1,8 @@
 """Results files of `python -m benchmarks.gpu` as tables and plots; nothing else is a source."""
 
-from offloadtrain.results.goals import GOALS, Goal
-from offloadtrain.results.read import Curve, Pair, ResultsError, ResultsFile, Steps, read
-from offloadtrain.results.tables import NOTHING, everything, summary
+from offloadtrain.cli.results.goals import GOALS, Goal
+from offloadtrain.cli.results.read import Curve, Pair, ResultsError, ResultsFile, Steps, read
+from offloadtrain.cli.results.tables import NOTHING, everything, summary
 
 __all__ = [
     "GOALS",

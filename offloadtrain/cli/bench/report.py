@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offloadtrain.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
-from offloadtrain.bench.rounds import Seconds, ratio
+from offloadtrain.cli.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
+from offloadtrain.cli.bench.rounds import Seconds, ratio
 
 LIMIT = "traffic limit"
 ONE_PASS = "one pass"

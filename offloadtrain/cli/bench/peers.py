@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.bench.rounds import Case
+from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State
 
 TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"

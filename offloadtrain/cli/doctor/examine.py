@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain.doctor import checks, facts, speeds
-from offloadtrain.doctor.checks import Check, Status
-from offloadtrain.doctor.measure import disk_gbps, measure
+from offloadtrain.cli.doctor import checks, facts, speeds
+from offloadtrain.cli.doctor.checks import Check, Status
+from offloadtrain.cli.doctor.measure import disk_gbps, measure
 from offloadtrain.hardware.cpus import SYSFS
 from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine

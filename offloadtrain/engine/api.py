@@ -13,9 +13,9 @@ from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.checks import ModelError, check_arguments, check_model
-from offloadtrain.engine.groups import normalise_groups
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
+from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, UpdateRule
 from offloadtrain.runtime import kernels

@@ -16,7 +16,6 @@ from offloadtrain.engine.autograd.forward_hooks import Passages
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
-from offloadtrain.engine.cut import Part, cut
 from offloadtrain.engine.device_memory import DeviceMemory, map_slots, map_staging, map_weights
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
@@ -25,6 +24,7 @@ from offloadtrain.engine.host_memory import check_room, map_host
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.load_weights import ParamInit, adopt_weights
 from offloadtrain.engine.memory_map import MemoryMap, Staging
+from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import LossScaler, UpdateRule
@@ -59,7 +59,7 @@ def build(
     in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
     streamed blocks, which are in the arena. `inputs`: host memory for block inputs.
     """
-    parts = cut(model)
+    parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
     spec = lay_out(model, rule, blocks, config, ranks, available_bytes())
     laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)

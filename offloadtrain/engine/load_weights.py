@@ -20,7 +20,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
-from offloadtrain.engine.cut import Part
+from offloadtrain.engine.partition import Part
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.kernels import BLOCK

@@ -18,12 +18,12 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ModelSeal, warn_of_local_norm
-from offloadtrain.engine.cut import cut
 from offloadtrain.engine.engine import Engine, EngineError
+from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
+from offloadtrain.engine.partition import partition
 from offloadtrain.engine.state_dict_hooks import attach_faces
 from offloadtrain.engine.step_report import Phase, StepReport
-from offloadtrain.engine.watched import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -100,7 +100,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self._flips = config.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
-        layers = [part.module for part in cut(model) if part.repeated]
+        layers = [part.module for part in partition(model) if part.repeated]
         self._handles = self._hook_parameters() + attach_faces(model, self)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         self._watched = next(self._slots())[1].param

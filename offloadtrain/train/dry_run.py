@@ -15,8 +15,8 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
-from offloadtrain.engine.cut import cut
-from offloadtrain.engine.groups import normalise_groups
+from offloadtrain.engine.param_groups import normalise_groups
+from offloadtrain.engine.partition import partition
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.plan import Plan
@@ -75,7 +75,7 @@ def laid_out(plan: Plan) -> Ledger:
     with device:
         model = Transformer(config.model)
     groups = normalise_groups(model, decay_groups(model, config), AdamW())
-    blocks, _ = make_blocks(cut(model), model, groups, config.offload, ranks, lanes)
+    blocks, _ = make_blocks(partition(model), model, groups, config.offload, ranks, lanes)
     spec = lay_out(model, AdamW(), blocks, config.offload, ranks, plan.copies_room)
     if spec != planned:
         raise DryRunError(f"laid out and planned differ: {_first_difference(spec, planned)}")

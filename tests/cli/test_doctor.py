@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from offloadtrain.cli import main
-from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.cli.doctor import examine, facts
 from offloadtrain.cli.doctor.checks import Status
+from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.hardware.machine import Machine, dump, find, loads
 from offloadtrain.hardware.nvml import Nvml
 from tests.small_buffers import small_doctor

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli.commands.progress_bar import ProgressBar
 from offloadtrain.cli.main import main
 from offloadtrain.data.tokens import TokenFile
+from offloadtrain.train.progress_bar import ProgressBar
 
 
 def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

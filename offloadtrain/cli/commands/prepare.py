@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from offloadtrain.cli.commands.progress_bar import ProgressBar
 from offloadtrain.config.units import format_count
+from offloadtrain.train.progress_bar import ProgressBar
 
 
 def prepare(

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
-from offloadtrain.cli.commands.progress_bar import ProgressBar
-from offloadtrain.cli.exit_codes import DOES_NOT_FIT, STOPPED
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, STOPPED
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.runtime.failure_detector import Place
 
 if TYPE_CHECKING:
-    from offloadtrain.cli.commands.distributed_run import Team
     from offloadtrain.config.job import Config
-    from offloadtrain.train.console import Console
-
-"""EX_TEMPFAIL of sysexits.h: stopped on request, resumable."""
+    from offloadtrain.train.distributed_run import Team
 
 
 def train(
@@ -115,7 +110,7 @@ def _preview(config: Config, ranks: int) -> int:
     text, fits = preview(config, ranks)
     print(text, file=sys.stderr)
     print(jobs.dump(config), end="")
-    return 0 if fits else DOES_NOT_FIT
+    return DONE if fits else DOES_NOT_FIT
 
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
@@ -139,13 +134,10 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
 def _run_in_team(
     config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str, waiting: str
 ) -> int:
-    from offloadtrain.cli.commands.distributed_run import Team
+    from offloadtrain.train.distributed_run import Team
 
     with Team(place, config) as team:
         return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
-
-
-_BARS = ("preparing the data", "verifying the tokens")
 
 
 def run_job(
@@ -164,68 +156,8 @@ def run_job(
         every_s=config.train.log_every_s, quiet=team is not None and team.place.rank > 0
     )
     with console.never_silent("loading torch"):
-        return _run(config, job_text, run_dir, resume, team, waiting, console)
+        from offloadtrain.train.run import run
 
-
-def _run(
-    config: Config,
-    job_text: str,
-    run_dir: Path | None,
-    resume: str,
-    team: Team | None,
-    waiting: str,
-    console: Console,
-) -> int:
-    from offloadtrain.config import job as jobs
-    from offloadtrain.config.batch_split import explain
-    from offloadtrain.events.control import Requests
-    from offloadtrain.runtime.process_group import ALONE
-    from offloadtrain.train import run_summary
-    from offloadtrain.train.build import assemble
-    from offloadtrain.train.kept import kept_of
-    from offloadtrain.train.resume import open_run
-    from offloadtrain.train.run_log import RunLog
-    from offloadtrain.train.trainer import Trainer
-
-    first = team is None or team.place.rank == 0
-    if team is None:
-        opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
-    else:
-        opened = team.open_run(config, run_dir, resume, console.say)
-    bar, verified = (ProgressBar(label, on_shown=console.spoken) for label in _BARS)
-    run, ranks = opened.run, ALONE if team is None else team.ranks
-    with ExitStack() as stack:
-        stack.enter_context(run)
-        log = stack.enter_context(RunLog(run, config, console, ranks.rank))
-        if team is not None:
-            stack.enter_context(team.telling(log))
-        console.doing("preparing data and model")
-        place, kept = None if team is None else team.place, kept_of(opened.found)
-        with bar, verified:
-            parts = assemble(config, bar.show, ranks, place, kept, verified.show)
-        if team is not None:
-            console.say(explain(config, parts.local, ranks.size))
-        trainer = Trainer(config, parts, run, log)
-        if opened.found is not None:
-            trainer.resume(opened.found)
-        trainer.check_room()
-        for done in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
-            log.warn("checkpoint-damaged", done)
-        if team is not None:
-            team.began(run)
-        requests = Requests(run.path) if first else None  # what was asked before is refused
-        log.started(parts, trainer.progress, waiting)
-        outcome = trainer.train(requests)
-        log.ended(outcome.status)
-        parts.optimizer.close()
-        if not first:
-            return 0
-        stopped, seconds = outcome.status == "stopped", trainer.progress.seconds
-        told = run_summary.words(
-            run.path, run.events(), config, seconds, outcome.step, stopped=stopped
-        )
-        console.say(told)
-        print(run.path, flush=True)
-    if team is not None:
-        return 0  # torchrun takes any other code for a failure, and starts again
-    return STOPPED if stopped else 0
+        status = run(config, job_text, run_dir, resume, team, waiting, console)
+    # torchrun takes any other code than 0 for a failure, and starts again
+    return STOPPED if status == "stopped" and team is None else DONE

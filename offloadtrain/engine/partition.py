@@ -30,7 +30,7 @@ class Part:
     repeated: bool = False
 
 
-def cut(model: nn.Module) -> list[Part]:
+def partition(model: nn.Module) -> list[Part]:
     """All parts in registration order; a parameter may be referred to by several (tied)."""
     by_module: dict[nn.Module, Part] = {}
     for part in _walk("", model):

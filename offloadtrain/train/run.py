@@ -1,0 +1,91 @@
+"""One start of a run: its folder, its log, what trains in it, and how it ended."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from offloadtrain.config import job as jobs
+from offloadtrain.config.batch_split import explain
+from offloadtrain.config.job import Config
+from offloadtrain.events.control import Requests
+from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.train import run_summary
+from offloadtrain.train.build import Parts, assemble
+from offloadtrain.train.console import Console
+from offloadtrain.train.distributed_run import Team
+from offloadtrain.train.kept import kept_of
+from offloadtrain.train.progress_bar import ProgressBar
+from offloadtrain.train.resume import Opened, open_run
+from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.trainer import Trainer
+
+
+def run(
+    config: Config,
+    job_text: str,
+    run_dir: Path | None,
+    resume: str,
+    team: Team | None,
+    waiting: str,
+    console: Console,
+) -> str:
+    """Train to the end, or until a stop is asked for; the first rank says what came of it.
+
+    Args:
+        resume: as `offloadtrain train --resume` takes it.
+        team: the other ranks; None where there are none.
+        waiting: how torch's threads wait, for the log; "" is the default.
+
+    Returns:
+        "done" or "stopped".
+    """
+    if team is None:
+        opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
+    else:
+        opened = team.open_run(config, run_dir, resume, console.say)
+    ranks = ALONE if team is None else team.ranks
+    folder = opened.run
+    with ExitStack() as stack:
+        stack.enter_context(folder)
+        log = stack.enter_context(RunLog(folder, config, console, ranks.rank))
+        if team is not None:
+            stack.enter_context(team.telling(log))
+        parts = _build(config, opened, team, console)
+        trainer = Trainer(config, parts, folder, log)
+        if opened.found is not None:
+            trainer.resume(opened.found)
+        trainer.check_room()
+        for told in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
+            log.warn("checkpoint-damaged", told)
+        if team is not None:
+            team.began(folder)
+        # Only now: what was asked of the run before this start is refused.
+        requests = Requests(folder.path) if ranks.rank == 0 else None
+        log.started(parts, trainer.progress, waiting)
+        outcome = trainer.train(requests)
+        log.ended(outcome.status)
+        parts.optimizer.close()
+        if ranks.rank == 0:
+            seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
+            events = folder.events()
+            told = run_summary.words(
+                folder.path, events, config, seconds, outcome.step, stopped=stopped
+            )
+            console.say(told)
+            print(folder.path, flush=True)
+    return outcome.status
+
+
+def _build(config: Config, opened: Opened, team: Team | None, console: Console) -> Parts:
+    """Data, model and engine, with a bar for what takes long."""
+    console.doing("preparing data and model")
+    labels = ("preparing the data", "verifying the tokens")
+    preparing, verifying = (ProgressBar(label, on_shown=console.spoken) for label in labels)
+    ranks = ALONE if team is None else team.ranks
+    place, kept = None if team is None else team.place, kept_of(opened.found)
+    with preparing, verifying:
+        parts = assemble(config, preparing.show, ranks, place, kept, verifying.show)
+    if team is not None:
+        console.say(explain(config, parts.local, ranks.size))
+    return parts

@@ -40,7 +40,7 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
 _TRAINER = """
 import json, os, socket, sys, time
 from pathlib import Path
-from offloadtrain import events, run_folder
+from offloadtrain.train import run_folder
 run = run_folder.RunFolder(Path(sys.argv[1]))
 run.write_run({})
 sys.stdout.write("ready\\n"); sys.stdout.flush()

@@ -151,7 +151,7 @@ def test_4_when_the_device_is_full(
     def full(*arguments: object) -> None:
         raise torch.OutOfMemoryError("working weights asked the device for 24.8 GiB")
 
-    monkeypatch.setattr("offloadtrain.train.build.assemble", full)
+    monkeypatch.setattr("offloadtrain.train.run.assemble", full)
     arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
     assert main(arguments) == 4
     assert capsys.readouterr().err == (
@@ -165,7 +165,7 @@ def test_an_unknown_exception_is_1_with_its_traceback(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("offloadtrain.train.build.assemble", broken)
+    monkeypatch.setattr("offloadtrain.train.run.assemble", broken)
     assert main(["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and "ZeroDivisionError: a mistake of ours" in err

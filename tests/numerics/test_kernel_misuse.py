@@ -132,7 +132,7 @@ def test_first_touch_refuses_strides() -> None:
 def test_a_freed_buffer_is_refused() -> None:
     code = """
 import torch
-from offloadtrain import kernels
+from offloadtrain.runtime import kernels
 from tests.numerics.kernel_cases import SCALARS, fused_adam, random_state
 state = random_state(1 << 16, torch.float32, None)
 state.grad.untyped_storage().resize_(0)

@@ -97,7 +97,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     code = """
 import os, torch
 torch.set_num_threads(1)
-from offloadtrain import kernels
+from offloadtrain.runtime import kernels
 kernels.set_threads(3)
 kernels.accumulate(torch.zeros(200_000), torch.ones(200_000), True)
 child = os.fork()

@@ -68,7 +68,7 @@ def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """What is written is the memory of the tensors themselves."""
     model, state = filled(1)
     parts: list[int] = []
-    real = checkpoint.durable.write_file
+    real = checkpoint.atomic_io.write_file
 
     def spy(path: Path, content: Any) -> Any:
         def watched() -> Any:
@@ -79,7 +79,7 @@ def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
         return real(path, watched())
 
-    monkeypatch.setattr(checkpoint.durable, "write_file", spy)
+    monkeypatch.setattr(checkpoint.atomic_io, "write_file", spy)
     checkpoint.save(tmp_path, 1, model, state, {})
     own = {
         t.data_ptr() for tensors in state.tensors.values() for t in tensors.values() if t.numel()

@@ -277,14 +277,14 @@ def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
 def test_a_full_disk_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, real = tmp_path / "run", checkpoint.durable.write_file
+    path, real = tmp_path / "run", checkpoint.atomic_io.write_file
 
     def full(target: Path, parts: object) -> object:
         if "step-00000006" in str(target):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(target, parts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checkpoint.durable, "write_file", full)
+    monkeypatch.setattr(checkpoint.atomic_io, "write_file", full)
     assert run(small_job(tmp_path), path) == 0
     saved = [(e.step, e.state) for e in events_of(path, schema.Checkpoint)]
     assert saved == [(3, "saved"), (6, "failed"), (9, "saved"), (12, "saved")]
@@ -295,7 +295,7 @@ def test_the_last_checkpoint_must_succeed(tmp_path: Path, monkeypatch: pytest.Mo
     def full(target: Path, parts: object) -> object:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint.durable, "write_file", full)
+    monkeypatch.setattr(checkpoint.atomic_io, "write_file", full)
     with pytest.raises(CheckpointError, match="No space left"):
         run(small_job(tmp_path), tmp_path / "run")
 

@@ -215,7 +215,7 @@ def test_auto_after_a_failed_start_goes_on(tmp_path: Path, stop_after: StopAfter
 _KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from offloadtrain import trainer
+from offloadtrain.train import trainer
 from offloadtrain.cli.main import main
 at = getattr(trainer.Trainer, sys.argv[1])
 log = Path(sys.argv[sys.argv.index("--run-dir") + 1], "events", "rank000.jsonl")

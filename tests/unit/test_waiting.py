@@ -111,7 +111,7 @@ def test_it_is_chosen_before_torch_is_loaded(tmp_path: Path) -> None:
     overrides += ["train.eval_every=0", "train.sample_tokens=0", "train.sample_prompt="]
     script = f"""
 import os, sys
-from offloadtrain import waiting
+from offloadtrain.hardware import wait_policy as waiting
 from offloadtrain.cli.main import main
 def look():
     assert "torch" not in sys.modules

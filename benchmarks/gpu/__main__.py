@@ -132,7 +132,7 @@ def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
 
 def test_files() -> tuple[list[str], list[str]]:
     """Files with tests marked `gpu`, and those of them that need a package which is not here."""
-    needs = {"tests/trainer": "cyclopts", "tests/cli": "cyclopts", "tests/tui": "textual"}
+    needs = {"tests/train": "cyclopts", "tests/cli": "cyclopts", "tests/tui": "textual"}
     marked: list[str] = []
     left_out: list[str] = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):

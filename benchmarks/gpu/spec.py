@@ -16,7 +16,7 @@ class Spec:
     """Steps of one model on one system.
 
     Attributes:
-        size: a name of `shapes.SIZES`.
+        size: a name of `model_shape.SIZES`.
         custom: fields of a `ModelShape` in place of a named size.
         options: of `offload`, as JSON values.
         gpu_memory: bytes that stand in for a smaller card; 0: the whole of this one.

@@ -27,7 +27,7 @@ class Placement:
     """A job on so many ranks, as one of them sees it.
 
     Attributes:
-        config: the rank's part of the job (`share.shared`), its precision resolved.
+        config: the rank's part of the job (`batch_split.shared`), its precision resolved.
         spec: of the rank's step.
     """
 

@@ -8,8 +8,8 @@ every shard whole on every device. Both move (N-1)/N of a bucket out of each ran
 shard and no collective.
 
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`order.Agreed`); what goes to the host for a decision has a process group of its own, so that
-it never meets them.
+order (`step.prefetch_policy.Turns`). What goes to the host for a decision has a process group of
+its own, so that it never meets them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Only a last resort: `world.Watch` notices a failed rank long before."""
+"""Only a last resort: `failure_detector.Watch` notices a failed rank long before."""
 _RUN_KEY = "offloadtrain/run"
 
 

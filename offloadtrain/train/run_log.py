@@ -372,7 +372,7 @@ class RunLog:
         self.warn("checkpoint-failed", f"training goes on without a checkpoint: {error}", step)
 
     def control(self, request: Request, state: str, step: int, message: str = "") -> None:
-        """What becomes of a request; `state` as in `events.Control`."""
+        """What becomes of a request; `state` as in `schema.Control`."""
         text = message or request.refused or request.message
         self._writer.emit(
             schema.Control(

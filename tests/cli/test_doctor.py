@@ -14,8 +14,8 @@ from offloadtrain.cli.doctor.checks import Status
 from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.hardware.machine import Machine, dump, find, loads
 from offloadtrain.hardware.nvml import Nvml
+from tests.hardware.test_telemetry import FakeNvml
 from tests.small_buffers import small_doctor
-from tests.unit.test_telemetry import FakeNvml
 
 Captured = pytest.CaptureFixture[str]
 

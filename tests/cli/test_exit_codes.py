@@ -15,7 +15,7 @@ import torch
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from tests.trainer.small_job import events_of, small_job
+from tests.train.small_job import events_of, small_job
 
 Process = subprocess.Popen[str]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}

@@ -13,7 +13,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.events import schema
 from offloadtrain.events.chrome_trace import LANES, chrome_trace
 from offloadtrain.runtime.lanes import Lane
-from tests.trainer.small_job import run, small_job
+from tests.train.small_job import run, small_job
 
 
 def record(event: schema.Event, time_s: float, rank: int = 0) -> schema.Record:

@@ -23,7 +23,7 @@ from offloadtrain.runtime.failure_detector import Place, Watch
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
 from tests.distributed.test_jobs import job_of
-from tests.trainer.small_job import events_of, tensor_hashes, write_text
+from tests.train.small_job import events_of, tensor_hashes, write_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WITHIN_S = 300.0

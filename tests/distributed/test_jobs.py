@@ -26,7 +26,7 @@ from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
-from tests.trainer.small_job import JOB, write_text
+from tests.train.small_job import JOB, write_text
 
 FP32 = {"offload.precision": '"fp32"', "model.dropout": 0.0}
 CONSTANT = {"optim.schedule": '"constant"'}

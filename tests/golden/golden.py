@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from offloadtrain.events import schema
-from tests.trainer.small_job import events_of, run, small_job
+from tests.train.small_job import events_of, run, small_job
 
 FOLDER = Path(__file__).parent
 PRECISIONS = ("bf16", "fp32")

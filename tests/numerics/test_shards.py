@@ -13,8 +13,8 @@ from offloadtrain.engine.bucket import pack
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Layout
 from tests import levels
-from tests.numerics.format_cases import NARROW, differing, gradient, random_state, stepped
-from tests.numerics.kernel_cases import each_backend
+from tests.runtime.kernels.format_cases import NARROW, differing, gradient, random_state, stepped
+from tests.runtime.kernels.kernel_cases import each_backend
 
 
 class _Ranks:

@@ -1,7 +1,7 @@
 """The host lane's worker: a native queue where the kernels are native, else a thread of Python.
 
 Both run what they are given in order, set and wait for flags, and say how long they computed.
-See [Note: Without the interpreter] in `kernels/deferred.py`.
+See [Note: Without the interpreter] in `runtime/kernels/command_capture.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""States in every format, and an independent statement of what the narrow ones hold.
+
+Written from the definition with Python and numpy integers, not from the code under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, Backend, Layout, State
+from tests.runtime.kernels.kernel_cases import BACKENDS, NAN, SPECIALS
+
+SCALARS = AdamScalars(
+    lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37, seed=11
+)
+NARROW = [("split16", torch.bfloat16), ("int8", torch.bfloat16), ("int8", torch.float16)]
+ids_of = [f"{name}-{str(dtype)[6:]}" for name, dtype in NARROW]
+MANTISSA_BITS = 3
+LARGEST_CODE = {"exp_avg": 127, "exp_avg_sq": 256}
+
+
+def layout_of(numels: list[int], gap: int = 0) -> tuple[Layout, int]:
+    """Parameters on block boundaries with `gap` blocks between, and the buffers' length."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += (kernels.blocks(numel) + gap) * kernels.BLOCK
+    return Layout(offsets, numels, [7 * i + 3 for i in range(len(numels))]), end
+
+
+def zero_state(name: str, numel: int, dtype: torch.dtype) -> State:
+    def zeros(kind: torch.dtype, count: int = numel) -> Tensor:
+        return torch.zeros(count, dtype=kind)
+
+    if name == "fp32":
+        return kernels.Fp32State(*(zeros(torch.float32) for _ in range(3)))
+    if name == "split16":
+        halves = [zeros(torch.bfloat16) for _ in range(3)]
+        return kernels.Split16State(halves[0], zeros(torch.int16), *halves[1:])
+    scales = [zeros(torch.float32, kernels.blocks(numel)) for _ in range(2)]
+    codes = (zeros(torch.int8), zeros(torch.uint8), zeros(torch.uint8))
+    return kernels.Int8State(zeros(dtype), *codes, *scales)
+
+
+def random_state(name: str, numel: int, dtype: torch.dtype, seed: int = 0) -> State:
+    """Masters and moments over several decades, as after some training."""
+    source = torch.Generator().manual_seed(seed)
+    spread = 10 ** torch.empty(numel).uniform_(-4, 0, generator=source)
+    values = kernels.Fp32State(
+        spread * torch.randn(numel, generator=source),
+        1e-2 * spread * torch.randn(numel, generator=source),
+        1e-3 * spread.square(),
+    )
+    state = zero_state(name, numel, dtype)
+    kernels.from_fp32(state, values)
+    return state
+
+
+def gradient(numel: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    sizes = 10 ** torch.empty(numel).uniform_(-3, 0, generator=source)
+    return (sizes * torch.randn(numel, generator=source)).to(dtype)
+
+
+def special_gradient(numel: int, dtype: torch.dtype) -> Tensor:
+    """Every special value in turn, CUDA's own NaN among them."""
+    values = SPECIALS.repeat(-(-numel // SPECIALS.numel()))[:numel].clone()
+    values[5::40] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    found = values.to(dtype)
+    if dtype is torch.float16:
+        found[6::40] = torch.tensor([0x7FFF], dtype=torch.int16).view(torch.float16)
+    return found
+
+
+def clone(state: State) -> State:
+    return type(state)(*(tensor.clone() for tensor in state))
+
+
+def stepped(
+    state: State, grad: Tensor, layout: Layout, backend: Backend, scalars: AdamScalars = SCALARS
+) -> State:
+    """A copy of the state after one step."""
+    found = clone(state)
+    with kernels.use(backend):
+        kernels.adam(found, grad, scalars, layout=layout)
+    return found
+
+
+def differing(a: State, b: State) -> dict[str, int]:
+    """How many elements of each field differ in a bit; a NaN is a NaN."""
+    counts = {name: int(_unequal(x, y).sum()) for name, x, y in zip(a._fields, a, b, strict=True)}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _unequal(x: Tensor, y: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x != y
+    bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    return (x.view(bits) != y.view(bits)) & ~(x.isnan() & y.isnan())
+
+
+def preferred() -> Backend:
+    return replace(BACKENDS[0], threads=2)
+
+
+# ---- the definition, again ---------------------------------------------------------------------
+
+
+def random_bits(key: int, element: int) -> int:
+    """One element's 32 bits, in Python's integers."""
+    x = (element & 0xFFFFFFFF) ^ (key & 0xFFFFFFFF)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x ^= key >> 32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def bits(value: float | np.float32) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def from_bits(value: int) -> np.float32:
+    return np.uint32(value).view(np.float32)
+
+
+def signed(value: int, width: int) -> int:
+    value &= (1 << width) - 1
+    return value - (1 << width) if value >> (width - 1) else value
+
+
+def split16_of(master: np.float32, m: np.float32, v: np.float32, r: int) -> tuple[int, ...]:
+    """Bits of weight, low, exp_avg, exp_avg_sq of finite values."""
+    return (
+        (bits(master) + 0x8000 >> 16) & 0xFFFF,
+        signed(bits(master), 16),
+        bits(m) + (r & 0xFFFF) >> 16,
+        bits(v) + (r >> 16) >> 16,
+    )
+
+
+def decoded(code: int) -> float:
+    return float(from_bits((code << (23 - MANTISSA_BITS)) + 0x3F800000)) - 1.0
+
+
+def neighbours(name: str, value: float, largest: float) -> tuple[float, float]:
+    """The two values of a moment's code around |value|."""
+    top = decoded(LARGEST_CODE[name])
+    t = abs(value) * top / largest
+    codes = [decoded(code) for code in range(LARGEST_CODE[name] + 1)]
+    at = max(int(np.searchsorted(codes, t, side="right")) - 1, 0)
+    above = min(at + 1, len(codes) - 1)
+    return codes[at] * largest / top, codes[above] * largest / top
+
+
+assert np.isnan(NAN)

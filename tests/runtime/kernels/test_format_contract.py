@@ -1,0 +1,347 @@
+"""Narrow state against a second statement of its definition, with tests that it can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend, Fp32State, Int8State, Layout, State
+from tests.runtime.kernels import format_reference as reference
+from tests.runtime.kernels.format_cases import (
+    NARROW,
+    SCALARS,
+    clone,
+    differing,
+    gradient,
+    ids_of,
+    random_state,
+    zero_state,
+)
+from tests.runtime.kernels.format_reference import (
+    Case,
+    bits,
+    float64_errors,
+    kernel_step,
+    wrong_bits,
+)
+from tests.runtime.kernels.kernel_cases import BACKENDS, DTYPES, each_backend, threaded
+
+LENGTHS = (0, 1, 127, 128, 129, 1021)
+IDS = (0, 3, 2**31, 2**40 + 1, 2**63 - 1, 5)
+each_state = pytest.mark.parametrize(("name", "dtype"), NARROW, ids=ids_of)
+each_grad = pytest.mark.parametrize("grad", DTYPES, ids=str)
+
+
+def gapped() -> tuple[Layout, int]:
+    """Every length in one bucket, up to two unowned blocks and a ragged end between."""
+    offsets, end = [], 128
+    for i, length in enumerate(LENGTHS):
+        offsets.append(end)
+        end += (kernels.blocks(length) + i % 3) * 128
+    return Layout(offsets, LENGTHS, IDS), end + 200
+
+
+def case_of(name: str, dtype: torch.dtype, grad: torch.dtype, seed: int = 0) -> Case:
+    layout, numel = gapped()
+    return Case(random_state(name, numel, dtype, seed), gradient(numel, grad), layout, SCALARS)
+
+
+def one_case(name: str, dtype: torch.dtype, numel: int = 5000, seed: int = 0) -> Case:
+    grad = gradient(numel, torch.float32)
+    return Case(random_state(name, numel, dtype, seed), grad, Layout.of_one(numel, 9), SCALARS)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """(n, bytes per element) uint8."""
+    if not tensor.numel():
+        return torch.empty(0, 1, dtype=torch.uint8)
+    return tensor.contiguous().view(torch.uint8).view(tensor.numel(), -1)
+
+
+def changed_elements(found: State, before: State, layout: Layout) -> int:
+    """Elements and scales outside of the layout that are not as they were."""
+    held = reference.inside(layout, before[0].numel())
+    padded = torch.nn.functional.pad(held, (0, -held.numel() % 128))
+    count = 0
+    for x, y in zip(found, before, strict=True):
+        mine = held if x.numel() == held.numel() else padded.view(-1, 128).any(1)
+        count += int((raw(x) != raw(y)).any(1)[~mine].sum())
+    return count
+
+
+# ---- bits and values ---------------------------------------------------------------------------
+
+
+@each_backend
+@each_state
+@each_grad
+def test_bits_and_values(
+    grad: torch.dtype, name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    case = case_of(name, dtype, grad)
+    found = kernel_step(backend)(case)
+    assert wrong_bits(found, case) == {}
+    assert max(float64_errors(found, case).values()) <= 1.0, float64_errors(found, case)
+    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
+    assert changed_elements(found, case.state, case.layout) == 0
+
+
+@each_backend
+@each_state
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_alone(length: int, name: str, dtype: torch.dtype, backend: Backend) -> None:
+    case = one_case(name, dtype, length)
+    found = kernel_step(backend)(case)
+    assert wrong_bits(found, case) == {}
+    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
+
+
+@each_state
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_hyperparameters(beta1: float, decoupled: bool, name: str, dtype: torch.dtype) -> None:
+    scalars = replace(SCALARS, beta1=beta1, decoupled=decoupled, step=10**6, seed=-1)
+    case = replace(case_of(name, dtype, torch.bfloat16), scalars=scalars)
+    expected = kernel_step(reference.PLAIN)(case)
+    for backend in BACKENDS:
+        found = kernel_step(backend)(case)
+        assert wrong_bits(found, case) == {}, backend
+        assert differing(found, expected) == {}, backend
+
+
+@each_backend
+@each_state
+def test_zero_memory_is_a_state(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    wide = kernels.to_fp32(zero_state(name, 1000, dtype))
+    assert all(bool((x == 0).all()) for x in wide)
+    case = replace(one_case(name, dtype, 1000), state=zero_state(name, 1000, dtype))
+    case = replace(case, scalars=replace(SCALARS, step=1))
+    found = kernel_step(backend)(case)
+    assert wrong_bits(found, case) == {}
+    assert max(float64_errors(found, case).values()) <= 1.0
+    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
+
+
+@each_backend
+@each_state
+def test_views_at_odd_addresses(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    case = one_case(name, dtype, 4099)
+    wide = type(case.state)(*(torch.cat([x[:1], x, x[:1]]) for x in case.state))
+    before = clone(wide)
+    view = type(wide)(*(x[1:-1] for x in wide))
+    grad = torch.cat([case.grad[:3], case.grad])[3:]
+    with kernels.use(backend):
+        kernels.adam(view, grad, SCALARS, layout=case.layout)
+    assert differing(view, kernel_step(reference.PLAIN)(case)) == {}
+    for x, y in zip(wide, before, strict=True):
+        assert bool((raw(x) == raw(y))[[0, -1]].all())
+
+
+@each_state
+def test_threads_do_not_change_bits(name: str, dtype: torch.dtype) -> None:
+    case = one_case(name, dtype, 100_003)
+    expected = kernel_step(reference.PLAIN)(case)
+    for chosen in (b for backend in BACKENDS[:-1] for b in threaded(backend)):
+        assert differing(kernel_step(chosen)(case), expected) == {}, chosen
+
+
+@each_state
+def test_a_longer_parameter_starts_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    case, step = one_case(name, dtype, 2048), kernel_step(BACKENDS[0])
+    layout = Layout.of_one(1024, 9)
+    shorter = type(case.state)(*(x[: x.numel() // 2].clone() for x in case.state))
+    found = step(replace(case, state=shorter, grad=case.grad[:1024], layout=layout))
+    whole = step(case)
+    assert differing(found, type(whole)(*(x[: x.numel() // 2] for x in whole))) == {}
+
+
+def test_seeds_are_taken_modulo_2_to_the_64() -> None:
+    case, step = one_case("split16", torch.bfloat16), kernel_step(BACKENDS[0])
+    for seed, same in ((2**64 + 11, 11), (-1, 2**64 - 1)):
+        a = step(replace(case, scalars=replace(SCALARS, seed=seed)))
+        assert differing(a, step(replace(case, scalars=replace(SCALARS, seed=same)))) == {}
+
+
+# ---- the double-buffered form ------------------------------------------------------------------
+
+
+def garbage(state: State) -> State:
+    return type(state)(*(torch.full_like(raw(x), 0xA5).view(x.dtype).view(-1) for x in state))
+
+
+@each_backend
+@each_state
+@each_grad
+def test_out_of_place(grad: torch.dtype, name: str, dtype: torch.dtype, backend: Backend) -> None:
+    straight = case_of(name, dtype, grad)
+    source, target = clone(straight.state), garbage(straight.state)
+    for step in range(1, 6):
+        straight = replace(straight, scalars=replace(SCALARS, step=step))
+        straight = replace(straight, state=kernel_step(backend)(straight))
+        untouched, outside = clone(source), clone(target)
+        with kernels.use(backend):
+            kernels.adam(
+                source, straight.grad, straight.scalars, layout=straight.layout, out=target
+            )
+        assert differing(source, untouched) == {}
+        assert changed_elements(target, outside, straight.layout) == 0
+        inner = clone(straight.state)
+        assert changed_elements(inner, straight.state, straight.layout) == 0
+        assert differing_inside(target, straight.state, straight.layout) == 0, step
+        source, target = target, source
+
+
+def differing_inside(found: State, expected: State, layout: Layout) -> int:
+    """Elements and scales of the layout's parameters that differ in a bit."""
+    held = reference.inside(layout, expected[0].numel())
+    padded = torch.nn.functional.pad(held, (0, -held.numel() % 128)).view(-1, 128).any(1)
+    count = 0
+    for x, y in zip(found, expected, strict=True):
+        mine = held if x.numel() == held.numel() else padded
+        count += int((raw(x) != raw(y)).any(1)[mine].sum())
+    return count
+
+
+# ---- what is held ------------------------------------------------------------------------------
+
+
+def patterns(random_bits: int) -> Tensor:
+    """2^n fp32 patterns, and those around every boundary of 16, 8 and 5 dropped bits."""
+    source = torch.Generator().manual_seed(9)
+    random = torch.randint(0, 1 << 32, (1 << random_bits,), dtype=torch.int64, generator=source)
+    high = torch.arange(1 << 16) << 16
+    lows = (0, 1, 0x0F, 0x10, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x8001, 0xFF80, 0xFFFF)
+    return reference.fp32_of(torch.cat([random, *(high | low for low in lows)]))
+
+
+each_count = pytest.mark.parametrize(
+    "random_bits", [16, pytest.param(22, marks=pytest.mark.slow)], ids=lambda n: f"2^{n}"
+)
+
+
+@each_count
+def test_split16_round_trip(random_bits: int) -> None:
+    values = patterns(random_bits)
+    state = zero_state("split16", values.numel(), torch.bfloat16)
+    kernels.set_master(state, values)
+    nan = values.isnan()
+    back = kernels.master_of(state)
+    assert torch.equal(bits(back)[~nan], bits(values)[~nan])
+    assert torch.equal(bits(reference.master_of(state))[~nan], bits(values)[~nan])
+    assert torch.equal(bits(state[0])[~nan], ((bits(values) + 0x8000 >> 16) & 0xFFFF)[~nan])
+    assert bool(back[nan].isnan().all() and state[0][nan].isnan().all())
+
+
+@each_count
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_int8_round_trip(dtype: torch.dtype, random_bits: int) -> None:
+    values = patterns(random_bits)
+    state = zero_state("int8", values.numel(), dtype)
+    kernels.set_master(state, values)
+    back, nan = kernels.master_of(state), values.isnan()
+    assert bool(back[nan].isnan().all() and state[0][nan].isnan().all())
+    top = 65504.0 if dtype is torch.float16 else 3.38e38
+    held = values.abs() <= top
+    exact = values[held].double()
+    error = (back[held].double() - exact).abs() / reference.master_step(state, exact)
+    assert float(error.max()) <= 0.5 + 2.0**-16
+    infinite = values.abs() >= (65536.0 if dtype is torch.float16 else float("inf"))
+    assert bool((back[infinite].isinf() & (back[infinite].sign() == values[infinite].sign())).all())
+    again = zero_state("int8", values.numel(), dtype)
+    kernels.set_master(again, back)
+    assert torch.equal(bits(kernels.master_of(again))[~nan], bits(back)[~nan])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_weight_with_every_correction_decodes(dtype: torch.dtype) -> None:
+    weights = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    weights = weights[weights.isfinite() & (weights != 0)]
+    for correction in range(-128, 128, 17):
+        state = zero_state("int8", weights.numel(), dtype)
+        state[0].copy_(weights)
+        state[1].fill_(correction)
+        assert torch.equal(bits(kernels.master_of(state)), bits(reference.master_of(state)))
+
+
+def test_moment_codes_are_the_family_of_the_definition() -> None:
+    """Two blocks of every code: their values are in the ratio of the codes', whatever the scale."""
+    state = zero_state("int8", 256, torch.bfloat16)
+    assert isinstance(state, Int8State)
+    for field in (state.exp_avg, state.exp_avg_sq):
+        field.copy_(torch.arange(256).to(torch.uint8))
+    for scale in (state.exp_avg_scale, state.exp_avg_sq_scale):
+        scale.fill_(3.0)
+    wide, codes = kernels.to_fp32(state), torch.arange(256)
+    squares = reference.decoded_code(codes + 1)
+    ratio = wide.exp_avg_sq.double() / squares
+    assert float((ratio / ratio[-1] - 1).abs().max()) < 1e-6
+    plain = reference.decoded_code(torch.arange(128))
+    for half in wide.exp_avg.double().view(2, 128).abs():
+        assert float((half / half[-1] - plain / plain[-1]).abs().max()) < 1e-6
+    signs = wide.exp_avg.view(2, 128)[:, 1:].sign().unique(dim=1)
+    assert signs.shape == (2, 1) and int(signs.sum()) == 0
+
+
+@each_backend
+def test_the_largest_of_a_block_is_kept(backend: Backend) -> None:
+    """t may come out above T by a rounding: no random bit may carry it to the next code."""
+    blocks = 4096
+    case = one_case("int8", torch.bfloat16, blocks * 128)
+    found = kernels.to_fp32(kernel_step(backend)(case))
+    wide = reference.wide_after(case)
+    for name in ("exp_avg", "exp_avg_sq"):
+        exact, kept = (getattr(x, name).view(blocks, 128) for x in (wide, found))
+        at = exact.abs().argmax(1, keepdim=True)
+        relative = kept.gather(1, at).double() / exact.gather(1, at).double() - 1
+        assert float(relative.abs().max()) < 1e-6, name
+        assert bool((kept.abs() <= exact.abs().amax(1, keepdim=True) * (1 + 1e-6)).all())
+
+
+def test_the_double_comparison_outside_is_not_blind() -> None:
+    case = case_of("int8", torch.bfloat16, torch.float32)
+    touched = clone(case.state)
+    touched[1][0] ^= 1
+    assert changed_elements(touched, case.state, case.layout) == 1
+    assert differing_inside(touched, case.state, case.layout) == 0
+
+
+# ---- mutants -----------------------------------------------------------------------------------
+
+KERNEL = kernel_step(BACKENDS[0])
+GROSS: dict[str, reference.Step] = {
+    "does nothing": lambda case: clone(case.state),
+    "late bias correction": reference.changed(KERNEL, step=SCALARS.step + 1),
+    "forgets decay": reference.changed(KERNEL, weight_decay=0.0),
+    "forgets grad_scale": reference.changed(KERNEL, grad_scale=1.0),
+}
+FINE: dict[str, reference.Step] = {
+    "rounds to nearest": reference.nearest_step,
+    "another seed": reference.changed(KERNEL, seed=SCALARS.seed + 1),
+}
+
+
+@each_state
+@pytest.mark.parametrize("mutant", [*GROSS, *FINE])
+def test_mutants_have_other_bits(mutant: str, name: str, dtype: torch.dtype) -> None:
+    case = one_case(name, dtype)
+    assert wrong_bits(KERNEL(case), case) == {}
+    assert wrong_bits((GROSS | FINE)[mutant](case), case) != {}
+
+
+@each_state
+@pytest.mark.parametrize("mutant", GROSS)
+def test_mutants_are_far_from_float64(mutant: str, name: str, dtype: torch.dtype) -> None:
+    case = one_case(name, dtype)
+    assert max(float64_errors(KERNEL(case), case).values()) <= 1.0
+    errors = float64_errors(GROSS[mutant](case), case)
+    assert errors["master"] > 3.0, errors
+
+
+def test_fp32_state_passes_the_same_comparison() -> None:
+    case = one_case("fp32", torch.float32)
+    assert isinstance(case.state, Fp32State)
+    assert max(float64_errors(KERNEL(case), case).values()) <= 1.0

@@ -1,0 +1,103 @@
+"""The norm: one definition, [Note: The norm], to the bit on every backend."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Backend
+from tests.runtime.kernels.kernel_cases import DTYPES, LENGTHS, each_backend, random_state, threaded
+
+SEGMENT = 2048
+
+
+def reference(values: Tensor) -> float:
+    """The definition, written as such."""
+    squares = values.double().square()
+    squares = torch.nn.functional.pad(squares, (0, -values.numel() % SEGMENT)).view(-1, SEGMENT)
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    total = 0.0
+    for value in squares.flatten().tolist():
+        total += value
+    return total
+
+
+def gradient(numel: int, dtype: torch.dtype) -> Tensor:
+    return random_state(numel, dtype, None, seed=numel).grad
+
+
+def squares_of(flat: Tensor, layout: kernels.Layout) -> list[float]:
+    squares = torch.full((layout.last_id + 1,), -1.0, dtype=torch.float64)
+    kernels.sum_squares_many(flat, layout, squares)
+    return squares.tolist()
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_squares(dtype: torch.dtype, backend: Backend) -> None:
+    with kernels.use(backend):
+        for numel in LENGTHS:
+            values = gradient(numel, dtype)
+            assert kernels.sum_squares(values) == reference(values), numel
+
+
+@each_backend
+def test_parameters_of_one_bucket(backend: Backend) -> None:
+    flat = gradient(300_007, torch.bfloat16)
+    numels = [1, 4096, 2049, 0, 100_003, 31, 150_000]
+    offsets = [0, 128, 4992, 7168, 7168, 119_936, 130_048]
+    layout = kernels.Layout(offsets, numels, range(7))
+    expected = [reference(flat[o : o + n]) for o, n in zip(offsets, numels, strict=True)]
+    for chosen in threaded(backend):
+        with kernels.use(chosen):
+            assert squares_of(flat, layout) == expected, chosen
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_bad_value_shows(bad: float, dtype: torch.dtype, backend: Backend) -> None:
+    values = gradient(5001, dtype)
+    values[5000] = bad
+    with kernels.use(backend):
+        assert not math.isfinite(kernels.sum_squares(values))
+
+
+@each_backend
+def test_the_largest_fp32_values_do_not_overflow(backend: Backend) -> None:
+    values = torch.full((4099,), torch.finfo(torch.float32).max)
+    with kernels.use(backend):
+        assert kernels.sum_squares(values) == reference(values) < math.inf
+
+
+def test_another_order_of_adding_has_other_bits() -> None:
+    values = gradient(10_007, torch.float32)
+    assert math.fsum(values.double().square().tolist()) != reference(values)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_microbatch_is_squared_as_it_is_added(
+    dtype: torch.dtype, backend: Backend
+) -> None:
+    numels = [1, 4097, 0, 70_001]
+    layout = kernels.Layout([0, 128, 4352, 4352], numels, range(4))
+    total, grad = gradient(80_000, torch.float32), gradient(80_000, dtype)
+    for first in (False, True):
+        for chosen in threaded(backend):
+            fused, apart = total.clone(), total.clone()
+            with kernels.use(chosen):
+                squares = torch.zeros(4, dtype=torch.float64)
+                kernels.accumulate_squares(fused, grad, first, layout, squares)
+                kernels.accumulate(apart, grad, first)
+                assert squares.tolist() == squares_of(apart, layout), chosen
+            for offset, numel, _, _ in layout.rows():
+                piece = slice(offset, offset + numel)
+                assert torch.equal(fused[piece], apart[piece])
+            assert torch.equal(fused[74_353:], total[74_353:])

@@ -1,0 +1,76 @@
+"""The kernels under AddressSanitizer and UBSan, the pool and the queue under
+ThreadSanitizer; and proof that the runs see a fault. The pool where threads are refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "native/sanitize/run.sh"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+
+
+@lru_cache
+def has_sanitizer(name: str) -> bool:
+    """Whether a program built with it also runs here."""
+    if COMPILER is None:
+        return False
+    program = f"echo 'int main() {{}}' | '{COMPILER}' -fsanitize={name} -x c++ - -o $0/a && $0/a"
+    folder = subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True)
+    path = folder.stdout.strip()
+    done = subprocess.run(["bash", "-c", program, path], capture_output=True)
+    shutil.rmtree(path)
+    return done.returncode == 0
+
+
+def run(part: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", SCRIPT, part, *flags], capture_output=True, text=True)
+
+
+needs_asan = pytest.mark.skipif(not has_sanitizer("address,undefined"), reason="no ASan and UBSan")
+needs_tsan = pytest.mark.skipif(not has_sanitizer("thread"), reason="no ThreadSanitizer")
+
+
+@pytest.mark.slow
+@needs_asan
+def test_kernels_stay_inside_their_buffers() -> None:
+    done = run("kernels")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "baseline: clean" in done.stdout or "neon: clean" in done.stdout
+
+
+@pytest.mark.slow
+@needs_asan
+def test_a_buffer_too_short_by_one_is_seen() -> None:
+    done = run("kernels", "-DPLANT_FAULT")
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+
+
+@needs_tsan
+@pytest.mark.parametrize("part", [pytest.param("pool", marks=pytest.mark.slow), "queue"])
+def test_pool_and_queue_have_no_race(part: str) -> None:
+    done = run(part)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{part}: clean" in done.stdout
+
+
+@pytest.mark.slow
+@needs_tsan
+@pytest.mark.parametrize("part", ["pool", "queue"])
+def test_a_race_is_seen(part: str) -> None:
+    done = run(part, "-DPLANT_RACE")
+    assert done.returncode != 0
+    assert "data race" in done.stderr
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+def test_a_pool_that_cannot_have_its_threads_throws() -> None:
+    done = run("refused")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "refused: clean" in done.stdout

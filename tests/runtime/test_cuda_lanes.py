@@ -1,0 +1,348 @@
+"""Training over the real CUDA lanes and a stand-in for CUDA: the bits of the other backends, and no
+access that nothing orders. And the stand-in can say no."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.step_report import StepReport
+from offloadtrain.runtime.lanes import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step import modes
+from offloadtrain.step.operations import Kind
+from tests.distributed.pool import Pool
+from tests.distributed.test_sharded import own_batches
+from tests.numerics.models import MODELS, Chain, batches, loss_of
+from tests.runtime.fake_cuda import (
+    HOSTS,
+    LONGEST_S,
+    FakeCudaError,
+    Gpu,
+    LoggedLanes,
+    installed,
+    timely,
+    within,
+)
+
+
+@pytest.fixture(params=HOSTS)
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    """With each kind of host lane."""
+    with installed(request.param) as made:
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A way to train: `options` are those of `offload`, `lanes` those of `CudaLanes`."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    lanes: dict[str, bool] = field(default_factory=dict)
+    model: str = "chain"
+    poison: bool = False
+
+
+STREAMED: dict[str, Any] = {"working": "host"}
+PARKED = {**STREAMED, "activation": "offload"}
+RIGHT = {"update": "speculative", "clip_norm": 1e9}
+RESIDENT = {"state_on": "device"}
+AMONG = {"among_ranks": True}
+ON_DEVICE = {"state_on_device": True}
+
+CASES = {
+    "exact": Case(),
+    "early": Case({"clip_norm": None, "skip_nonfinite": False}),
+    "speculative, right": Case(RIGHT),
+    "speculative, wrong": Case({"update": "speculative"}),
+    "delayed": Case({"update": "delayed", "warmup_steps": 1}),
+    "fp32": Case({"precision": "fp32"}, model="unusual"),
+    "accumulated": Case({"grad_accum_steps": 3}, model="tied", poison=True),
+    "split16": Case({"state": "split16", "grad_accum_steps": 2}, poison=True),
+    "split16, delayed": Case({"state": "split16", "update": "delayed"}, model="tied"),
+    "int8": Case({"state": "int8"}, model="unusual", poison=True),
+    "int8, speculative": Case({"state": "int8", "grad_accum_steps": 2, **RIGHT}),
+    "streamed": Case(STREAMED, poison=True),
+    "streamed, speculative": Case({**STREAMED, **RIGHT}, model="skipping"),
+    "streamed, delayed": Case({**STREAMED, "update": "delayed", "device_slots": 1}),
+    "streamed, int8": Case({**STREAMED, "state": "int8", "grad_accum_steps": 2}, model="tied"),
+    "partly streamed": Case({**STREAMED, "resident_blocks": 1}, model="two heads"),
+    "recompute": Case({"activation": "recompute"}, model="tied"),
+    "parked": Case(PARKED, poison=True),
+    "parked, accumulated": Case({**PARKED, "grad_accum_steps": 2}),
+    "resident": Case(RESIDENT, ON_DEVICE),
+    "resident, accumulated": Case({**RESIDENT, "grad_accum_steps": 2}, ON_DEVICE, "unusual"),
+    "resident, parked": Case({**RESIDENT, "activation": "offload"}, ON_DEVICE),
+    "among ranks": Case({}, AMONG, poison=True),
+    "among ranks, streamed": Case({**PARKED, "update": "delayed"}, AMONG),
+    "among ranks, int8": Case({"state": "int8", "grad_accum_steps": 2, **RIGHT}, AMONG),
+    "among ranks, resident": Case({**RESIDENT, "grad_accum_steps": 2}, {**AMONG, **ON_DEVICE}),
+}
+
+
+@dataclass(slots=True)
+class Trained:
+    bits: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+
+
+def made(lanes: Lanes, model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
+    with on_lanes(lanes):
+        chosen: dict[str, Any] = {"device": "cpu", "clip_norm": 0.5} | options
+        return ot.offload(model, ot.AdamW(lr=1e-2), **chosen)
+
+
+def train(
+    lanes: Lanes,
+    case: Case,
+    *,
+    steps: int = 3,
+    sampled: int | None = None,
+    loss_scale: float | None = None,
+    stream: Callable[[int], list[Tensor]] = batches,
+) -> Trained:
+    """On these lanes, which are closed afterwards."""
+    torch.manual_seed(0)
+    model, found, lanes.poison = MODELS[case.model](), Trained(), case.poison
+    accum = case.options.get("grad_accum_steps", 1)
+    optimizer = made(lanes, model, **case.options)
+    if loss_scale is not None and optimizer._engine.scaler is not None:
+        optimizer._engine.scaler.scale = loss_scale
+    try:
+        tokens = iter(stream(steps * accum))
+        for step in range(steps):
+            if step == sampled:
+                optimizer.sample_timeline()
+            for _ in range(accum):
+                loss = loss_of(model, next(tokens))
+                optimizer.backward(loss)
+                found.losses.append(loss.item())
+            optimizer.step()
+            assert optimizer.last_step is not None
+            found.reports.append(optimizer.last_step)
+            if sampled is None:
+                with torch.inference_mode():
+                    found.losses.append(loss_of(model, batches(1)[0]).item())
+        for param, tensors in optimizer.named_state():
+            found.bits |= {f"{param}/{key}": value.clone() for key, value in tensors.items()}
+        found.bits |= {name: p.detach().clone() for name, p in optimizer.full_weights()}
+    finally:
+        optimizer.close()
+    return found
+
+
+def over_streams(gpu: Gpu, case: Case, **options: Any) -> Trained:
+    return within(LONGEST_S, lambda: train(LoggedLanes(gpu, **case.lanes), case, **options))
+
+
+def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
+    """With the same run over threads: the same bits, and all of it in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        expected = train(ThreadLanes(), case, **options)
+        gpu.backward_passes = 0
+        found = over_streams(gpu, case, **options)
+    assert found.losses == expected.losses
+    assert found.bits.keys() == expected.bits.keys()
+    for key, value in expected.bits.items():
+        assert torch.equal(found.bits[key], value), key
+    assert gpu.log.faults() == []
+    assert gpu.backward_passes == len(found.losses) - len(found.reports)
+    for mine, other in zip(found.reports, expected.reports, strict=True):
+        assert (mine.d2h_bytes, mine.h2d_bytes) == (other.d2h_bytes, other.h2d_bytes)
+        assert (str(mine.grad_norm), mine.skipped) == (str(other.grad_norm), other.skipped)
+        assert mine.exposed_ms >= 0 and min(mine.busy_ms.values()) >= 0
+    return found
+
+
+BY_A_THREAD = ("exact", "int8, speculative", "parked", "resident", "among ranks, streamed")
+
+
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [*((case, "queue") for case in CASES), *((case, "thread") for case in BY_A_THREAD)],
+    indirect=["gpu"],
+)
+def test_whole_steps(gpu: Gpu, case: str, request: pytest.FixtureRequest) -> None:
+    found = compare(gpu, CASES[case])
+    by_the_driver = "queue" in request.node.name and "state_on" not in CASES[case].options
+    assert (gpu.driver_waits > 0) == by_the_driver
+    streams = CASES[case].options.get("working") == "host"
+    assert worked(found) >= {"compute", "d2h", "host", "load" if streams else "h2d"}
+
+
+def worked(run: Trained) -> set[str]:
+    """Lanes that say they did something."""
+    return {lane for report in run.reports for lane, ms in report.busy_ms.items() if ms > 0}
+
+
+@pytest.mark.parametrize("case", ["streamed, int8", "parked", "among ranks, resident"])
+def test_everything_late(case: str) -> None:
+    with installed(lag_ms=2, task_delay_ms=2, seed=1) as gpu:
+        compare(gpu, CASES[case], steps=2)
+
+
+def test_an_overflow_is_skipped(gpu: Gpu) -> None:
+    case = Case({"precision": "fp16", "state": "int8", "grad_accum_steps": 2})
+    skipped = [report.skipped for report in compare(gpu, case, loss_scale=2.0**20, steps=8).reports]
+    assert skipped[0] and not skipped[-1]
+
+
+def on_a_rank(case: Case) -> tuple[list[str], bool, int, set[str]]:
+    """What went wrong, whether bits are the same, bytes that were sent, and who worked."""
+    with installed() as gpu:
+        expected = train(ThreadLanes(), case, stream=own_batches)
+        found = over_streams(gpu, case, stream=own_batches)
+    equal = all(torch.equal(found.bits[key], value) for key, value in expected.bits.items())
+    sent = sum(report.comm_bytes for report in found.reports)
+    return gpu.log.faults(), equal, sent, worked(found)
+
+
+def test_collectives_between_two_ranks() -> None:
+    pool = Pool(2)
+    try:
+        for case in (
+            Case({**PARKED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
+            Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
+        ):
+            for faults, equal, sent, lanes in pool.run(on_a_rank, case):
+                assert faults == [] and equal and sent > 0
+                assert lanes >= {"compute", "comm", "d2h", "host"}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("options", [{}, PARKED], ids=["device", "parked"])
+def test_a_timeline_has_what_each_lane_did(gpu: Gpu, options: dict[str, Any]) -> None:
+    found = over_streams(gpu, Case(options), sampled=2)
+    report, moved = found.reports[2], Counter[str]()
+    for interval in report.timeline:
+        moved[interval.lane] += interval.num_bytes
+        assert interval.duration_ms >= 0
+    assert moved["d2h"] == report.d2h_bytes > 0
+    assert moved["h2d"] + moved["load"] == report.h2d_bytes > 0
+    assert {"compute", "d2h", "host"} <= set(moved) and moved["compute"] == moved["host"] == 0
+    starts = [interval.start_ms for interval in report.timeline]
+    assert starts == sorted(starts)
+    assert not any(other.timeline for other in found.reports if other is not report)
+
+
+@pytest.mark.parametrize("broken", [Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD])
+@pytest.mark.parametrize("among", [False, True])
+def test_a_failure_in_a_step(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, broken: Kind, among: bool
+) -> None:
+    """The training thread raises, and `close` ends everything."""
+    left = iter(range(7))
+
+    def fails(source: Tensor, target: Tensor) -> None:
+        if next(left, None) is None:
+            raise OSError("planted")
+        copy(source, target)
+
+    made = Functions.of
+    monkeypatch.setattr(Functions, "of", lambda f, op: fails if op.kind is broken else made(f, op))
+    case = Case(PARKED if broken is Kind.LOAD else {}, {"among_ranks": among})
+    with pytest.raises((LaneError, OSError), match="planted"):
+        over_streams(gpu, case, steps=6)
+
+
+@timely
+def test_an_optimizer_that_is_dropped_ends_its_threads(gpu: Gpu) -> None:
+    optimizer: Any = made(LoggedLanes(gpu), Chain())
+    optimizer = None
+    gc.collect()
+    assert optimizer is None
+
+
+# ---- the stand-in can say no
+
+
+def waits_for_the_flag_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaLanes, "_stream_wait", lambda lanes, lane, event: event.issued.wait())
+
+
+def waits_without_the_flag(patch: pytest.MonkeyPatch) -> None:
+    def wait(lanes: Any, lane: Lane, event: Any) -> None:
+        if event.cuda is not None:
+            lanes._stream(lane).wait_event(event.cuda)
+
+    patch.setattr(CudaLanes, "_stream_wait", wait)
+
+
+def records_at_once(patch: pytest.MonkeyPatch) -> None:
+    """From the launching thread, before the lane's thread has launched what comes first."""
+
+    def record(lanes: Any, lane: Lane) -> Event:
+        workers, lanes._workers = lanes._workers, {}
+        try:
+            return recorded(lanes, lane)
+        finally:
+            lanes._workers = workers
+
+    recorded = CudaLanes.record
+    patch.setattr(CudaLanes, "record", record)
+
+
+def runs_on_the_current_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+
+
+def leaves_out(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(CudaLanes, name, lambda *_: None)
+
+
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "no stream waits": (waits_for_the_flag_only, "^race: "),
+    "waits for what is not recorded": (waits_without_the_flag, "never recorded|^race: "),
+    "records at once": (records_at_once, "after what was launched later"),
+    "all on one stream": (runs_on_the_current_stream, "^race: |after what was launched later"),
+    "the host lane does not wait": (leaves_out("_host_waits"), "^race: "),
+    "nobody waits for events": (leaves_out("_block_on"), "^race: "),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    plant, said = MISTAKES[mistake]
+    with installed("thread") as gpu:
+        plant(monkeypatch)
+        try:
+            over_streams(gpu, CASES["streamed, int8"])
+        except (LaneError, FakeCudaError) as error:
+            assert re.search(said, str(error))
+        else:
+            assert any(re.search(said, fault) for fault in gpu.log.faults())
+
+
+def test_times_that_are_not_there_are_refused() -> None:
+    with installed(lag_ms=20) as gpu:
+        start, end, plain = (gpu.event_type(enable_timing=timed) for timed in (True, True, False))
+        with pytest.raises(ValueError, match="enable_timing"):
+            start.elapsed_time(plain)
+        with pytest.raises(ValueError, match="must be recorded"):
+            start.elapsed_time(end)
+        start.record()
+        time.sleep(5e-3)
+        end.record()
+        assert not end.query()
+        with pytest.raises(RuntimeError, match="must be completed"):
+            start.elapsed_time(end)
+        end.synchronize()
+        assert end.query() and start.elapsed_time(end) >= 5
+        with pytest.raises(FakeCudaError, match="never recorded"):
+            plain.wait()
+        with pytest.raises(FakeCudaError, match="not the device"):
+            gpu.stream_type(torch.device("cuda", 1))

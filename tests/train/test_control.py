@@ -1,0 +1,152 @@
+"""Requests: taken once, in order, and only if they are what they should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from offloadtrain_tui import requests
+
+from offloadtrain.events import schema
+from offloadtrain.events.control import Requests
+from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.trainer import AbortedError
+from tests.train.small_job import events_of, run, small_job
+
+
+def test_requests_are_handed_out_once_in_their_order(tmp_path: Path) -> None:
+    inbox = Requests(tmp_path)
+    assert inbox.poll() == []
+    ids = [requests.write(tmp_path, "note", f"{n}") for n in range(3)]
+    assert [(one.id, one.message) for one in inbox.poll()] == [
+        (id, f"{n}") for n, id in enumerate(ids)
+    ]
+    assert inbox.poll() == []
+    assert len(list((tmp_path / "control/done").iterdir())) == 3
+
+
+def test_none_is_missed_however_fast_they_come(tmp_path: Path) -> None:
+    inbox, found = Requests(tmp_path), []
+    writer = threading.Thread(
+        target=lambda: [requests.write(tmp_path, "note", str(n)) for n in range(200)]
+    )
+    writer.start()
+    until = time.monotonic() + 120
+    while len(found) < 200 and time.monotonic() < until:
+        found += inbox.poll()
+    writer.join()
+    assert [one.message for one in found] == [str(n) for n in range(200)]
+
+
+def test_a_quiet_folder_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox = Requests(tmp_path)
+    requests.write(tmp_path, "stop")
+    inbox.poll()
+    time.sleep(0.15)
+    inbox.poll()
+    monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("looked into the folder"))
+    assert inbox.poll() == []
+
+
+def put(folder: Path, name: str, data: bytes) -> None:
+    (folder / "control").mkdir(exist_ok=True)
+    (folder / "control" / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "cannot be read"),
+        (b"not json", "cannot be read"),
+        (b"[1]", "no JSON object"),
+        (b'{"action": "rm -rf /"}', "there are only checkpoint"),
+        (b'{"action": 3}', "there are only checkpoint"),
+        (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "no small file"),
+        (b"[" * 50_000, "cannot be read"),
+    ],
+)
+def test_what_is_no_request_is_refused(tmp_path: Path, data: bytes, why: str) -> None:
+    inbox = Requests(tmp_path)
+    put(tmp_path, "1-a.json", data)
+    (found,) = inbox.poll()
+    assert why in found.refused
+    assert inbox.poll() == []
+
+
+def test_links_folders_and_pipes_are_refused(tmp_path: Path) -> None:
+    inbox = Requests(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"action": "abort"}))
+    (tmp_path / "control/1-link.json").symlink_to(secret)
+    (tmp_path / "control/2-folder.json").mkdir()
+    os.mkfifo(tmp_path / "control/3-pipe.json")
+    found = inbox.poll()
+    assert len(found) == 3 and all(one.refused for one in found)
+    assert inbox.poll() == []
+
+
+def test_a_folder_that_is_gone_asks_for_nothing(tmp_path: Path) -> None:
+    inbox = Requests(tmp_path)
+    (tmp_path / "control/done").rmdir()
+    (tmp_path / "control").rmdir()
+    assert inbox.poll() == []
+
+
+def control_events(folder: Path) -> list[tuple[str, str]]:
+    return [(one.action, one.state) for one in events_of(folder, schema.Control)]
+
+
+@pytest.fixture
+def when_started(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What is to be done when a run is about to take its first step."""
+    todo: list[Callable[[], object]] = []
+    started = RunLog.started
+
+    def then_ask(self: RunLog, *arguments: object) -> None:
+        started(self, *arguments)  # type: ignore[arg-type]
+        for do in todo:
+            do()
+
+    monkeypatch.setattr(RunLog, "started", then_ask)
+    return todo
+
+
+def test_a_run_answers(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
+    job, folder = small_job(tmp_path), tmp_path / "run"
+    (folder / "control").mkdir(parents=True)
+    requests.write(folder, "stop")
+    when_started += [
+        lambda: requests.write(folder, "note", "hello"),
+        lambda: requests.write(folder, "checkpoint"),
+        lambda: put(folder, "9-odd.json", b'{"action": "dance"}'),
+        lambda: requests.write(folder, "stop"),
+    ]
+    assert run(job, folder) == 75
+    assert control_events(folder) == [
+        ("stop", "refused"),
+        ("note", "done"),
+        ("checkpoint", "accepted"),
+        ("checkpoint", "done"),
+        ("stop", "accepted"),
+        ("stop", "done"),
+        ("dance", "refused"),
+    ]
+    saved = [one.step for one in events_of(folder, schema.Checkpoint)]
+    assert saved == [1], "asked for after the first step, and not saved twice for the stop"
+    assert events_of(folder, schema.RunEnded)[-1].status == "stopped"
+
+
+def test_an_abort_saves_nothing(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
+    job, folder = small_job(tmp_path), tmp_path / "run"
+    when_started.append(lambda: requests.write(folder, "abort"))
+    with pytest.raises(AbortedError, match="nothing was saved"):
+        run(job, folder)
+    assert control_events(folder) == [("abort", "done")]
+    assert events_of(folder, schema.Checkpoint) == []
+    ended = events_of(folder, schema.RunEnded)[-1]
+    assert ended.status == "failed" and "aborted on request" in ended.message

@@ -1,0 +1,338 @@
+"""What a run leaves behind, and what it does about steps and disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadtrain.cli.main import main
+from offloadtrain.config import job as jobs
+from offloadtrain.events import schema
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import LossScaleError
+from offloadtrain.plan.placement import PlanError
+from offloadtrain.runtime import kernels
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.console import Console
+from offloadtrain.train.trainer import MAX_SKIPS, TrainingError
+from tests.train.conftest import StopAfter
+from tests.train.small_job import events_of, history, kinds, run, small_job
+
+SAMPLED = ("train.sample_tokens=8", "train.sample_prompt=1 + ")
+
+
+def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    job = small_job(tmp_path, *SAMPLED)
+    assert run(job, path) == 0
+    found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    tensors = [
+        f"checkpoints/step-{step:08d}/{name}"
+        for step in (9, 12)
+        for name in ("manifest.json", "state.json", "tensors-00000.safetensors")
+    ]
+    names = {"run.json", "job.toml", "resolved.toml", "lock", "events/rank000.jsonl", *tensors}
+    assert found == names
+    assert jobs.load(path / "resolved.toml") == job
+    assert json.loads((path / "run.json").read_text())["name"] == "small"
+    assert (path / "run.json").stat().st_uid == os.getuid()
+
+    out, err = capsys.readouterr()
+    assert out == f"{path}\n", "stdout is data: the run folder"
+    for part in ("training loss by step", "validation loss (nats", "sample\n  1 + ", "next:"):
+        assert part in err
+
+
+def test_what_is_under_way_is_known_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever takes long can be told about."""
+    doing: list[str] = []
+    monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
+    assert run(small_job(tmp_path, "train.steps=2", *SAMPLED), tmp_path / "run") == 0
+    assert doing == [
+        "loading torch",
+        "preparing data and model",
+        "validation",
+        "step 1",
+        "step 2",
+        "validation",
+        "saving a checkpoint",
+        "writing a sample",
+    ]
+
+
+def test_numba_is_named_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step takes many times as long as the others then."""
+    doing: list[str] = []
+    monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
+    numba = replace(kernels.backend(), name="numba")
+    monkeypatch.setattr("offloadtrain.runtime.kernels.backend", lambda: numba)
+    assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "run") == 0
+    steps = [what for what in doing if what.startswith("step")]
+    assert steps == ["step 1 (Numba compiles the CPU kernels)", "step 2"]
+
+
+def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert (
+        run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
+    )
+    steps = events_of(path, schema.Step)
+    assert [step.guessed_right for step in steps] == [None, *[True] * 11]
+    assert all(step.early_buckets > 0 for step in steps[1:])
+    assert "speculation: 11 steps guessed, 0 of them wrong" in capsys.readouterr().err
+
+
+def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path, *SAMPLED), path) == 0
+    lines = (path / "events" / "rank000.jsonl").read_bytes().splitlines(keepends=True)
+    records = [schema.from_line(line) for line in lines]
+    assert all(line.endswith(b"\n") for line in lines) and None not in records
+    told = [record.event for record in records if record]
+    assert isinstance(told[0], schema.RunStarted) and isinstance(told[-1], schema.RunEnded)
+    expected = {"run_started", "step", "memory", "span", "eval", "checkpoint", "sample"}
+    assert kinds(told) == expected | {"system", "plan_compared", "run_ended"}
+    assert told[-1].status == "done" and told[-1].step == 12
+    assert tomllib.loads((path / "resolved.toml").read_text())["optim"] == _plain(told[0])
+
+    steps = events_of(path, schema.Step)
+    assert [step.step for step in steps] == list(range(1, 13))
+    assert [step.tokens for step in steps] == [256 * n for n in range(1, 13)]
+    assert all(step.loss > 0 and math.isfinite(step.loss) for step in steps)
+    for step in steps:
+        parts = step.data_ms + step.forward_ms + step.backward_ms + step.optimizer_ms
+        assert parts == pytest.approx(step.step_ms, rel=0.01)
+        assert step.tokens_per_s == pytest.approx(256e3 / step.step_ms)
+        assert step.d2h_bytes > 0 and step.h2d_bytes > 0
+    owners = {row.owner for row in events_of(path, schema.Memory)[0].rows}
+    assert {"working weights", "master weights", "exp_avg", "exp_avg_sq"} <= owners
+
+
+def _plain(started: schema.Event) -> object:
+    assert isinstance(started, schema.RunStarted)
+    return started.config["optim"]
+
+
+def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path, "optim.schedule=linear", "optim.min_lr_ratio=0"), path) == 0
+    rates = [step.lr for step in events_of(path, schema.Step)]
+    assert rates[:3] == pytest.approx([5e-3, 1e-2, 9e-3]) and rates[-1] == 0.0
+    state = checkpoint.verify(path / "checkpoints" / "step-00000012").state
+    decays = [group["weight_decay"] for group in state["param_groups"]]
+    assert decays == [0.1, 0.0], "matrices decay, norms do not"
+    assert [group["lr"] for group in state["param_groups"]] == [0.0, 0.0]
+
+
+def test_learning_happens_and_seeds_matter(tmp_path: Path) -> None:
+    for name, overrides in (("one", ()), ("two", ()), ("three", ("train.seed=7",))):
+        assert run(small_job(tmp_path, *overrides), tmp_path / name) == 0
+    one, two, three = (history(tmp_path / name) for name in ("one", "two", "three"))
+    assert one == two and one != three
+    losses = [e.val_loss for e in events_of(tmp_path / "one", schema.Eval)]
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.fixture
+def not_finite(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[int]], None]:
+    """Return a function that names the training forwards (from 0) whose loss shall be NaN."""
+
+    def arm(chosen: Iterable[int]) -> None:
+        real, wanted, count = Transformer.forward, set(chosen), iter(range(10**9))
+
+        def forward(self: Transformer, tokens: torch.Tensor, targets: object = None) -> object:
+            loss = real(self, tokens, targets)
+            return loss * math.nan if self.training and next(count) in wanted else loss
+
+        monkeypatch.setattr(Transformer, "forward", forward)
+
+    return arm
+
+
+def test_a_skipped_step_is_counted_and_changes_nothing(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None]
+) -> None:
+    path = tmp_path / "run"
+    not_finite([5, 6, 8])  # microbatches: two steps of two are hit, then a third
+    assert run(small_job(tmp_path), path) == 0
+    steps = events_of(path, schema.Step)
+    assert [step.step for step in steps] == [1, 2, 3, 3, 3, *range(3, 13)]
+    assert [step.skipped for step in steps[2:6]] == [True, True, True, False]
+    assert len({step.lr for step in steps[2:6]}) == 1, "the schedule waits"
+    assert [step.tokens for step in steps] == [256 * n for n in range(1, 16)], "batches are used"
+    codes = [warning.code for warning in events_of(path, schema.Warning_)]
+    assert codes == ["loss-not-finite"] * 3
+    progress = checkpoint.verify(path / "checkpoints" / "step-00000012").state["progress"]
+    assert (progress["step"], progress["skipped"], progress["skipped_in_a_row"]) == (12, 3, 0)
+
+
+def test_skips_without_end_abort_with_a_checkpoint(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None]
+) -> None:
+    path = tmp_path / "run"
+    not_finite(range(8, 10**6))
+    with pytest.raises(TrainingError, match=f"{MAX_SKIPS} steps in a row .* of step 5 .*optim.lr"):
+        run(small_job(tmp_path), path)
+    assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
+    ended = events_of(path, schema.RunEnded)[-1]
+    assert ended.status == "failed" and "TrainingError" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("precision", "advised"),
+    [
+        ("fp32", ""),
+        ("bf16", ', or set offload.precision = "fp32"'),
+        ("fp16", ', or set offload.precision = "bf16" or "fp32"'),
+    ],
+)
+def test_what_is_advised_is_not_what_is_set(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], precision: str, advised: str
+) -> None:
+    not_finite(range(8, 10**6))
+    with pytest.raises(TrainingError, match=f"warmup_steps{advised}.$"):
+        run(small_job(tmp_path, f"offload.precision={precision}"), tmp_path / "run")
+
+
+UNSKIPPED = ("offload.skip_nonfinite=false", "train.keep_last=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("offload.clip_norm=0",),
+        ("offload.clip_norm=1.0",),
+        ("offload.update=speculative",),
+        ("offload.update=delayed", "offload.warmup_steps=2"),
+        ("offload.state=split16", "offload.working=host"),
+    ],
+)
+def test_what_is_not_finite_is_never_saved(
+    tmp_path: Path,
+    not_finite: Callable[[Iterable[int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+) -> None:
+    """Where steps are not skipped, neither a loss nor weights that are not finite."""
+    not_finite([15])  # of step 8
+    job, path = small_job(tmp_path, *UNSKIPPED, *overrides), tmp_path / "loss"
+    with pytest.raises(
+        TrainingError, match=r"loss of step 8 is nan.*step-00000006.*skip_nonfinite"
+    ):
+        run(job, path)
+    ended = events_of(path, schema.RunEnded)[-1]
+    assert (ended.status, ended.step) == ("failed", 8)
+
+    monkeypatch.setattr("offloadtrain.train.trainer._LateLoss.wait", lambda self: 1.0)
+    not_finite([15])
+    path = tmp_path / "weights"
+    with pytest.raises(TrainingError, match=r"after step 9 the weights of .* are not finite"):
+        run(job, path)
+    for folder in (tmp_path / "loss", path):
+        found = checkpoint.find(folder / "checkpoints")
+        assert [checkpoint.verify(saved).step for saved in found] == [6, 3]
+
+
+def test_a_run_without_a_good_state_at_its_end_is_not_done(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(jobs.dump(small_job(tmp_path, *UNSKIPPED)))
+    for losses, number in (("seen", 23), ("hidden", 23), ("hidden", 0)):
+        with monkeypatch.context() as patch:
+            if losses == "hidden":
+                patch.setattr("offloadtrain.train.trainer._LateLoss.wait", lambda self: 1.0)
+            not_finite([number])
+            path = tmp_path / f"{losses}-{number}"
+            assert main(["train", str(job), "--run-dir", str(path)]) == 1
+        assert events_of(path, schema.RunEnded)[-1].status == "failed"
+        steps = [checkpoint.step_of(saved) for saved in checkpoint.find(path / "checkpoints")]
+        assert steps == ([] if number == 0 else [9, 6])
+
+
+def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
+    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    monkeypatch.setattr("offloadtrain.optim.loss_scaler._SMALLEST", 2.0**14)
+    not_finite(range(8, 10**6))
+    with pytest.raises(LossScaleError, match="smallest loss scale"):
+        run(small_job(tmp_path, "offload.precision=fp16"), path)
+    assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
+    assert events_of(path, schema.RunEnded)[-1].status == "failed"
+
+
+def test_a_full_disk_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, real = tmp_path / "run", checkpoint.atomic_io.write_file
+
+    def full(target: Path, parts: object) -> object:
+        if "step-00000006" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(target, parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint.atomic_io, "write_file", full)
+    assert run(small_job(tmp_path), path) == 0
+    saved = [(e.step, e.state) for e in events_of(path, schema.Checkpoint)]
+    assert saved == [(3, "saved"), (6, "failed"), (9, "saved"), (12, "saved")]
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_the_last_checkpoint_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(target: Path, parts: object) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.atomic_io, "write_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run(small_job(tmp_path), tmp_path / "run")
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 10 << 30)
+    job = small_job(tmp_path, "model.d_model=16384", "model.num_layers=9")
+    monkeypatch.setattr(Transformer, "__init__", lambda *_, **__: pytest.fail("it is built"))
+    with pytest.raises(PlanError, match=r"needs .* GiB and has 1\d\.\d GiB"):
+        run(job, tmp_path / "run")
+
+
+def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) -> None:
+    path = tmp_path / "run"
+    stop_after(0)
+    assert run(small_job(tmp_path), path) == 75
+    assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 0
+    assert events_of(path, schema.RunEnded)[0].status == "stopped"
+    stop_after(None)
+    assert run(small_job(tmp_path), path, resume="auto") == 0
+
+
+def test_the_debug_model_learns_in_thirty_steps(tmp_path: Path) -> None:
+    job = small_job(tmp_path, "model.d_model=64", "model.num_heads=4", "train.steps=30")
+    assert run(job, tmp_path / "run") == 0
+    assert events_of(tmp_path / "run", schema.Eval)[-1].val_loss < 3.0
+
+
+def test_a_precision_chosen_here_is_held_to_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
+    job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
+    monkeypatch.setattr(
+        "offloadtrain.train.build.resolve_precision", lambda *_: ("fp16", "no bf16")
+    )
+    with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
+        run(job, tmp_path / "run")

@@ -1,0 +1,56 @@
+"""The loop on a GPU: it learns, and a resume gives the same bits there too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.events import schema
+from offloadtrain.train.build import assemble
+from tests.gpu.precision import DTYPES
+from tests.train.conftest import StopAfter
+from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("precision", sorted(DTYPES.keys() - {"fp32"}))
+def test_resume_is_bit_exact_on_a_gpu(
+    tmp_path: Path, stop_after: StopAfter, precision: str
+) -> None:
+    job = small_job(
+        tmp_path,
+        "device.kind=cuda",
+        f"offload.precision={precision}",
+        "train.deterministic=true",
+    )
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    stop_after(5)
+    assert run(job, parted) == 75
+    stop_after(None)
+    assert run(job, parted, resume="auto") == 0
+    assert history(parted) == history(whole)
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+
+    losses = [e.val_loss for e in events_of(whole, schema.Eval)]
+    assert losses[-1] < losses[0] - 1.0
+    owners = {(row.owner, row.tier) for row in events_of(whole, schema.Memory)[-1].rows}
+    assert ("activations and gradients", "device") in owners
+
+
+def test_the_process_stays_below_its_limit(tmp_path: Path) -> None:
+    job = small_job(tmp_path, "device.kind=cuda", "device.process_memory_limit=2 GiB")
+    optimizer = assemble(job).optimizer
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    finally:
+        optimizer.close()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with pytest.raises(ConfigError, match="the GPU has"):
+        assemble(small_job(tmp_path, "device.kind=cuda", "device.process_memory_limit=9999 GiB"))

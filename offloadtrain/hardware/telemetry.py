@@ -31,7 +31,7 @@ _UNREADABLE = (psutil.Error, OSError, ValueError, OffloadTrainError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class SystemInfo:
     """What a run runs on.
 
     Attributes:
@@ -56,10 +56,10 @@ class Machine:
     gpu_state: str
 
 
-def probe(nvml: Nvml | None = None) -> Machine:
+def probe(nvml: Nvml | None = None) -> SystemInfo:
     """Look at this machine; takes milliseconds."""
     nvml = nvml or Nvml()
-    return Machine(
+    return SystemInfo(
         host=socket.gethostname(),
         system=platform.platform(),
         cpu=_cpu_name(),

@@ -43,7 +43,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """What the environment says of this process.
 
     Attributes:
@@ -57,7 +57,7 @@ class Place:
     attempt: int = 0
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Place:
+    def of(cls, environ: Mapping[str, str]) -> RankInfo:
         """As torchrun sets it; alone where it does not.
 
         Raises:
@@ -112,24 +112,24 @@ class _Peer:
     heard_s: float = field(default_factory=time.monotonic)
 
 
-class Watch:
+class FailureDetector:
     """Sees that another rank has failed, and says so to the others if this one does."""
 
     def __init__(
         self,
         store: Store,
-        place: Place,
+        rank_info: RankInfo,
         on_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_lost`: called with the cause where the training thread has not ended in time."""
-        self._store, self._place, self._clock = store, place, clock
+        self._store, self._rank_info, self._clock = store, rank_info, clock
         self._on_lost = on_lost
         self._closed = threading.Event()
         self._cause: str | None = None
         self._heard = threading.Event()
-        store.set(f"who{place.rank}", json.dumps({"pid": os.getpid(), "home": _home()}))
-        self._peers = [self._peer(rank) for rank in range(place.size) if rank != place.rank]
+        store.set(f"who{rank_info.rank}", json.dumps({"pid": os.getpid(), "home": _home()}))
+        self._peers = [self._peer(rank) for rank in range(rank_info.size) if rank != rank_info.rank]
         self._thread = threading.Thread(target=self._run, name="ranks-watch", daemon=True)
         self._thread.start()
 
@@ -143,14 +143,14 @@ class Watch:
         self._closed.set()
         with suppress(Exception):  # the store may be gone with the rank that kept it
             if not self._store.check([_FAILED]):
-                self._store.set(_FAILED, f"rank {self._place.rank}: {message}")
+                self._store.set(_FAILED, f"rank {self._rank_info.rank}: {message}")
                 time.sleep(3 * LOOK_EVERY_S)  # this process may keep the store: let them read it
 
     def close(self) -> None:
         """This rank has done its work; that it ends is no failure."""
         self._closed.set()
         with suppress(Exception):
-            self._store.set(f"done{self._place.rank}", "1")
+            self._store.set(f"done{self._rank_info.rank}", "1")
         self._thread.join()
 
     def _peer(self, rank: int) -> _Peer:
@@ -172,7 +172,7 @@ class Watch:
 
     def _look(self) -> str | None:
         try:
-            self._store.set(f"beat{self._place.rank}", str(time.time_ns()))
+            self._store.set(f"beat{self._rank_info.rank}", str(time.time_ns()))
             said = self._said()
             lost = [why for peer in self._peers if (why := self._lost(peer))]
             # A rank may have said why just before it ended.

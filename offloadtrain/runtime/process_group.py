@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.runtime.failure_detector import Place, Store
+from offloadtrain.runtime.failure_detector import RankInfo, Store
 
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.
@@ -193,7 +193,7 @@ ALONE = Ranks()
 """This process and nobody else."""
 
 
-def connect(place: Place, *, on_gpu: bool, timeout_s: float) -> Store:
+def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
     """Make the default process group; return the store that outlives restarts of the ranks.
 
     Every attempt has keys of its own: what dead ranks have left there must not be read.
@@ -204,15 +204,15 @@ def connect(place: Place, *, on_gpu: bool, timeout_s: float) -> Store:
     on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    keeps = place.rank == 0 and not on_agent
-    store = TCPStore(host, port, None if on_agent else place.size, keeps, timeout)
+    keeps = rank_info.rank == 0 and not on_agent
+    store = TCPStore(host, port, None if on_agent else rank_info.size, keeps, timeout)
     if on_gpu:
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(rank_info.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=attempt_store(store, place),  # type: ignore[arg-type]
-        rank=place.rank,
-        world_size=place.size,
+        store=attempt_store(store, rank_info),  # type: ignore[arg-type]
+        rank=rank_info.rank,
+        world_size=rank_info.size,
         timeout=timeout,
     )
     # A connection of its own: one that waits for a key keeps others from asking.
@@ -228,9 +228,9 @@ def join_through(file: Path, rank: int, size: int, *, on_gpu: bool) -> None:
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=size)
 
 
-def attempt_store(store: Store, place: Place) -> Store:
+def attempt_store(store: Store, rank_info: RankInfo) -> Store:
     """Keys of this attempt only."""
-    prefix = f"offloadtrain/attempt{place.attempt}"
+    prefix = f"offloadtrain/attempt{rank_info.attempt}"
     return PrefixStore(prefix, store)  # type: ignore[arg-type]
 
 

@@ -31,16 +31,16 @@ from offloadtrain.plan.suggest import settled
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
-from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.train import rng
-from offloadtrain.train.kept import Kept
+from offloadtrain.train.resume import ResumedSettings
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class TrainingContext:
     """What the loop drives.
 
     Attributes:
@@ -68,35 +68,35 @@ def assemble(
     job: Config,
     on_prepare: Progress | None = None,
     ranks: Ranks = ALONE,
-    place: Place | None = None,
-    kept: Kept | None = None,
+    rank_info: RankInfo | None = None,
+    resumed: ResumedSettings | None = None,
     on_verify: Progress | None = None,
-) -> Parts:
+) -> TrainingContext:
     """Build everything at the state before the first step. Every rank calls this.
 
     Args:
         on_prepare, on_verify: told of the bytes of text prepared, and of tokens verified.
-        place: of this process among those of its host; default: alone.
-        kept: of the checkpoint that the run goes on from; None: a new run.
+        rank_info: of this process among those of its host; default: alone.
+        resumed: of the checkpoint that the run goes on from; None: a new run.
 
     Raises:
         ConfigError: the job asks for what this machine or the data does not have.
         DataError, HostMemoryError: from the data, which is verified, and the engine.
     """
-    place = place or Place()
+    rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
-    _set_up_torch(job, device, place, kept)
+    _set_up_torch(job, device, rank_info, resumed)
     _bound_process(job.device.process_memory_limit, device)
-    precision, why = _precision(job.offload.precision, device, ranks, kept)
+    precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,
         offload=_checked(replace(job.offload, precision=precision), why),
         device=replace(job.device, kind="auto"),
     )
-    plan = _planned(chosen, device, place, ranks)
+    plan = _planned(chosen, device, rank_info, ranks)
     config = plan.placed.config
     train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
-    if place.local_rank == 0:  # once on each host
+    if rank_info.local_rank == 0:  # once on each host
         for tokens in filter(None, (train_tokens, val_tokens)):
             verify(tokens, on_verify)
     ranks.barrier()
@@ -104,7 +104,7 @@ def assemble(
     _check_sampling(job, train_tokens)
     with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
         model = Transformer(config.model)
-    return Parts(
+    return TrainingContext(
         local=config,
         ranks=ranks,
         model=model,
@@ -126,15 +126,15 @@ def assemble(
 
 
 def _precision(
-    asked: Precision, device: torch.device, ranks: Ranks, kept: Kept | None
+    asked: Precision, device: torch.device, ranks: Ranks, resumed: ResumedSettings | None
 ) -> tuple[Precision, str]:
     """One for all ranks and for the whole run: "auto" is measured once, and then kept.
 
     Raises:
         ConfigError: this rank's GPU does not compute in it.
     """
-    if asked == "auto" and kept is not None:
-        chosen, why = kept.precision, "as before"
+    if asked == "auto" and resumed is not None:
+        chosen, why = resumed.precision, "as before"
     else:
         chosen, why = ranks.tell(resolve_precision(asked, device))
     resolve_precision(chosen, device)
@@ -228,41 +228,45 @@ def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
     return offload
 
 
-def _set_up_torch(config: Config, device: torch.device, place: Place, kept: Kept | None) -> None:
-    rng.seed_all(config.train.seed + place.rank)  # each rank draws its own dropout
-    torch.set_num_threads(_threads(config, device, place, kept))
+def _set_up_torch(
+    config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
+) -> None:
+    rng.seed_all(config.train.seed + rank_info.rank)  # each rank draws its own dropout
+    torch.set_num_threads(_threads(config, device, rank_info, resumed))
     if config.device.threads:
         kernels.set_threads(config.device.threads)
-    elif place.local_size > 1 and device.type == "cpu":
-        kernels.set_threads(_share(place))
+    elif rank_info.local_size > 1 and device.type == "cpu":
+        kernels.set_threads(_share(rank_info))
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
 
 
-def _threads(config: Config, device: torch.device, place: Place, kept: Kept | None) -> int:
+def _threads(
+    config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
+) -> int:
     """Of torch: as asked for, or as before since bits depend on it, or what there is room for."""
     if config.device.threads:
         return config.device.threads
-    alone = place.local_size == 1
+    alone = rank_info.local_size == 1
     if alone and "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    if kept is not None and kept.threads and kept.ranks == place.size:
-        return min(kept.threads, len(os.sched_getaffinity(0)))
+    if resumed is not None and resumed.threads and resumed.ranks == rank_info.size:
+        return min(resumed.threads, len(os.sched_getaffinity(0)))
     if not alone and device.type == "cuda":
         return torch.get_num_threads()
-    return _share(place) if not alone else min(torch.get_num_threads(), _share(place))
+    return _share(rank_info) if not alone else min(torch.get_num_threads(), _share(rank_info))
 
 
-def _share(place: Place) -> int:
+def _share(rank_info: RankInfo) -> int:
     """CPUs of each rank of this host, by affinity and quota; at least 1."""
     usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
     if quota is not None:
         usable = min(usable, int(quota))
-    return max(1, usable // place.local_size)
+    return max(1, usable // rank_info.local_size)
 
 
-def _planned(config: Config, device: torch.device, place: Place, ranks: Ranks) -> Plan:
+def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: Ranks) -> Plan:
     """Refuse before the first byte is allocated, in place of being killed half-way.
 
     Raises:
@@ -272,7 +276,7 @@ def _planned(config: Config, device: torch.device, place: Place, ranks: Ranks) -
     if config.device.machine:
         name, rates = find(config.device.machine)
         machine = _rates_of(rates, machine)
-    machine = replace(machine, gpus=place.local_size)
+    machine = replace(machine, gpus=rank_info.local_size)
     chosen = ranks.tell(settled(config, name, machine, ranks.size))  # by rank 0's memory
     found = make(chosen, name, machine, ranks.size)
     if problems := found.certain_problems:

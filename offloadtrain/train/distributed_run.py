@@ -13,21 +13,21 @@ from types import TracebackType
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
-from offloadtrain.runtime.failure_detector import Place, Watch
+from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Only a last resort: `failure_detector.Watch` notices a failed rank long before."""
+"""Only a last resort: `failure_detector.FailureDetector` notices a failed rank long before."""
 _RUN_KEY = "offloadtrain/run"
 
 
-class Team:
+class DistributedRun:
     """Entered by every rank. A rank that leaves with an error tells the others why, and ends."""
 
-    def __init__(self, place: Place, config: Config) -> None:
+    def __init__(self, rank_info: RankInfo, config: Config) -> None:
         """
         Raises:
             ConfigError: there are more ranks on this host than GPUs.
@@ -35,14 +35,16 @@ class Team:
         import torch
 
         on_gpu = resolve_device(config.device.kind).type == "cuda"
-        if on_gpu and place.local_size > torch.cuda.device_count():
+        if on_gpu and rank_info.local_size > torch.cuda.device_count():
             raise ConfigError(
-                f"{place.local_size} ranks on this host and {torch.cuda.device_count()} GPUs: "
+                f"{rank_info.local_size} ranks on this host and {torch.cuda.device_count()} GPUs: "
                 "start one rank per GPU"
             )
-        self.place = place
-        self._store = connect(place, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
-        self._watch = Watch(attempt_store(self._store, place), place, self._lost)
+        self.rank_info = rank_info
+        self._store = connect(rank_info, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self._failures = FailureDetector(
+            attempt_store(self._store, rank_info), rank_info, self._lost
+        )
         self._log: RunLog | None = None
         self._run: RunFolder | None = None
         self.ranks = Ranks.of(None, torch.device("cpu"))
@@ -52,7 +54,7 @@ class Team:
     ) -> Opened:
         """As `resume.open_run`. Ranks that were started again go on in the folder that they were
         in."""
-        if self.place.attempt and self._store.check([_RUN_KEY]):
+        if self.rank_info.attempt and self._store.check([_RUN_KEY]):
             run_dir, resume = Path(self._store.get(_RUN_KEY).decode()), "auto"
         opened = open_run(config, run_dir=run_dir, resume=resume, say=say, ranks=self.ranks)
         self._run = opened.run
@@ -60,11 +62,11 @@ class Team:
 
     def began(self, run: RunFolder) -> None:
         """Where to go on if the ranks are started again."""
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             self._store.set(_RUN_KEY, str(run.path.resolve()))
 
     @contextmanager
-    def telling(self, log: RunLog) -> Iterator[None]:
+    def reporting(self, log: RunLog) -> Iterator[None]:
         """What fails inside is told to the other ranks, or is another rank's failure by its name.
 
         Raises:
@@ -74,13 +76,13 @@ class Team:
         try:
             yield
         except Exception as error:
-            cause = self._watch.cause()
+            cause = self._failures.cause()
             if cause is not None:
                 raise RankError(_blamed(cause)) from error
-            self._watch.fail(f"{type(error).__name__}: {error}")
+            self._failures.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> DistributedRun:
         return self
 
     def __exit__(
@@ -91,7 +93,7 @@ class Team:
     ) -> None:
         if error is None:
             self.ranks.barrier()
-            self._watch.close()
+            self._failures.close()
             self.ranks.close()
             disconnect()
             return
@@ -100,7 +102,7 @@ class Team:
     def _end(self, error: BaseException) -> None:
         """No way back: lanes may hang in a collective that others have left, and so would any
         orderly end."""
-        self._watch.fail(f"{type(error).__name__}: {error}")
+        self._failures.fail(f"{type(error).__name__}: {error}")
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, OffloadTrainError):
             text = "".join(traceback.format_exception(error))
@@ -115,7 +117,7 @@ class Team:
         self._leave(f"RankError: {_blamed(cause)}")
 
     def _leave(self, text: str) -> None:
-        print(f"rank {self.place.rank}: {text}", file=sys.stderr, flush=True)
+        print(f"rank {self.rank_info.rank}: {text}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
 

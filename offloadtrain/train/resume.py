@@ -8,6 +8,7 @@ from pathlib import Path
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
+from offloadtrain.config.offload import Precision
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train import run_folder
 from offloadtrain.train.checkpoint import checkpoint
@@ -15,6 +16,22 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheck
 from offloadtrain.train.run_folder import RunFolder
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSettings:
+    """What a run that goes on keeps of the checkpoint, where the job does not set it: its bits
+    depend on it.
+
+    Attributes:
+        precision: of the working weights.
+        ranks: that trained.
+        threads: of torch on each of them; 0: not recorded.
+    """
+
+    precision: Precision
+    ranks: int
+    threads: int
 
 
 @dataclass(slots=True)
@@ -29,6 +46,14 @@ class Opened:
     run: RunFolder
     found: checkpoint.Checkpoint | None = None
     damaged: list[tuple[Path, DamagedCheckpointError]] = field(default_factory=list)
+
+    @property
+    def settings(self) -> ResumedSettings | None:
+        """None: a new run."""
+        if self.found is None:
+            return None
+        state = self.found.state
+        return ResumedSettings(state["precision"], len(state["rng"]), state.get("threads", 0))
 
     def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
         """What it goes on from is accepted: from here on the folder is written. Every rank calls

@@ -11,10 +11,9 @@ from offloadtrain.config.job import Config
 from offloadtrain.events.control import Requests
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train import run_summary
-from offloadtrain.train.build import Parts, assemble
+from offloadtrain.train.build import TrainingContext, assemble
 from offloadtrain.train.console import Console
-from offloadtrain.train.distributed_run import Team
-from offloadtrain.train.kept import kept_of
+from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.progress_bar import ProgressBar
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_log import RunLog
@@ -26,7 +25,7 @@ def run(
     job_text: str,
     run_dir: Path | None,
     resume: str,
-    team: Team | None,
+    distributed: DistributedRun | None,
     waiting: str,
     console: Console,
 ) -> str:
@@ -40,32 +39,32 @@ def run(
     Returns:
         "done" or "stopped".
     """
-    if team is None:
+    if distributed is None:
         opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
     else:
-        opened = team.open_run(config, run_dir, resume, console.say)
-    ranks = ALONE if team is None else team.ranks
+        opened = distributed.open_run(config, run_dir, resume, console.say)
+    ranks = ALONE if distributed is None else distributed.ranks
     folder = opened.run
     with ExitStack() as stack:
         stack.enter_context(folder)
         log = stack.enter_context(RunLog(folder, config, console, ranks.rank))
-        if team is not None:
-            stack.enter_context(team.telling(log))
-        parts = _build(config, opened, team, console)
-        trainer = Trainer(config, parts, folder, log)
+        if distributed is not None:
+            stack.enter_context(distributed.reporting(log))
+        context = _build(config, opened, distributed, console)
+        trainer = Trainer(config, context, folder, log)
         if opened.found is not None:
             trainer.resume(opened.found)
         trainer.check_room()
         for told in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
             log.warn("checkpoint-damaged", told)
-        if team is not None:
-            team.began(folder)
+        if distributed is not None:
+            distributed.began(folder)
         # Only now: what was asked of the run before this start is refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
-        log.started(parts, trainer.progress, waiting)
+        log.started(context, trainer.progress, waiting)
         outcome = trainer.train(requests)
         log.ended(outcome.status)
-        parts.optimizer.close()
+        context.optimizer.close()
         if ranks.rank == 0:
             seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
             events = folder.events()
@@ -77,15 +76,17 @@ def run(
     return outcome.status
 
 
-def _build(config: Config, opened: Opened, team: Team | None, console: Console) -> Parts:
+def _build(
+    config: Config, opened: Opened, distributed: DistributedRun | None, console: Console
+) -> TrainingContext:
     """Data, model and engine, with a bar for what takes long."""
     console.doing("preparing data and model")
     labels = ("preparing the data", "verifying the tokens")
     preparing, verifying = (ProgressBar(label, on_shown=console.spoken) for label in labels)
-    ranks = ALONE if team is None else team.ranks
-    place, kept = None if team is None else team.place, kept_of(opened.found)
+    ranks = ALONE if distributed is None else distributed.ranks
+    rank_info, resumed = None if distributed is None else distributed.rank_info, opened.settings
     with preparing, verifying:
-        parts = assemble(config, preparing.show, ranks, place, kept, verifying.show)
-    if team is not None:
-        console.say(explain(config, parts.local, ranks.size))
-    return parts
+        context = assemble(config, preparing.show, ranks, rank_info, resumed, verifying.show)
+    if distributed is not None:
+        console.say(explain(config, context.local, ranks.size))
+    return context

@@ -24,12 +24,12 @@ from offloadtrain.events.control import Request
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.hardware.telemetry import Machine, Sampler, probe
+from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.step.formats import FORMATS
-from offloadtrain.train.build import Parts
+from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.checkpoint import Saved
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.console import Console, StepLine
@@ -89,28 +89,28 @@ class RunLog:
 
     # ---- start and end
 
-    def started(self, parts: Parts, progress: Progress, waiting: str = "") -> None:
+    def started(self, context: TrainingContext, progress: Progress, waiting: str = "") -> None:
         """The run has begun in its folder and is about to train, from `progress.step` on.
 
         Args:
             waiting: how torch's threads wait for each other, if not as OpenMP does by itself.
         """
-        self._progress, self._optimizer = progress, parts.optimizer
-        config, device = self._config, parts.optimizer.device
+        self._progress, self._optimizer = progress, context.optimizer
+        config, device = self._config, context.optimizer.device
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        one = peak_flops(device_name, parts.precision)
-        self._peak_flops = one and one * parts.ranks.size
+        one = peak_flops(device_name, context.precision)
+        self._peak_flops = one and one * context.ranks.size
         machine = probe(self._nvml)
         facts: dict[str, Any] = {"name": config.name, "num_params": num_params(config.model)}
         if self._rank == 0:
-            self._run.write_run(facts | {"ranks": parts.ranks.size})
+            self._run.write_run(facts | {"ranks": context.ranks.size})
         self._writer.open(self._run.events(self._rank))
         self._writer.emit(
             schema.RunStarted(
                 run_id=self._run.run_id,
                 pid=os.getpid(),
                 config=as_tables(config),
-                plan=self._plan(parts)
+                plan=self._plan(context)
                 | {"threads": torch.get_num_threads(), "waiting": waiting or "as OpenMP does"},
                 backend=asdict(kernels.backend()),
                 machine=asdict(machine),
@@ -119,38 +119,38 @@ class RunLog:
                 **facts,
             )
         )
-        self._introduce(parts, machine, device_name, waiting)
+        self._introduce(context, machine, device_name, waiting)
         self._hindsight = Hindsight(
-            parts.plan, measured_rates=config.device.machine.endswith(".toml")
+            context.plan, measured_rates=config.device.machine.endswith(".toml")
         )
-        if problems := parts.plan.problems:
+        if problems := context.plan.problems:
             self.warn("plan", f"by the plan it may not fit: {' '.join(problems)}")
-        if device.type == "cuda" and config.offload.pin_memory and not parts.optimizer.pinned:
+        if device.type == "cuda" and config.offload.pin_memory and not context.optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
                 "host memory could not be page-locked: transfers are slow and run beside nothing; "
                 "raise `ulimit -l` or the container's limit",
             )
 
-    def _plan(self, parts: Parts) -> dict[str, Any]:
+    def _plan(self, context: TrainingContext) -> dict[str, Any]:
         """Where this run computes, and the bytes of its model states by tier and owner."""
-        device = parts.optimizer.device
+        device = context.optimizer.device
         plan: dict[str, Any] = {
             "device": str(device),
-            "precision": parts.precision,
-            "why": parts.why,
+            "precision": context.precision,
+            "why": context.why,
         }
         if device.type == "cuda":
             plan["gpu_uuid"] = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             measured = bandwidth(device)
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
-        local, ranks = parts.local, parts.ranks.size
-        weight = 4 if parts.precision == "fp32" else 2
+        local, ranks = context.local, context.ranks.size
+        weight = 4 if context.precision == "fp32" else 2
         gradient = 4 if local.train.grad_accum_steps > 1 else weight
         state = FORMATS[self._config.offload.state]
         traffic = state.traffic_per_param(("exp_avg", "exp_avg_sq"), weight, gradient)
-        found = parts.plan
+        found = context.plan
         host = {owner: size for owner, size in found.host.items() if owner != "Python, torch"}
         return plan | {
             "machine": found.name,
@@ -160,17 +160,19 @@ class RunLog:
             "adam_bytes_per_step": round(traffic * num_params(self._config.model) / ranks),
         }
 
-    def _introduce(self, parts: Parts, machine: Machine, device_name: str, waiting: str) -> None:
+    def _introduce(
+        self, context: TrainingContext, machine: SystemInfo, device_name: str, waiting: str
+    ) -> None:
         config, backend = self._config, kernels.backend()
         threads = f"{torch.get_num_threads()} threads{f' {waiting}' if waiting else ''}"
         where = machine.cpu if device_name == "CPU" else device_name
         self._console.say(
             f"{config.name}: {format_count(num_params(config.model))} parameters, "
             f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
-            f"compute: {where}, {parts.precision}{f' ({parts.why})' if parts.why else ''}, "
+            f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
             f"{threads}; Adam: {backend.name} {backend.isa}, {backend.threads} threads\n"
-            f"data: {format_count(len(parts.train_tokens))} tokens to train on"
-            + (f", {format_count(len(parts.val_tokens))} held out" if parts.val_tokens else "")
+            f"data: {format_count(len(context.train_tokens))} tokens to train on"
+            + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
             + f"\nrun: {self._run.path}"
             + (f", going on after step {self._progress.step}" if self._progress.step else "")
         )

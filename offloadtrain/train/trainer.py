@@ -33,7 +33,7 @@ from offloadtrain.model.generate import generate
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.train import rng
-from offloadtrain.train.build import Parts
+from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, disk_space
 from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
 from offloadtrain.train.progress import Progress, StepClock, Told
@@ -72,16 +72,18 @@ class Outcome:
 class Trainer:
     """One run, from its first or latest step to its last, or until it is asked to stop."""
 
-    def __init__(self, config: Config, parts: Parts, run: RunFolder, log: RunLog) -> None:
+    def __init__(
+        self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
+    ) -> None:
         """`run`: has begun when `train` is called."""
         self.config = config
-        self._local, self._ranks = parts.local, parts.ranks
-        self.model, self.optimizer = parts.model, parts.optimizer
+        self._local, self._ranks = context.local, context.ranks
+        self.model, self.optimizer = context.model, context.optimizer
         self.optimizer.warns_of_skips = False  # the run log tells of each
-        self.batches, self.val_tokens = parts.batches, parts.val_tokens
+        self.batches, self.val_tokens = context.batches, context.val_tokens
         self.progress = Progress()
-        self._precision = parts.precision
-        self._tokenizer = parts.train_tokens.header.tokenizer
+        self._precision = context.precision
+        self._tokenizer = context.train_tokens.header.tokenizer
         self._run = run
         self._log = log
         self._requests: Requests | None = None

@@ -19,7 +19,7 @@ import pytest
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
-from offloadtrain.runtime.failure_detector import Place, Watch
+from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
 from tests.distributed.test_jobs import job_of
@@ -58,9 +58,9 @@ def started(job: Path, point: str, victim: int, step: int = 5) -> Iterator[list[
     arguments += ["--run-dir", str(job.parent / "run")]
     processes = []
     for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared
+        rank_info = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared
         said = job.parent / f"said{rank}"
-        processes.append(forkserver().Process(target=in_a_fork, args=(said, place, arguments)))
+        processes.append(forkserver().Process(target=in_a_fork, args=(said, rank_info, arguments)))
         processes[-1].start()
     try:
         yield processes
@@ -198,18 +198,18 @@ def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     board, now = Board(), [0.0]
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     lost: list[str] = []
-    watch = Watch(board, Place(0, 2), lost.append, clock=lambda: now[0])
+    failures = FailureDetector(board, RankInfo(0, 2), lost.append, clock=lambda: now[0])
     deadline = time.monotonic() + WITHIN_S
     for beat in range(5):  # it lives, whatever the clock says
         now[0] += 15.0
         board.set("beat1", str(beat))
         time.sleep(0.05)
-    assert watch.cause(0.0) is None
+    assert failures.cause(0.0) is None
     while not lost and time.monotonic() < deadline:
         now[0] += 5.0
         time.sleep(0.02)
     assert "rank 1 (pid 7 on elsewhere) is silent" in lost[0]
-    assert watch.cause() == lost[0] == board.get("failed").decode()
+    assert failures.cause() == lost[0] == board.get("failed").decode()
 
 
 def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +218,9 @@ def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) ->
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     board.set("done1", "1")
     now = [0.0]
-    watch = Watch(board, Place(0, 2), pytest.fail, clock=lambda: now[0])
+    failures = FailureDetector(board, RankInfo(0, 2), pytest.fail, clock=lambda: now[0])
     now[0] = 1e6
     time.sleep(0.1)
-    assert watch.cause(0.0) is None
-    watch.close()
+    assert failures.cause(0.0) is None
+    failures.close()
     assert board.check(["done0"])

@@ -15,7 +15,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
-from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.train import build
 from offloadtrain.train.build import assemble
@@ -47,15 +47,15 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
     opened = open_run(job, run_dir=folder, resume=asks, say=print, ranks=ranks)
     run = opened.run
     with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
-        parts = assemble(job, ranks=ranks)
-        trainer = Trainer(job, parts, run, log)
+        context = assemble(job, ranks=ranks)
+        trainer = Trainer(job, context, run, log)
         if opened.found is not None:
             trainer.resume(opened.found)
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []
-        log.started(parts, trainer.progress)
+        log.started(context, trainer.progress)
         outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None)
         log.ended(outcome.status)
-        parts.optimizer.close()
+        context.optimizer.close()
     told = [record.event for record in schema.read(run.events(ranks.rank))]
     steps = [event for event in told if isinstance(event, schema.Step)]
     (plan,) = [event.plan for event in told if isinstance(event, schema.RunStarted)][-1:]
@@ -212,9 +212,9 @@ def chosen_where_ranks_measure(data: Path, speedups: tuple[float, ...]) -> str:
             patch.setattr(
                 "offloadtrain.runtime.device.cpu_bf16_speedup", lambda: speedups[ranks.rank]
             )
-            parts = assemble(job, ranks=ranks)
-        parts.optimizer.close()
-        return parts.precision
+            context = assemble(job, ranks=ranks)
+        context.optimizer.close()
+        return context.precision
     finally:
         ranks.close()
 
@@ -229,10 +229,10 @@ def test_ranks_compute_in_one_precision(
 def verified_here(data: Path) -> int:
     """How many token files this rank reads through, all ranks being on one host."""
     ranks, seen = Ranks.of(None, torch.device("cpu")), []
-    place = Place(ranks.rank, ranks.size, ranks.rank, ranks.size)
+    rank_info = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
     real, build.verify = build.verify, lambda tokens, _: seen.append(tokens)
     try:
-        assemble(job_of(data), ranks=ranks, place=place).optimizer.close()
+        assemble(job_of(data), ranks=ranks, rank_info=rank_info).optimizer.close()
     finally:
         build.verify = real
         ranks.close()

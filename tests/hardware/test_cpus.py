@@ -11,9 +11,9 @@ from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
 from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan
-from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.train.build import _threads
-from offloadtrain.train.kept import Kept
+from offloadtrain.train.resume import ResumedSettings
 
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": 1}
 
@@ -144,31 +144,38 @@ def test_quotas_of_version_1(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "cgroup", tmp_path / "self") is None
 
 
-KEPT = Kept("bf16", 1, 2)
+KEPT = ResumedSettings("bf16", 1, 2)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environ", "place", "kept", "quota", "threads"),
+    ("overrides", "environ", "place", "resumed", "quota", "threads"),
     [
-        ([], {}, Place(), None, None, 4),
-        (["device.threads=3"], {"OMP_NUM_THREADS": "4"}, Place(), KEPT, 1.0, 3),
-        ([], {"OMP_NUM_THREADS": "4"}, Place(), KEPT, 1.0, 4),
-        ([], {}, Place(), KEPT, None, 2),
-        ([], {}, Place(), Kept("bf16", 1, 64), None, 8),  # of a larger machine
-        ([], {}, Place(), Kept("bf16", 1, 0), None, 4),  # of a time when they were not recorded
-        ([], {}, Place(), None, 2.5, 2),
-        ([], {}, Place(), None, 0.5, 1),
-        ([], {"OMP_NUM_THREADS": "1"}, Place(size=2, local_size=2), None, None, 4),
-        ([], {"OMP_NUM_THREADS": "1"}, Place(size=2, local_size=2), None, 2.0, 1),
-        ([], {"OMP_NUM_THREADS": "1"}, Place(size=2, local_size=2), KEPT, None, 4),
+        ([], {}, RankInfo(), None, None, 4),
+        (["device.threads=3"], {"OMP_NUM_THREADS": "4"}, RankInfo(), KEPT, 1.0, 3),
+        ([], {"OMP_NUM_THREADS": "4"}, RankInfo(), KEPT, 1.0, 4),
+        ([], {}, RankInfo(), KEPT, None, 2),
+        ([], {}, RankInfo(), ResumedSettings("bf16", 1, 64), None, 8),  # of a larger machine
+        (
+            [],
+            {},
+            RankInfo(),
+            ResumedSettings("bf16", 1, 0),
+            None,
+            4,
+        ),  # not recorded
+        ([], {}, RankInfo(), None, 2.5, 2),
+        ([], {}, RankInfo(), None, 0.5, 1),
+        ([], {"OMP_NUM_THREADS": "1"}, RankInfo(size=2, local_size=2), None, None, 4),
+        ([], {"OMP_NUM_THREADS": "1"}, RankInfo(size=2, local_size=2), None, 2.0, 1),
+        ([], {"OMP_NUM_THREADS": "1"}, RankInfo(size=2, local_size=2), KEPT, None, 4),
     ],
 )
 def test_threads_of_torch(
     monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
     environ: dict[str, str],
-    place: Place,
-    kept: Kept | None,
+    rank_info: RankInfo,
+    resumed: ResumedSettings | None,
     quota: float | None,
     threads: int,
 ) -> None:
@@ -178,4 +185,4 @@ def test_threads_of_torch(
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     monkeypatch.setattr("offloadtrain.hardware.cgroup.cpu_quota", lambda: quota)
     job = jobs.load(find_job("debug"), overrides)
-    assert _threads(job, torch.device("cpu"), place, kept) == threads
+    assert _threads(job, torch.device("cpu"), rank_info, resumed) == threads

@@ -12,11 +12,11 @@ from cyclopts import Parameter
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, STOPPED
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.runtime.failure_detector import Place
+from offloadtrain.runtime.failure_detector import RankInfo
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
-    from offloadtrain.train.distributed_run import Team
+    from offloadtrain.train.distributed_run import DistributedRun
 
 
 def train(
@@ -65,15 +65,15 @@ def train(
     from offloadtrain.config import job as jobs
 
     path = find_job(job)
-    place = Place.of(os.environ)
-    say = say_on_stderr if place.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
+    rank_info = RankInfo.of(os.environ)
+    say = say_on_stderr if rank_info.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
     config = jobs.load(path, overrides, say)
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
-    waiting = _choose_waiting(config, place)
-    if place.size == 1 and nproc != "1":
+    waiting = _choose_waiting(config, rank_info)
+    if rank_info.size == 1 and nproc != "1":
         from offloadtrain.cli.commands.launch import launch
 
         if waiting:
@@ -82,19 +82,21 @@ def train(
         arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
         arguments += ["--set", *overrides] if overrides else []
         return launch(_ranks_wanted(nproc, config), max_restarts, arguments)
-    if place.size == 1 and max_restarts:
+    if rank_info.size == 1 and max_restarts:
         raise ConfigError("--max-restarts starts ranks again: it needs --nproc")
     text = path.read_text(encoding="utf-8")
-    if place.size == 1:
+    if rank_info.size == 1:
         return run_job(config, text, run_dir=run_dir, resume=resume, waiting=waiting)
-    return _run_in_team(config, text, place, run_dir=run_dir, resume=resume, waiting=waiting)
+    return _run_distributed(
+        config, text, rank_info, run_dir=run_dir, resume=resume, waiting=waiting
+    )
 
 
-def _choose_waiting(config: Config, place: Place) -> str:
+def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
     """Before torch is loaded. Ranks would see each other: they do as their launcher has chosen."""
     from offloadtrain.hardware import cgroup, wait_policy
 
-    alone = place.size == 1 and "torch" not in sys.modules
+    alone = rank_info.size == 1 and "torch" not in sys.modules
     look = wait_policy.look if alone else None
     return wait_policy.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
 
@@ -131,13 +133,26 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
     return count
 
 
-def _run_in_team(
-    config: Config, job_text: str, place: Place, *, run_dir: Path | None, resume: str, waiting: str
+def _run_distributed(
+    config: Config,
+    job_text: str,
+    rank_info: RankInfo,
+    *,
+    run_dir: Path | None,
+    resume: str,
+    waiting: str,
 ) -> int:
-    from offloadtrain.train.distributed_run import Team
+    from offloadtrain.train.distributed_run import DistributedRun
 
-    with Team(place, config) as team:
-        return run_job(config, job_text, run_dir=run_dir, resume=resume, team=team, waiting=waiting)
+    with DistributedRun(rank_info, config) as distributed:
+        return run_job(
+            config,
+            job_text,
+            run_dir=run_dir,
+            resume=resume,
+            distributed=distributed,
+            waiting=waiting,
+        )
 
 
 def run_job(
@@ -146,18 +161,19 @@ def run_job(
     *,
     run_dir: Path | None,
     resume: str,
-    team: Team | None = None,
+    distributed: DistributedRun | None = None,
     waiting: str = "",
 ) -> int:
     """Open the run folder, train in it, say how it ended; return the exit code."""
     from offloadtrain.train.console import Console
 
     console = Console(
-        every_s=config.train.log_every_s, quiet=team is not None and team.place.rank > 0
+        every_s=config.train.log_every_s,
+        quiet=distributed is not None and distributed.rank_info.rank > 0,
     )
     with console.never_silent("loading torch"):
         from offloadtrain.train.run import run
 
-        status = run(config, job_text, run_dir, resume, team, waiting, console)
+        status = run(config, job_text, run_dir, resume, distributed, waiting, console)
     # torchrun takes any other code than 0 for a failure, and starts again
-    return STOPPED if status == "stopped" and team is None else DONE
+    return STOPPED if status == "stopped" and distributed is None else DONE

@@ -148,21 +148,14 @@ KEPT = ResumedSettings("bf16", 1, 2)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environ", "place", "resumed", "quota", "threads"),
+    ("overrides", "environ", "rank_info", "resumed", "quota", "threads"),
     [
         ([], {}, RankInfo(), None, None, 4),
         (["device.threads=3"], {"OMP_NUM_THREADS": "4"}, RankInfo(), KEPT, 1.0, 3),
         ([], {"OMP_NUM_THREADS": "4"}, RankInfo(), KEPT, 1.0, 4),
         ([], {}, RankInfo(), KEPT, None, 2),
         ([], {}, RankInfo(), ResumedSettings("bf16", 1, 64), None, 8),  # of a larger machine
-        (
-            [],
-            {},
-            RankInfo(),
-            ResumedSettings("bf16", 1, 0),
-            None,
-            4,
-        ),  # not recorded
+        ([], {}, RankInfo(), ResumedSettings("bf16", 1, 0), None, 4),  # not recorded
         ([], {}, RankInfo(), None, 2.5, 2),
         ([], {}, RankInfo(), None, 0.5, 1),
         ([], {"OMP_NUM_THREADS": "1"}, RankInfo(size=2, local_size=2), None, None, 4),

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from offloadtrain_tui.history import View, fold
+from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.shown import Shown
-from offloadtrain_tui.source import Snapshot
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from textual.geometry import Region
 
@@ -54,7 +54,7 @@ def test_a_chart_of_a_long_run_reads_as_little_as_one_of_a_short_run() -> None:
 
     def look(history: object) -> None:
         view = View.at(history)  # type: ignore[arg-type]
-        shown = Shown(Snapshot("run", None, (view,), "running"), now_s=0.0)
+        shown = ViewState(Snapshot("run", None, (view,), "running"), now_s=0.0)
         for name in KINDS:
             for curve in plot(name, shown).curves:
                 for lo, hi in shown.window.columns(100):

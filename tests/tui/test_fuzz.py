@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from offloadtrain_tui.history import History, View
+from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.panels.events import matches
 from offloadtrain_tui.panels.job import flat
 from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.reports import facts, report
-from offloadtrain_tui.shown import Shown, marks
-from offloadtrain_tui.source import Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import _extents
 
 from tests import levels
@@ -29,7 +29,7 @@ def look_at(history: History) -> None:
     for moment in (None, history.first_time_s, history.first_time_s + 20.0):
         view = View.at(history, moment)
         snapshot = Snapshot("run", None, (view,), "running")
-        shown = Shown(snapshot, now_s=history.last_time_s + 1.0)
+        shown = ViewState(snapshot, now_s=history.last_time_s + 1.0)
         for text in (headline(shown, {}), numbers(shown), when(shown)):
             assert "\x1b" not in text.plain and "\x07" not in text.plain
         for name in KINDS:

@@ -70,7 +70,7 @@ _LOOK = """
 import json, os, sys
 from dataclasses import asdict
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain_tui.machine import sample
+from offloadtrain_tui.this_machine import sample
 def look(refused):
     os.environ["REFUSED"] = refused
     times = iter([0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0])

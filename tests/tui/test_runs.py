@@ -17,7 +17,7 @@ import pytest
 from offloadtrain_tui import runs
 from offloadtrain_tui.history import History, View, fold
 from offloadtrain_tui.listing import list_runs
-from offloadtrain_tui.source import RunReader
+from offloadtrain_tui.log_reader import RunReader
 
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines, plain, ranks, unlucky, write

@@ -1,6 +1,6 @@
 """The monitor: a reader thread's snapshots, one state, nine screens.
 
-Everything that is seen follows from one `Shown`. It changes when the reader has news, when the
+Everything that is seen follows from one `ViewState`. It changes when the reader has news, when the
 clock has moved a second, or when a key is pressed; then the panel that is seen is given it.
 """
 
@@ -23,12 +23,11 @@ from textual.widgets import ContentSwitcher, Footer, Static
 
 from offloadtrain.events import schema
 from offloadtrain_tui import runs
-from offloadtrain_tui.asking import Asking
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Raw
 from offloadtrain_tui.history import History, View
 from offloadtrain_tui.listing import RunRow, list_runs
-from offloadtrain_tui.machine import MachineSampler
+from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.job import JobPanel
@@ -39,12 +38,13 @@ from offloadtrain_tui.panels.ranks import Ranks
 from offloadtrain_tui.panels.runs import RunsPanel
 from offloadtrain_tui.panels.timeline import TimelinePanel
 from offloadtrain_tui.panels.transfers import Transfers
+from offloadtrain_tui.run_actions import RunActions
 from offloadtrain_tui.runs import RunPath
-from offloadtrain_tui.shown import Shown
-from offloadtrain_tui.source import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.themes import COLOR_BLIND
+from offloadtrain_tui.this_machine import MachineSampler
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 
@@ -63,7 +63,7 @@ WIDE, NARROW, SHORT = 160, 100, 30
 RUNS_EVERY_S = 3.0
 
 
-class Monitor(Asking):
+class Monitor(RunActions):
     """Watches runs; the only thing it writes are requests, when a person asks for them."""
 
     class News(Message):
@@ -140,7 +140,7 @@ class Monitor(Asking):
         self.first_panel = "overview"
         self._listed = False
         empty = Snapshot("no run", None, (View.at(History()),), "unknown")
-        self.shown = Shown(empty, self.clock.now_s(), readonly=readonly)
+        self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
 
     # ---- life
 
@@ -269,7 +269,7 @@ class Monitor(Asking):
         else:
             self.set_focus(None)
 
-    def _change(self, shown: Shown) -> None:
+    def _change(self, shown: ViewState) -> None:
         self.shown = shown
         self._refresh()
 
@@ -285,7 +285,7 @@ class Monitor(Asking):
         else:
             self._change(self.shown.jumped(direction))
 
-    def _replay_to(self, shown: Shown) -> None:
+    def _replay_to(self, shown: ViewState) -> None:
         assert isinstance(self.clock, ReplayClock)
         moment = shown.moment_s
         self.clock.move(self.clock.end_s if shown.cursor is None or moment is None else moment)

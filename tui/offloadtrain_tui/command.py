@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.source import NEWS_OVER_SSH_S, NEWS_S, Reader
+from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
 from offloadtrain_tui.text import clean
 
 ONCE_SIZE = (120, 40)

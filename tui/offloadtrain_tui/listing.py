@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offloadtrain_tui import runs
 from offloadtrain_tui.history import History, View
-from offloadtrain_tui.source import glance
+from offloadtrain_tui.log_reader import glance
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from offloadtrain.config import units
 from offloadtrain_tui.history import View
 from offloadtrain_tui.series import Window
-from offloadtrain_tui.shown import Shown, marks
 from offloadtrain_tui.text import milliseconds, short
+from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import Curve, Mark, Plot
 
 _RUN_COLORS = ("secondary", "warning", "accent", "success")
@@ -87,7 +87,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def plot(name: str, shown: Shown) -> Plot:
+def plot(name: str, shown: ViewState) -> Plot:
     """A chart of the steps of rank 0."""
     kind, view = KINDS[name], shown.newest
     series = view.history.series
@@ -114,7 +114,7 @@ def plot(name: str, shown: Shown) -> Plot:
     )
 
 
-def _of_others(field: str, shown: Shown) -> list[Curve]:
+def _of_others(field: str, shown: ViewState) -> list[Curve]:
     """The same series of the other runs, by position."""
     found = []
     for number, other in enumerate(shown.others):

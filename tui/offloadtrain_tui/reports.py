@@ -18,8 +18,8 @@ from offloadtrain.events import schema
 from offloadtrain_tui import requests, runs
 from offloadtrain_tui.history import LANES, History, Moment
 from offloadtrain_tui.listing import RunRow, list_runs
+from offloadtrain_tui.log_reader import RunReader, Snapshot
 from offloadtrain_tui.runs import RunPath
-from offloadtrain_tui.source import RunReader, Snapshot
 from offloadtrain_tui.tail import Tail
 from offloadtrain_tui.text import clean, milliseconds, short
 

@@ -6,8 +6,8 @@ from rich.text import Text
 
 from offloadtrain.config import units
 from offloadtrain_tui.history import View
-from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.view_state import ViewState
 
 SIGNS = {
     "starting": "○",
@@ -22,7 +22,7 @@ SIGNS = {
 ColorOf = dict[str, str]
 
 
-def headline(shown: Shown, colors: ColorOf) -> Text:
+def headline(shown: ViewState, colors: ColorOf) -> Text:
     """Name, state, step, time left, and the newest numbers, in one or two lines."""
     view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
@@ -40,7 +40,7 @@ def headline(shown: Shown, colors: ColorOf) -> Text:
     return text
 
 
-def numbers(shown: Shown) -> Text:
+def numbers(shown: ViewState) -> Text:
     """The newest step in numbers."""
     view = shown.view
     text = Text(no_wrap=True, overflow="ellipsis")
@@ -62,7 +62,7 @@ def numbers(shown: Shown) -> Text:
     return text
 
 
-def when(shown: Shown) -> Text:
+def when(shown: ViewState) -> Text:
     """Where in time the screen is: live, at a step, in a replay; and what is wrong."""
     text = Text(no_wrap=True, overflow="ellipsis")
     alerts = shown.view.active_alerts()
@@ -91,7 +91,7 @@ def trend(view: View) -> str:
     return " ↓" if change < -1e-3 else " ↑" if change > 1e-3 else " →"
 
 
-def _silence(shown: Shown) -> str:
+def _silence(shown: ViewState) -> str:
     since = shown.view.step_time_s
     if shown.snapshot.state != "slow" or since is None:
         return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.containers import Container
 
-from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.view_state import ViewState
 
 
 class Panel(Container):
@@ -12,6 +12,6 @@ class Panel(Container):
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         """Only called while the panel is seen."""
         raise NotImplementedError

@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Input
 
 from offloadtrain_tui.history import Moment
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill
 
 COLUMNS = ("time", "step", "rank", "kind", "what")
@@ -43,10 +43,10 @@ class EventsPanel(Panel):
         yield DataTable(id="events-rows", cursor_type="row", zebra_stripes=True)
 
     def on_mount(self) -> None:
-        self._shown: Shown | None = None
+        self._shown: ViewState | None = None
         self._moments: list[Moment] = []
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         self._shown = shown
         words = self.query_one(Input).value.lower().split()
         found = [moment for view in shown.views for moment in view.moments]

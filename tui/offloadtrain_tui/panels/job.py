@@ -12,8 +12,8 @@ from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, short
+from offloadtrain_tui.view_state import ViewState
 
 
 class JobPanel(Panel):
@@ -23,11 +23,11 @@ class JobPanel(Panel):
         with VerticalScroll(id="job-scroll"):
             yield Static(id="job-text")
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         self.query_one("#job-text", Static).update(_told(shown))
 
 
-def _told(shown: Shown) -> Text:
+def _told(shown: ViewState) -> Text:
     start = shown.view.start
     text = Text()
     if start is None:

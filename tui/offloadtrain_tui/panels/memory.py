@@ -10,8 +10,8 @@ from offloadtrain.config import units
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import sample_plot
-from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import StackBar, Tier
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.table import fill
@@ -32,7 +32,7 @@ class MemoryPanel(Panel):
                 yield Chart(Plot("host"), id="memory-samples", pickable=False)
                 yield Chart(Plot("GPUs"), id="memory-gpus", pickable=False)
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         view = shown.view
         machine = shown.machine if shown.is_live else None
         self.query_one("#memory-device", StackBar).show(memory.devices(view, machine)[0])

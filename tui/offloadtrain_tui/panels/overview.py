@@ -8,7 +8,7 @@ from textual.containers import Grid, Vertical
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import StackBar, Tier
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
@@ -28,7 +28,7 @@ class Overview(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"overview-{name}")
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         view = shown.view
         machine = shown.machine if shown.is_live else None
         self.query_one("#overview-device", StackBar).show(memory.devices(view, machine)[0])

@@ -7,7 +7,7 @@ from textual.containers import Grid
 
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
 
 CHARTS = (
@@ -25,7 +25,7 @@ class PlotsPanel(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"plots-{name}")
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         for name in CHARTS:
             chart = self.query_one(f"#plots-{name}", Chart)
             field = KINDS[name].fields[0][0]

@@ -12,8 +12,8 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui.history import View
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill
 
 RANKS = (
@@ -40,7 +40,7 @@ class Ranks(Panel):
         yield Static(id="ranks-gpu-text")
         yield DataTable(id="ranks-gpus", cursor_type="row", zebra_stripes=True)
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         views = shown.views
         self.query_one("#ranks-text", Static).update(skew(views))
         fill(self.query_one("#ranks-rows", DataTable), RANKS, rank_rows(views))

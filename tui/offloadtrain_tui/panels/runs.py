@@ -14,8 +14,8 @@ from textual.widgets import DataTable, Static
 from offloadtrain.config import units
 from offloadtrain_tui.listing import RunRow
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, short
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill
 
 COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
@@ -41,7 +41,7 @@ class RunsPanel(Panel):
 
     def on_mount(self) -> None:
         self._rows: list[RunRow] = []
-        self._shown: Shown | None = None
+        self._shown: ViewState | None = None
 
     def list_runs(self, rows: list[RunRow]) -> None:
         """What the reader has found; shown at once."""
@@ -49,7 +49,7 @@ class RunsPanel(Panel):
         if self._shown is not None:
             self.show(self._shown)
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         self._shown = shown
         drawn = {other.folder for other in shown.others}
         cells = [_cells(row, shown, row.folder in drawn) for row in self._rows]
@@ -69,7 +69,7 @@ class RunsPanel(Panel):
             self.post_message(self.Asked(self._rows[row].folder, beside=beside))
 
 
-def _cells(row: RunRow, shown: Shown, drawn: bool) -> tuple[Cell, ...]:
+def _cells(row: RunRow, shown: ViewState, drawn: bool) -> tuple[Cell, ...]:
     sign = "▶" if row.folder == shown.snapshot.folder else "+" if drawn else ""
     ago = "" if row.last_s is None else units.format_duration(max(shown.now_s - row.last_s, 0.0))
     return (

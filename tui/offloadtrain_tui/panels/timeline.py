@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
 _FURTHEST = 64.0
@@ -29,7 +29,7 @@ class TimelinePanel(Panel):
     def compose(self) -> ComposeResult:
         yield Timeline(Lanes(0), waits=12, id="timeline-lanes")
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         widget = self.query_one(Timeline)
         spans = tuple(shown.view.spans)
         widget.show(replace(widget.lanes, step=spans[0].step if spans else 0, spans=spans))

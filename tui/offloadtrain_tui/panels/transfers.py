@@ -12,8 +12,8 @@ from offloadtrain.events import schema
 from offloadtrain_tui.history import LANES, View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.shown import Shown
 from offloadtrain_tui.text import clean, milliseconds
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
@@ -28,13 +28,13 @@ class Transfers(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ViewState) -> None:
         self.query_one("#transfers-text", Static).update(_told(shown))
         for name in CHARTS:
             self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
 
 
-def _told(shown: Shown) -> Text:
+def _told(shown: ViewState) -> Text:
     view = shown.view
     text = Text()
     step_ms = view.last("step_ms") or 0.0
@@ -84,7 +84,7 @@ def _adam(view: View) -> str:
     return f"Adam moves {units.format_bytes(moved)}, at {moved / busy_ms / 1e6:.1f} GB/s or more"
 
 
-def _links(shown: Shown) -> str:
+def _links(shown: ViewState) -> str:
     """What NVML says of each link."""
     system = (shown.machine if shown.is_live else None) or shown.view.system
     if system is None or not system.gpus:

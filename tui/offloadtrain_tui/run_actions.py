@@ -6,13 +6,13 @@ from textual.app import App
 
 from offloadtrain_tui import requests, runs
 from offloadtrain_tui.dialogs import Ask, Confirm
-from offloadtrain_tui.shown import Shown
+from offloadtrain_tui.view_state import ViewState
 
 
-class Asking(App[None]):
+class RunActions(App[None]):
     """The part of the monitor that writes: requests, when a person confirms them."""
 
-    shown: Shown
+    shown: ViewState
 
     def action_checkpoint(self) -> None:
         self._request("save a checkpoint after this step?", {"checkpoint": "save"})

@@ -10,15 +10,15 @@ from typing import Any
 from offloadtrain.events import schema
 from offloadtrain_tui import runs
 from offloadtrain_tui.history import View
+from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.series import Window
-from offloadtrain_tui.source import Snapshot
 
 MOST_MARKS, MOST_GOOD_MARKS = 100, 24
 ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ViewState:
     """Equal states of this give equal screens.
 
     Attributes:
@@ -97,7 +97,7 @@ class Shown:
 
     # ---- moving
 
-    def moved(self, by: int) -> Shown:
+    def moved(self, by: int) -> ViewState:
         """The cursor `by` steps on; beyond the newest it is live again."""
         length = self.newest.length
         if not length:
@@ -105,7 +105,7 @@ class Shown:
         position = (length - 1 if self.cursor is None else self.cursor) + by
         return replace(self, cursor=None if position >= length - 1 else max(position, 0))
 
-    def jumped(self, direction: int) -> Shown:
+    def jumped(self, direction: int) -> ViewState:
         """To the next or the last mark."""
         found = sorted({position for position, _, _ in marks(self.newest)})
         here = self.newest.length - 1 if self.cursor is None else self.cursor
@@ -115,12 +115,12 @@ class Shown:
         index = bisect_right(found, here)
         return replace(self, cursor=found[index] if index < len(found) else None)
 
-    def to_time(self, time_s: float) -> Shown:
+    def to_time(self, time_s: float) -> ViewState:
         """The cursor on the step that was the newest at a time."""
         count = self.newest.history.steps.count(time_s)
         return replace(self, cursor=max(min(count, self.newest.length) - 1, 0))
 
-    def zoomed(self, by: int) -> Shown:
+    def zoomed(self, by: int) -> ViewState:
         return replace(self, zoom=min(max(self.zoom + by, 0), len(ZOOMS) - 1))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.bucket import Bucket
-from offloadtrain.runtime.lanes import Lanes, Range, Span
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
 
 class StaleGraphError(OffloadTrainError):
@@ -23,6 +23,15 @@ def _ordinary_tensors() -> Iterator[None]:
     """Views made inside of a user's inference mode could not be trained with afterwards."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+_Views = list[tuple[nn.Parameter, Tensor]]
+"""What parameters are views of. Made once: blocks come and go at every use."""
+
+
+def _show(views: _Views) -> None:
+    for param, view in views:
+        param.data = view
 
 
 class Source(Protocol):
@@ -75,6 +84,10 @@ class Block:
         self._runs_again = False
         self._backward: Span | None = None
         self._placeholders: dict[Bucket, Tensor] = {}
+        self._views: dict[Buffer, _Views] = {}
+        """Of a streamed block: memory of its first bucket in a slot → what parameters are then."""
+        self._absent: _Views = []
+        """What they are without a slot."""
 
     @property
     def quiet(self) -> bool:
@@ -99,25 +112,27 @@ class Block:
 
     def enter_device(self) -> None:
         """A slot holds the weights, or is about to: compute waits for them in `use`."""
-        with _ordinary_tensors():
-            for bucket in self.held:
-                for slot in bucket.slots:
-                    slot.param.data = slot.view(bucket.working.flat)
+        memory = self.held[0].working  # all buckets of a block change their slot together
+        if memory not in self._views:
+            self._views[memory] = self._seen(lambda bucket, slot: slot.view(bucket.working.flat))
+        _show(self._views[memory])
 
     def leave_device(self) -> None:
         """The slot goes to another block; the parameters are NaN until the next use."""
         self.end_backward()
-        with _ordinary_tensors():
-            for bucket in self.held:
-                for slot in bucket.slots:
-                    slot.param.data = self.placeholder(bucket).expand(slot.shape)
+        if not self._absent:
+            self._absent = self._seen(
+                lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
+            )
+        _show(self._absent)
 
     def expose_host_weights(self) -> None:
         """Of a streamed block without a slot: parameters are the host's copy until the next use."""
+        _show(self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat)))
+
+    def _seen(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():
-            for bucket in self.held:
-                for slot in bucket.slots:
-                    slot.param.data = slot.view(bucket.load_source.flat)
+            return [(slot.param, view(b, slot)) for b in self.held for slot in b.slots]
 
     def placeholder(self, bucket: Bucket) -> Tensor:
         """The NaN that stands for the weights of a bucket while they are not on the device."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
+from operator import is_
 
 import torch
 from torch import nn
@@ -211,6 +212,7 @@ class ModelSeal:
         self._moving = set(moving)
         self._names = [name for name, _ in model.named_parameters()]
         self._params = list(model.parameters())
+        self._walked = _parameters(model)
         self._seals = [self._seal(param) for param in self._params]
 
     def written(self) -> list[nn.Parameter]:
@@ -228,6 +230,12 @@ class ModelSeal:
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that is not as it was."""
+        walked = _parameters(self._model)
+        same = len(walked) == len(self._walked) and all(map(is_, walked, self._walked))
+        if not same or [self._seal(param) for param in self._params] != self._seals:
+            self._raise()
+
+    def _raise(self) -> None:
         current = list(self._model.parameters())
         if len(current) != len(self._params):
             raise ModelError(
@@ -240,6 +248,20 @@ class ModelSeal:
         ):
             if now is not param or self._seal(param) != seal:
                 raise ModelError(_describe(name, now is param, param, seal))
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Each of the model once, module by module: every step asks, and `model.parameters()` passes
+    each on through a generator per level and makes its name."""
+    found: dict[nn.Parameter | None, None] = {}
+    modules, seen = [model], {model}
+    for module in modules:  # grows while it is walked
+        found.update(dict.fromkeys(module._parameters.values()))
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return [param for param in found if param is not None]
 
 
 def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:

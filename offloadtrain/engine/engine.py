@@ -152,9 +152,10 @@ class Engine:
             early = self._decision()
             for one in complete:
                 self._run(self.program.grads_complete(one.name, early))
-        for name in self.program.behind:
-            if self._by_name[name].quiet:
-                self._run(self.program.graph_freed(name), updates=True)
+        if behind := self.program.behind:
+            for name in tuple(behind):
+                if self._by_name[name].quiet:
+                    self._run(self.program.graph_freed(name), updates=True)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """One micro-step: mean over microbatches, loss scale, backward."""
@@ -319,7 +320,7 @@ class Engine:
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.loss_scale * self._ranks.size
-        used = self._functions.hyperparameters()
+        used = self._functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.step_count + 1, skipped, coef, scale, used)
 
     def _report(self, norm: _Norm, decision: Decision, micro_steps: int) -> StepReport:

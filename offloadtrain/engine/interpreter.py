@@ -88,23 +88,23 @@ class Interpreter:
             raise
 
     def _launch(self, op: Launch) -> None:
-        reads = [self._memory.range(ref) for ref in op.reads]
-        writes = [self._memory.range(ref) for ref in op.writes]
+        range_of = self._memory.range
+        reads = [range_of(ref) for ref in op.reads]
+        writes = [range_of(ref) for ref in op.writes]
         self._lanes.launch(op.lane, op.name, self._functions.of(op), reads, writes)
 
     def _record(self, op: Record) -> None:
         op.event.real = self._lanes.record(op.event.lane)
 
     def _wait(self, op: Wait) -> None:
-        self._lanes.wait(op.lane, _real(op), op.why)
+        real = op.event.real
+        assert isinstance(real, Event)
+        self._lanes.wait(op.lane, real, op.why)
 
     def _host_wait(self, op: HostWait) -> None:
-        self._lanes.host_wait(_real(op), op.why)
+        real = op.event.real
+        assert isinstance(real, Event)
+        self._lanes.host_wait(real, op.why)
 
     def _undefined(self, op: Undefined) -> None:
         self._lanes.alloc(self._memory.range(op.ref), op.lane)
-
-
-def _real(op: Wait | HostWait) -> Event:
-    assert isinstance(op.event.real, Event)
-    return op.event.real

@@ -45,6 +45,7 @@ class MemoryMap:
         self._offsets = dict(_offsets(blocks))
         self._made: dict[Ref, Buffer] = {}
         self._ranges: dict[Ref, Range] = {}
+        self._in_slots: dict[tuple[Bucket, int], Buffer] = {}
 
     def range(self, ref: Ref) -> Range:
         """The elements that it names."""
@@ -58,8 +59,11 @@ class MemoryMap:
 
     def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
         """The working weights of a streamed bucket while its block has this slot."""
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        return self.range(Ref(Memory.WORKING, bucket.name, slot, 0, 0, dtype)).buffer
+        found = self._in_slots.get((bucket, slot))
+        if found is None:
+            ref = Ref(Memory.WORKING, bucket.name, slot, 0, 0, bucket.spec.dtype)
+            found = self._in_slots[bucket, slot] = self.range(ref).buffer
+        return found
 
     def _make(self, ref: Ref) -> Buffer:
         if ref.memory is Memory.NORMS:

@@ -15,41 +15,39 @@ launched (`_LATE`) it is recorded when it is needed, or never.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from offloadtrain.step.operations import (
+    Clock,
     Event,
     HostWait,
     Kind,
     Lane,
     Launch,
     Operations,
+    Reason,
     Record,
     Ref,
     Undefined,
     Wait,
 )
 
-_LANES = tuple(Lane)
-_INDEX = {lane: index for index, lane in enumerate(_LANES)}
-_START = (0,) * len(_LANES)
 _LATE = frozenset({Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE})
 
-Cell = tuple[object, ...]
-Clock = tuple[int, ...]
-_Before = tuple[Event, str, "Launch | str", str]
-"""(event, what is done now, who did something before, what)."""
+_Done = tuple[Event, "Launch | str"]
+"""What was done, and the event behind it."""
+_Cell = tuple[object, ...]
+"""Of a `Ref`: memory, owner and copy. Its elements are not told apart."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """Of one piece of memory: the event of its last write, and those of its reads since; each with
-    who it was."""
+    """Of one piece of memory: its last write, and the last read of each lane since."""
 
-    written: Event | None = None
-    writer: Launch | str = ""
-    read: dict[Lane, tuple[Event, Launch | str]] = field(default_factory=dict)
+    written: _Done | None = None
+    read: dict[Lane, _Done] = field(default_factory=dict)
 
 
 class Dependencies:
@@ -58,10 +56,9 @@ class Dependencies:
     def __init__(self) -> None:
         self.operations: Operations = []
         """Since the last `take`."""
-        self._known: dict[Lane, Clock] = dict.fromkeys(Lane, _START)
-        """Lane → what is done when its next operation starts, but for what the thread knows."""
-        self._thread = _START
-        self._uses: dict[Cell, _Use] = {}
+        self._known = {lane: dict.fromkeys(Lane, 0) for lane in Lane}
+        """Lane → its clock: how many operations of each lane are done when its next one starts."""
+        self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
         self._recorded: dict[Lane, Event] = {}
         """Of `record`, where the lane was given nothing since."""
 
@@ -71,29 +68,28 @@ class Dependencies:
         self._recorded.clear()  # code that is not launched may run before the next one
         return taken
 
-    def launch(self, op: Launch, *, fresh: Ref | None = None) -> Event:
-        """After what its memory asks for; returns the event behind it.
+    def launch(self, op: Launch, *, fresh: Ref | None = None) -> None:
+        """After what its memory asks for.
 
         Args:
             fresh: memory that is used again: what it held is undefined once the waits are over.
         """
-        lane, reads = op.lane, [self._use(ref) for ref in op.reads]
-        writes = [self._use(ref) for ref in op.writes]
-        before = [one for use in reads for one in self._writer(lane, use, "reads")]
-        before += [one for use in writes for one in self._users(lane, use)]
-        self._wait_for(lane, before, op)
+        uses, lane = self._uses, op.lane
+        reads = [uses[ref[:3]] for ref in op.reads]
+        writes = [uses[ref[:3]] for ref in op.writes]
+        self._wait_for(lane, reads, writes, op)
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
         event = self._advance(lane)
         if op.kind not in _LATE:
             self._say(event)
+        done = event, op
         for use in reads:
-            use.read[lane] = (event, op)
+            use.read[lane] = done
         for use in writes:
-            use.written, use.writer = event, op
+            use.written = done
             use.read.clear()
-        return event
 
     def record(self, lane: Lane) -> Event:
         """The event of all that was launched on the lane so far, and of code that ran there."""
@@ -105,23 +101,26 @@ class Dependencies:
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
         """Nothing if the lane knows already that the event has happened."""
-        if not self._knows(lane, event):
+        if event.position > self._known[lane][event.lane]:
             self._wait(lane, event, why)
 
     def host_wait(self, event: Event, why: str) -> None:
         """The launching thread waits, and with it all that it launches from here on."""
         self._say(event)
-        self._thread = _merged(self._thread, event.clock)
+        for known in self._known.values():
+            _learn(known, event.clock)
         self.operations.append(HostWait(event, why))
 
     def written(self, ref: Ref) -> Event | None:
         """The event behind its last write."""
-        return self._use(ref).written
+        done = self._uses[ref[:3]].written
+        return done[0] if done is not None else None
 
     def synchronized(self) -> None:
         """The launching thread has seen every lane empty."""
+        done = {lane: known[lane] for lane, known in self._known.items()}
         for known in self._known.values():
-            self._thread = _merged(self._thread, known)
+            known.update(done)
 
     def begin_anew(self) -> None:
         """The same, and not all that was said has been done: nobody waits for it any more."""
@@ -129,91 +128,72 @@ class Dependencies:
         self._uses.clear()
         self.operations.clear()
 
-    def needs(self, lane: Lane, refs: Sequence[Ref], reader: str) -> None:
+    def needs(self, lane: Lane, refs: Iterable[Ref], reader: str) -> None:
         """Before code that is not launched reads this memory on the lane."""
-        before = [one for ref in refs for one in self._writer(lane, self._use(ref), "reads")]
-        self._wait_for(lane, before, reader)
+        self._wait_for(lane, [self._uses[ref[:3]] for ref in refs], (), reader)
 
     def was_read(self, refs: Iterable[Ref], event: Event, reader: str) -> None:
         """Code that was not launched has read this memory before the event."""
         for ref in refs:
-            self._use(ref).read[event.lane] = (event, reader)
+            self._uses[ref[:3]].read[event.lane] = event, reader
 
     def reuse(self, refs: Iterable[Ref], of: Iterable[Ref]) -> None:
         """The memory of `of` becomes that of `refs`: their first writer waits for all who used
         it."""
-        last: dict[Lane, tuple[Event, Launch | str]] = {}
+        last: dict[Lane, _Done] = {}
         for ref in of:
-            use = self._uses.pop(_cell(ref), _Use())
-            written = [(use.written, use.writer)] if use.written is not None else []
-            for event, who in [*written, *use.read.values()]:
-                known = last.get(event.lane)
-                if known is None or known[0].position < event.position:
-                    last[event.lane] = (event, who)
+            use = self._uses.pop(ref[:3], _Use())
+            for done in (use.written, *use.read.values()):
+                if done is not None:
+                    known = last.get(done[0].lane)
+                    if known is None or known[0].position < done[0].position:
+                        last[done[0].lane] = done
         for ref in refs:
-            self._uses[_cell(ref)] = _Use(read=dict(last))
+            self._uses[ref[:3]] = _Use(read=last.copy())
 
-    def _use(self, ref: Ref) -> _Use:
-        cell = _cell(ref)
-        found = self._uses.get(cell)
-        if found is None:
-            found = self._uses[cell] = _Use()
-        return found
-
-    def _knows(self, lane: Lane, event: Event) -> bool:
-        at, position = _INDEX[event.lane], event.position
-        of_lane, of_thread = self._known[lane][at], self._thread[at]
-        return lane is event.lane or position <= of_lane or position <= of_thread
-
-    def _wait(self, lane: Lane, event: Event, why: str) -> None:
-        self._say(event)
-        self._known[lane] = _merged(self._known[lane], event.clock)
-        self.operations.append(Wait(lane, event, why))
-
-    def _writer(self, lane: Lane, use: _Use, does: str) -> list[_Before]:
-        """Its last write, where the lane does not know it to be done."""
-        event = use.written
-        if event is None or self._knows(lane, event):
-            return []
-        return [(event, does, use.writer, "writes")]
-
-    def _users(self, lane: Lane, use: _Use) -> list[_Before]:
-        """The same, and its reads since."""
-        reads = [(e, w) for e, w in use.read.values() if not self._knows(lane, e)]
-        found: list[_Before] = [(event, "overwrites", who, "reads") for event, who in reads]
-        return self._writer(lane, use, "overwrites") + found
-
-    def _wait_for(self, lane: Lane, before: list[_Before], who: Launch | str) -> None:
-        """Whoever knows most is waited for first: those that it knows need no wait of their own."""
+    def _wait_for(
+        self, lane: Lane, reads: Iterable[_Use], writes: Iterable[_Use], who: Launch | str
+    ) -> None:
+        """For the last write of what is read, for all users of what is written. Whoever knows most
+        is waited for first: those that it knows need no wait of their own."""
+        known, before = self._known[lane], list[tuple[_Done, str, str]]()
+        for use in reads:
+            if (done := use.written) is not None and done[0].position > known[done[0].lane]:
+                before.append((done, "reads", "writes"))
+        for use in writes:
+            if (done := use.written) is not None and done[0].position > known[done[0].lane]:
+                before.append((done, "overwrites", "writes"))
+            for done in use.read.values():
+                if done[0].position > known[done[0].lane]:
+                    before.append((done, "overwrites", "reads"))
         if len(before) > 1:
-            before.sort(key=lambda one: sum(one[0].clock), reverse=True)
-        for event, does, other, did in before:
-            if not self._knows(lane, event):
-                self._wait(lane, event, f"{_name(who)} {does} what {_name(other)} {did}")
+            before.sort(key=lambda one: sum(one[0][0].clock.values()), reverse=True)
+        for (event, other), does, did in before:
+            if event.position > known[event.lane]:
+                self._wait(lane, event, Reason(who, does, other, did))
+
+    def _wait(self, lane: Lane, event: Event, why: Reason | str) -> None:
+        self._say(event)
+        _learn(self._known[lane], event.clock)
+        self.operations.append(Wait(lane, event, why))
 
     def _advance(self, lane: Lane) -> Event:
         self._recorded.pop(lane, None)
-        index, clock = _INDEX[lane], list(_merged(self._known[lane], self._thread))
-        clock[index] += 1
-        known = self._known[lane] = tuple(clock)
-        return Event(lane, known, clock[index])
+        known = self._known[lane]
+        known[lane] += 1
+        return Event(lane, known.copy(), known[lane])
 
     def _say(self, event: Event) -> None:
         """Record it, unless it is: from here on it stands for all that its lane was given."""
         if not event.recorded:
             event.recorded = True
-            event.clock = self._known[event.lane]
-            event.position = event.clock[_INDEX[event.lane]]
+            event.clock = self._known[event.lane].copy()
+            event.position = event.clock[event.lane]
             self.operations.append(Record(event))
 
 
-def _name(who: Launch | str) -> str:
-    return who if isinstance(who, str) else who.name
-
-
-def _cell(ref: Ref) -> Cell:
-    return ref[:3]
-
-
-def _merged(a: Clock, b: Clock) -> Clock:
-    return a if a == b else tuple(map(max, a, b))
+def _learn(known: dict[Lane, int], clock: Clock) -> None:
+    """From here on `known` knows what `clock` does."""
+    for lane, position in clock.items():
+        if position > known[lane]:
+            known[lane] = position

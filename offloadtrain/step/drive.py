@@ -48,6 +48,6 @@ def _backward(program: Program, step: int, *, last: bool) -> Operations:
         done += program.grads_ready(block.name, delivered, last=last)
         if last and step > 1:  # the first backward shows which blocks deliver as expected
             done += program.grads_complete(block.name, Decision(step))
-            for name in program.behind:
+            for name in tuple(program.behind):
                 done += program.graph_freed(name)
     return done

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Ref, Update
@@ -36,8 +37,7 @@ class UpdateError(OffloadTrainError):
     """An update ran inside backward that cannot be undone and should not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What the norm of a step has decided.
 
     Attributes:
@@ -45,7 +45,8 @@ class Decision:
         coef: the clip coefficient, 1.0 for none.
         scale: what the gradients have to be divided by: the loss scale times the number of ranks,
             whose sum arrives.
-        hyperparameters: in force in step(); compared with those of updates inside backward.
+        hyperparameters: in force in step(); compared with those of updates inside backward, where
+            there are any (`Program.updates_in_backward`).
     """
 
     step: int
@@ -77,9 +78,13 @@ class Exact:
 
     waits_for_norm = True
     """Whether the gradient can still be clipped after backward."""
+    updates_in_backward = False
+    """Whether Adam may run before the norm is known."""
 
     def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
+        self.behind: list[str] = []
+        """Blocks whose new weights go up once no graph needs the old ones."""
         self._staged: dict[Bucket, Ref] = {}
         """Updated already, and not uploaded: where the new weights wait."""
 
@@ -91,11 +96,6 @@ class Exact:
 
     def grads_again(self, block: Block) -> None:
         """A gradient arrived for a block whose gradient was complete."""
-
-    @property
-    def behind(self) -> tuple[str, ...]:
-        """Blocks whose new weights go up once no graph needs the old ones."""
-        return ()
 
     def graph_freed(self, block: str) -> None:
         """No graph needs the weights of a block that is `behind`."""
@@ -135,6 +135,7 @@ class Early(Exact):
     """Adam inside backward, in place: for steps that nothing can stop."""
 
     waits_for_norm = False
+    updates_in_backward = True
 
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
@@ -214,6 +215,8 @@ class SpeculationPolicy:
 class Speculative(Exact):
     """Adam inside backward into the other copy of the state, where a bucket has one."""
 
+    updates_in_backward = True
+
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
         self._policy = SpeculationPolicy()
@@ -265,20 +268,15 @@ class Delayed(Exact):
         self._alone = alone
         self._waiting: dict[str, list[tuple[Bucket, Ref]]] = {}
         """Updated, and not uploaded; the last block of the forward first."""
-        self._behind: list[str] = []
         self._begun = False
         """Some blocks have their new weights, and the backward goes on."""
 
-    @property
-    def behind(self) -> tuple[str, ...]:
-        return tuple(self._behind)
-
     def grads_complete(self, block: Block, early: Decision) -> None:
         if block[0] in self._waiting and self._alone:
-            self._behind.append(block[0])
+            self.behind.append(block[0])
 
     def graph_freed(self, block: str) -> None:
-        self._behind.remove(block)
+        self.behind.remove(block)
         self._begun = True
         self._upload([block])
 
@@ -293,12 +291,12 @@ class Delayed(Exact):
 
     def drop(self) -> None:
         """Some blocks may have their new weights already: give all of them theirs."""
-        self._behind.clear()
+        self.behind.clear()
         if self._begun:
             self.flush()
 
     def flush(self) -> None:
-        self._behind.clear()
+        self.behind.clear()
         self._begun = False
         self._upload(list(reversed(self._waiting)))  # in forward order
 

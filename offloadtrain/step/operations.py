@@ -116,19 +116,23 @@ class Ref(NamedTuple):
         return (self.hi - self.lo) * ITEMSIZE[self.dtype]
 
 
+Clock = dict[Lane, int]
+"""Lane → how many of its operations are done."""
+
+
 @dataclass(slots=True, eq=False)
 class Event:
     """A point on a lane that others can wait for.
 
     Attributes:
-        clock: lane → how many of its operations are done when it has happened.
+        clock: what is done when it has happened.
         position: of its own lane, how many.
         recorded: it stands in the program.
         real: what the interpreter keeps here.
     """
 
     lane: Lane
-    clock: tuple[int, ...]
+    clock: Clock
     position: int = 0
     recorded: bool = False
     real: object = None
@@ -180,12 +184,25 @@ class Record(NamedTuple):
     event: Event
 
 
+class Reason(NamedTuple):
+    """Of a wait; `str` says it. Only who keeps a record of waits asks."""
+
+    who: Launch | str
+    does: str
+    other: Launch | str
+    did: str
+
+    def __str__(self) -> str:
+        who, other = (one if isinstance(one, str) else one.name for one in (self.who, self.other))
+        return f"{who} {self.does} what {other} {self.did}"
+
+
 class Wait(NamedTuple):
     """What is launched on the lane from here on starts after the event."""
 
     lane: Lane
     event: Event
-    why: str
+    why: Reason | str
 
 
 class HostWait(NamedTuple):

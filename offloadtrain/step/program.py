@@ -61,7 +61,12 @@ class Program:
         return self._mode.waits_for_norm
 
     @property
-    def behind(self) -> tuple[str, ...]:
+    def updates_in_backward(self) -> bool:
+        """Whether Adam may run before the norm is known, with the hyperparameters of then."""
+        return self._mode.updates_in_backward
+
+    @property
+    def behind(self) -> Sequence[str]:
         """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`."""
         return self._mode.behind
 

@@ -234,7 +234,7 @@ class User:
         self._run(self.program.first_sums())
 
     def _free_graphs(self) -> None:
-        for name in self.program.behind:
+        for name in tuple(self.program.behind):
             if name not in self._again and not self._odd("a graph that stays"):
                 self._run(self.program.graph_freed(name))
                 self._begun = True

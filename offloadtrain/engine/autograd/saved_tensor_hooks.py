@@ -22,6 +22,7 @@ it is made here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ _autograd = (
 )  # the public context manager cannot be chained: it hides the outer hooks
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+_UNPACK = methodcaller("unpack")
+"""Whatever stands for a tensor knows how."""
 
 
 class ChangedInPlaceError(OffloadTrainError):
@@ -187,7 +191,7 @@ class SavedTensors:
         if own is not None and own.parking is parking:
             return False
         chain = _Chain(self, outer, parking)
-        _autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
+        _autograd._push_saved_tensors_default_hooks(chain.pack, _UNPACK)
         return True
 
     @staticmethod
@@ -218,10 +222,10 @@ class SavedTensors:
         return WhileStreaming(packed, self._residency, self.within, self._clock)
 
     def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.is_meta:
             return None
         try:
-            address = _address(tensor)
+            address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # tensor subclasses without storage cannot lie in a flat buffer
             return None
         if address in self._absent:
@@ -265,7 +269,3 @@ class _Chain:
 
     def pack(self, tensor: Tensor) -> Any:
         return self._saved.pack(tensor, self.outer, self.parking)
-
-    @staticmethod
-    def unpack(packed: Handle | Parked | Kept | PassedOn | WhileStreaming) -> Tensor:
-        return packed.unpack()

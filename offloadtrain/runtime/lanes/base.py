@@ -162,11 +162,11 @@ class Lanes(ABC):
         """The event that happens when everything launched on `lane` so far is done."""
 
     @abstractmethod
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
-        """What is launched on `lane` from here on starts after `event`."""
+    def wait(self, lane: Lane, event: Event, why: object) -> None:
+        """What is launched on `lane` from here on starts after `event`; `str(why)` says why."""
 
     @abstractmethod
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: Event, why: object) -> None:
         """Block the calling thread until `event` has happened. Counted as exposed time."""
 
     @abstractmethod

@@ -170,7 +170,7 @@ class CudaLanes(Lanes):
             worker.put(lambda: self._issue(event, lane), always=True)
         return event
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: Event, why: object) -> None:
         self._failure.check()
         event = _own(event)
         worker = self._workers.get(lane)
@@ -194,7 +194,7 @@ class CudaLanes(Lanes):
         else:
             self._host.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: Event, why: object) -> None:
         own = _own(event)
         if not own.has_happened():
             began = self._timing_event(Lane.COMPUTE)

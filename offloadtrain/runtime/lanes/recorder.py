@@ -69,14 +69,14 @@ class RecordingLanes(Lanes):
         self.program.append(Recorded(lane, self._events))
         return _Numbered(self._events, self.inner.record(lane))
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: Event, why: object) -> None:
         own = _own(event)
-        self.program.append(Waited(lane, own.number, why))
+        self.program.append(Waited(lane, own.number, str(why)))
         self.inner.wait(lane, own.inner, why)
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: Event, why: object) -> None:
         own = _own(event)
-        self.program.append(Waited(None, own.number, why))
+        self.program.append(Waited(None, own.number, str(why)))
         self.inner.host_wait(own.inner, why)
 
     def synchronize(self) -> None:

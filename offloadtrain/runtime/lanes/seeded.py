@@ -79,14 +79,14 @@ class SeededLanes(Lanes):
             self._queues[lane].append(_Set(event))
         return event
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: Event, why: object) -> None:
         flag = _own(event)
         if lane is Lane.COMPUTE:
             self._run_until(flag)
         else:
             self._queues[lane].append(_Await(flag))
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: Event, why: object) -> None:
         self._run_until(_own(event))
 
     def synchronize(self) -> None:

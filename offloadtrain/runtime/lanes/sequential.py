@@ -37,10 +37,10 @@ class SequentialLanes(ClockedLanes):
     def record(self, lane: Lane) -> Event:
         return _DONE
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: Event, why: object) -> None:
         self._check(event)
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: Event, why: object) -> None:
         self._check(event)
 
     def synchronize(self) -> None:

@@ -95,7 +95,7 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(event.happened.set, always=True)
         return event
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: Event, why: object) -> None:
         flag = _own(event)
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
@@ -104,7 +104,7 @@ class ThreadLanes(ClockedLanes):
         else:
             self._workers[lane].put(lambda: _block_on(flag))
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: Event, why: object) -> None:
         flag, start_ms = _own(event), now_ms()
         if not flag.happened.is_set():
             _block_on(flag)

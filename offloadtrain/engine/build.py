@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.autograd.activation_offload import Parking
+from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.forward_hooks import Passages
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
@@ -23,7 +23,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.host_memory import check_room, map_host
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.load_weights import ParamInit, adopt_weights
-from offloadtrain.engine.memory_map import MemoryMap, Staging
+from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
@@ -63,13 +63,24 @@ def build(
     blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
     spec = lay_out(model, rule, blocks, config, ranks, available_bytes())
     laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
-    memory_map = MemoryMap(blocks, norms=laid.norms, slots=laid.slots, staging=laid.staging)
+    laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(inputs, ledger, config)
+    block_inputs = BlockInputs(device)
+    memory_map = MemoryMap(
+        blocks,
+        norms=laid.norms,
+        slots=laid.slots,
+        staging=laid.staging,
+        inputs=block_inputs,
+    )
     program = Program(spec, ranks.rank)
     functions = Functions(blocks, lanes, ranks, rule, groups, seed=config.seed)
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
     adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
+    offloader = None
+    if config.activation == "offload":
+        offloader = ActivationOffloader(program, interpreter, block_inputs)
     passages = Passages(
         model,
         blocks,
@@ -77,7 +88,7 @@ def build(
         lanes,
         residency=residency,
         recomputed=_recomputed(parts, config),
-        parking=_parking(inputs, ledger, lanes, config, device),
+        offloader=offloader,
     )
     engine = Engine(
         blocks,
@@ -250,18 +261,18 @@ def _recomputed(parts: Sequence[Part], config: OffloadConfig) -> list[nn.Module]
     return [part.module for part in chosen]
 
 
-def _parking(
-    arena: Arena, ledger: Ledger, lanes: Lanes, config: OffloadConfig, device: torch.device
-) -> Parking | None:
-    if config.activation != "offload":
-        return None
+def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> Staging:
+    """Host buffers of block inputs, whose size only the first forward shows."""
+    made: dict[str | int, Tensor] = {}
 
-    def map_input(nbytes: int) -> Tensor:
-        request = Request("block inputs", nbytes, "uint8")
-        check_room(request, ledger, config.host_memory_limit)
-        return arena.map([request])[0]
+    def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
+        if number not in made:
+            request = Request("block inputs", nbytes, "uint8")
+            check_room(request, ledger, config.host_memory_limit)
+            made[number] = arena.map([request])[0]
+        return "host block input", made[number]
 
-    return Parking(lanes, device, map_input)
+    return buffer
 
 
 def _host_staging(arena: Arena, spec: StepSpec) -> Staging:

@@ -64,6 +64,8 @@ class Functions:
             Kind.ALL_GATHER: self._all_gather,
             Kind.PUBLISH: lambda op: KernelCalls(kernels.copy),
             Kind.LOAD: lambda op: copy,
+            Kind.ACTIVATION_DOWN: lambda op: copy,
+            Kind.ACTIVATION_UP: lambda op: copy,
         }
 
     def of(self, op: Launch) -> Operation:

@@ -11,6 +11,7 @@ from offloadtrain.engine.memory_map import MemoryMap
 from offloadtrain.runtime.lanes import Event, Lanes
 from offloadtrain.step.operations import (
     Enter,
+    Free,
     HostWait,
     Launch,
     Leave,
@@ -59,6 +60,7 @@ class Interpreter:
             Wait: self._wait,
             HostWait: self._host_wait,
             Undefined: self._undefined,
+            Free: lambda op: memory.free(op.ref),
             Enter: lambda op: residents.enter(op.block, op.slot),
             Leave: lambda op: residents.leave(op.block),
             Renew: lambda op: residents.renew(op.block),

@@ -24,6 +24,50 @@ Staging = Callable[[str | int, int], tuple[str, Tensor]]
 """(slot or owner, bytes that are needed) → the slot's name and its memory, (n,) uint8."""
 
 
+class BlockInputs:
+    """The device memory of block inputs, by number: what the program's refs to them name.
+
+    Attributes:
+        leaving: number → input that is copied to the host, and its version when it was saved.
+        freed: of these, whose copy compute has waited for.
+        likes: number → shape and dtype of what comes back, on the meta device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.leaving: dict[int, tuple[Tensor, int]] = {}
+        self.freed: list[tuple[Tensor, int]] = []
+        self.likes: dict[int, Tensor] = {}
+        self._back: dict[int, Tensor] = {}
+
+    def buffer(self, ref: Ref) -> Buffer:
+        """Its flat memory; what comes back is allocated when it is first named."""
+        number = int(ref.owner)
+        if ref.copy == 0:
+            return Buffer("block input", self.leaving[number][0])
+        if number not in self._back:
+            self._back[number] = torch.empty_like(self.likes[number], device=self.device)
+        return Buffer("block input", self._back[number].view(-1))
+
+    def take(self, number: int) -> Tensor:
+        """What came back: the caller's from here on."""
+        return self._back.pop(number)
+
+    def free(self, ref: Ref) -> None:
+        """Compute comes behind the copy: the allocator may give the memory out again."""
+        if ref.copy == 0:
+            self.freed.append(self.leaving.pop(int(ref.owner)))
+        else:
+            self._back.pop(int(ref.owner))
+
+    def clear(self) -> None:
+        """Nothing is on its way, and nothing comes back."""
+        self.leaving.clear()
+        self.freed.clear()
+        self.likes.clear()
+        self._back.clear()
+
+
 class MemoryMap:
     """Finds the buffer that a `Ref` names; a buffer is made once."""
 
@@ -34,12 +78,14 @@ class MemoryMap:
         norms: Buffer,
         slots: Sequence[Tensor],
         staging: Mapping[Memory, Staging],
+        inputs: BlockInputs,
     ) -> None:
         """`norms`: (number of parameters,) fp64. `slots`: memory on the device that streamed blocks
         take turns in, each (n,) uint8."""
         self._norms = norms
         self.slots = slots
         self._staging = staging
+        self._inputs = inputs
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
         self._offsets = dict(_offsets(blocks))
@@ -49,6 +95,8 @@ class MemoryMap:
 
     def range(self, ref: Ref) -> Range:
         """The elements that it names."""
+        if ref.memory is Memory.ACTIVATION:  # another tensor each time
+            return Range(self._inputs.buffer(ref), ref.lo, ref.hi)
         found = self._ranges.get(ref)
         if found is None:
             key = ref._replace(lo=0, hi=0)
@@ -56,6 +104,10 @@ class MemoryMap:
                 self._made[key] = self._make(ref)
             found = self._ranges[ref] = Range(self._made[key], ref.lo, ref.hi)
         return found
+
+    def free(self, ref: Ref) -> None:
+        """Let go of a block's input on the device."""
+        self._inputs.free(ref)
 
     def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
         """The working weights of a streamed bucket while its block has this slot."""

@@ -67,17 +67,7 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
         MachineError: the machine has not the precision or the links.
     """
     costs = _Costs(placed, machine)
-    found = _steady(costs)
-    parked = costs.parked_s
-    busy = dict(found.busy)
-    for lane, spent in parked.items():
-        busy[lane] = busy.get(lane, 0.0) + spent
-    seconds = max(found.seconds, *busy.values())
-    exposed = dict(found.exposed)
-    if seconds > found.seconds:  # block inputs on their way are more than what hides them
-        lane = max(busy, key=lambda name: busy[name])
-        exposed[lane] = exposed.get(lane, 0.0) + seconds - found.seconds
-    return _prediction(costs, seconds, busy, exposed)
+    return _prediction(costs, _steady(costs))
 
 
 _MICRO_STEPS = (2, 3)
@@ -87,9 +77,11 @@ _MICRO_STEPS = (2, 3)
 def _steady(costs: _Costs) -> Steady:
     count = costs.spec.config.grad_accum_steps
     few, some = _MICRO_STEPS
+    nbytes = costs.placed.input_bytes
     if count <= some:
-        return steady(costs.spec, costs.seconds)
-    one, two = (steady(_with_micro_steps(costs.spec, n), costs.seconds) for n in (few, some))
+        return steady(costs.spec, costs.seconds, nbytes)
+    specs = (_with_micro_steps(costs.spec, n) for n in (few, some))
+    one, two = (steady(spec, costs.seconds, nbytes) for spec in specs)
 
     def beyond(a: float, b: float) -> float:
         return b + (count - some) * (b - a)
@@ -108,10 +100,8 @@ def _with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
     return replace(spec, config=replace(spec.config, grad_accum_steps=count))
 
 
-def _prediction(
-    costs: _Costs, seconds: float, busy: Mapping[str, float], exposed: Mapping[str, float]
-) -> Prediction:
-    placed, machine = costs.placed, costs.machine
+def _prediction(costs: _Costs, found: Steady) -> Prediction:
+    placed, machine, seconds = costs.placed, costs.machine, found.seconds
     tokens = placed.config.batch_tokens
     flops = flops_per_token(placed.config.model, placed.config.data.seq_len) * tokens
     again = costs.recomputed_flops * placed.config.train.grad_accum_steps
@@ -119,8 +109,8 @@ def _prediction(
     peak = machine.peak_tflops * 1e12
     return Prediction(
         seconds=seconds,
-        busy_s=busy,
-        exposed_s=exposed,
+        busy_s=found.busy,
+        exposed_s=found.exposed,
         tokens_per_s=tokens * placed.spec.ranks / seconds,
         tflops=flops / seconds / 1e12,
         hardware_tflops=(flops + again) / seconds / 1e12,
@@ -159,6 +149,10 @@ class _Costs:
             case Kind.BACKWARD:
                 forwards = 3 if self._recomputes(op.owner) else 2
                 return forwards * self._flops[op.owner] * self._tokens / self._rate
+            case Kind.ACTIVATION_DOWN:
+                return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
+            case Kind.ACTIVATION_UP:
+                return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
         return self._moved_s(op.kind, self._buckets[op.owner])
 
     def _recomputes(self, name: str) -> bool:
@@ -221,6 +215,10 @@ class _Costs:
         device, of a copy within."""
         if not self.spec.offloaded:
             return 1e9 * self.machine.hbm_gbps / 2
+        return self._bus(alone_gbps)
+
+    def _bus(self, alone_gbps: float) -> float:
+        """The same wherever the state is: block inputs cross the bus."""
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
     @property
@@ -263,10 +261,10 @@ class _Costs:
         loaded = self._loads_per_step() * loads // max(len(streamed), 1)
         from_shards = any(spec.loads_from_shard(bucket) for bucket in spec.buckets)
         up = every if from_shards else every - loads + loaded
-        parked = self.placed.input_bytes * self._parked_inputs
+        inputs = self.placed.input_bytes * self._offloaded_inputs
         sent = (spec.ranks - 1) * (micro_steps * reduced + every - loads + loaded)
         down = micro_steps * every if spec.offloaded else 0
-        return down + parked, (up if spec.offloaded else 0) + parked, sent
+        return down + inputs, (up if spec.offloaded else 0) + inputs, sent
 
     def _loads_per_step(self) -> int:
         """Of streamed blocks: forward and backward of every microbatch, but for what the slots
@@ -278,22 +276,10 @@ class _Costs:
         return max(2 * micro_steps * (count - slots) + slots, count)
 
     @property
-    def _parked_inputs(self) -> int:
+    def _offloaded_inputs(self) -> int:
         config = self.placed.config
-        parks = config.offload.activation == "offload"
-        return self.placed.repeated * config.train.grad_accum_steps if parks else 0
-
-    @property
-    def parked_s(self) -> dict[str, float]:
-        """Lane → seconds of block inputs on their way down and up."""
-        if not self._parked_inputs:
-            return {}
-        nbytes = self.placed.input_bytes * self._parked_inputs
-        machine = self.machine
-        return {
-            "d2h": nbytes / self._link(machine.d2h_gbps),
-            "load": nbytes / self._link(machine.h2d_gbps),
-        }
+        offloads = config.offload.activation == "offload"
+        return self.placed.repeated * config.train.grad_accum_steps if offloads else 0
 
     @property
     def dram_bytes(self) -> float:

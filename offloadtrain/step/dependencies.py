@@ -132,6 +132,20 @@ class Dependencies:
         """Before code that is not launched reads this memory on the lane."""
         self._wait_for(lane, [self._uses[ref[:3]] for ref in refs], (), reader)
 
+    def overwrites(self, lane: Lane, refs: Iterable[Ref], writer: str) -> None:
+        """Before code that is not launched writes this memory on the lane."""
+        self._wait_for(lane, (), [self._uses[ref[:3]] for ref in refs], writer)
+
+    def was_written(self, refs: Iterable[Ref], event: Event, writer: str) -> None:
+        """Code that was not launched has written this memory before the event."""
+        for ref in refs:
+            self._uses[ref[:3]] = _Use((event, writer))
+
+    def forget(self, refs: Iterable[Ref]) -> None:
+        """This memory is not named again."""
+        for ref in refs:
+            self._uses.pop(ref[:3], None)
+
     def was_read(self, refs: Iterable[Ref], event: Event, reader: str) -> None:
         """Code that was not launched has read this memory before the event."""
         for ref in refs:

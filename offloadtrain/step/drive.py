@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.operations import Kind, Operations
 from offloadtrain.step.program import Program
+from offloadtrain.step.spec import BlockSpec
 
 
-def steps(program: Program, count: int) -> Operations:
+def steps(program: Program, num_steps: int, input_bytes: int = 0) -> Operations:
     """The operations of so many steps, from the first on: blocks in the spec's order, a gradient
     for every parameter, no step skipped, nothing clipped, all guesses right.
+
+    Args:
+        input_bytes: of the input of a repeated block, which activation = "offload" moves.
 
     The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
     `DECIDE`, where the norm is known.
     """
     micro_steps = program.spec.config.grad_accum_steps
     done: Operations = []
-    for step in range(1, count + 1):
+    inputs = _Inputs(program, input_bytes)
+    for step in range(1, num_steps + 1):
         for micro_step in range(micro_steps):
             last = micro_step + 1 == micro_steps
-            done += _forward(program)
-            done += _backward(program, step, last=last)
+            done += _forward(program, inputs)
+            done += _backward(program, inputs, step, last=last)
             if step == 1 and micro_step == 0 and not program.spec.alone:
                 done += program.first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
@@ -31,19 +38,22 @@ def steps(program: Program, count: int) -> Operations:
     return done
 
 
-def _forward(program: Program) -> Operations:
+def _forward(program: Program, inputs: _Inputs) -> Operations:
     done = program.pass_begins()
     for block in program.spec.blocks:
         done += program.use(block.name)
+        done += inputs.save(block)
         done += program.computes(Kind.FORWARD, block.name)
     return done
 
 
-def _backward(program: Program, step: int, *, last: bool) -> Operations:
+def _backward(program: Program, inputs: _Inputs, step: int, *, last: bool) -> Operations:
     done: Operations = []
     for block in reversed(program.spec.blocks):
         done += program.use(block.name, [block.name])
+        done += inputs.need(block)
         done += program.computes(Kind.BACKWARD, block.name)
+        done += inputs.drop(block)
         delivered = {bucket.name: True for bucket in block.buckets}
         done += program.grads_ready(block.name, delivered, last=last)
         if last and step > 1:  # the first backward shows which blocks deliver as expected
@@ -51,3 +61,29 @@ def _backward(program: Program, step: int, *, last: bool) -> Operations:
             for name in tuple(program.behind):
                 done += program.graph_freed(name)
     return done
+
+
+class _Inputs:
+    """Of repeated blocks, where recompute starts from them and they are on the host meanwhile."""
+
+    def __init__(self, program: Program, nbytes: int) -> None:
+        self._program = program
+        self._nbytes = nbytes if program.spec.config.activation == "offload" else 0
+        self._numbers = count()
+        self._saved: dict[str, int] = {}
+
+    def save(self, block: BlockSpec) -> Operations:
+        if not (self._nbytes and block.repeated):
+            return []
+        self._saved[block.name] = next(self._numbers)
+        return self._program.activation_saved(self._saved[block.name], self._nbytes, "uint8")
+
+    def need(self, block: BlockSpec) -> Operations:
+        if block.name not in self._saved:
+            return []
+        return self._program.activation_needed(self._saved[block.name])
+
+    def drop(self, block: BlockSpec) -> Operations:
+        if block.name not in self._saved:
+            return []
+        return self._program.activation_dropped(self._saved.pop(block.name))

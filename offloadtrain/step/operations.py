@@ -64,6 +64,10 @@ class Kind(StrEnum):
     """host: new weights into the snapshot that loads read."""
     LOAD = "load"
     """load: a streamed bucket's weights (of this rank's shard) into its block's slot."""
+    ACTIVATION_DOWN = "offload input"
+    """d2h: a block's input, from which its recompute will start, to the host."""
+    ACTIVATION_UP = "fetch input"
+    """load: a block's input to the device again."""
 
 
 class Memory(StrEnum):
@@ -90,13 +94,18 @@ class Memory(StrEnum):
     """Host: the fields of a bucket's state; the master weights come first."""
     NORMS = "norms"
     """Host: the sum of squares of every parameter."""
+    ACTIVATION = "block input"
+    """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
+    HOST_ACTIVATION = "host block input"
+    """Host: a buffer for a block's input."""
 
 
 class Ref(NamedTuple):
     """Elements [lo, hi) of a piece of memory.
 
     Attributes:
-        owner: a bucket; of staging, whose slots are used in turn, the number of the slot.
+        owner: a bucket; of staging, whose slots are used in turn, the number of the slot; the
+            number of a block's input, or of a buffer for one.
         copy: of `STATE`, which of its copies; of `WORKING` of a streamed block, which slot of the
             device. 0 where there is one.
         dtype: by torch's name.
@@ -175,7 +184,7 @@ class Launch(NamedTuple):
     @property
     def name(self) -> str:
         """As logs and traces have it."""
-        return f"{self.kind} {self.owner}"
+        return f"{self.kind} {self.owner}" if self.owner else self.kind.value
 
 
 class Record(NamedTuple):
@@ -219,6 +228,12 @@ class Undefined(NamedTuple):
     lane: Lane
 
 
+class Free(NamedTuple):
+    """Nothing that was launched needs this memory: what compute is given next may have it."""
+
+    ref: Ref
+
+
 class Enter(NamedTuple):
     """A streamed block takes a slot of the device: its parameters become views of it."""
 
@@ -244,5 +259,5 @@ class Swap(NamedTuple):
     bucket: str
 
 
-Operation = Launch | Record | Wait | HostWait | Undefined | Enter | Leave | Renew | Swap
+Operation = Launch | Record | Wait | HostWait | Undefined | Free | Enter | Leave | Renew | Swap
 Operations = list[Operation]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.gradients import GradientPath
 from offloadtrain.step.modes import Block, Decision, Guess, mode_of
@@ -53,6 +54,7 @@ class Program:
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
         self._gradients = GradientPath(spec, rank, self._order, host_ring)
         self._updates = UpdatePath(spec, self._order, host_ring, self.streaming)
+        self._activations = ActivationPath(self._order)
         self._mode = mode_of(spec, self._updates)
 
     @property
@@ -72,6 +74,7 @@ class Program:
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
         """A forward of the model is about to begin, or the step is over. `pinned`: see `use`."""
+        self._activations.restart()
         self.streaming.restart(pinned)
         return self._order.take()
 
@@ -97,6 +100,26 @@ class Program:
         held = self._held.get(block, ())
         reads = tuple(bucket.whole for bucket in held)
         self._order.launch(Launch(kind, Lane.COMPUTE, block, reads))
+        return self._order.take()
+
+    def activation_saved(self, number: int, numel: int, dtype: str) -> Operations:
+        """Autograd has saved a block's input for its recompute; it goes to the host.
+
+        Args:
+            number: names it from here on; of no other input so far.
+        """
+        self._activations.save(number, numel, dtype)
+        return self._order.take()
+
+    def activation_needed(self, number: int) -> Operations:
+        """Backward is about to run the block again. After these operations compute may read its
+        input."""
+        self._activations.need(number)
+        return self._order.take()
+
+    def activation_dropped(self, number: int) -> Operations:
+        """Its graph is gone."""
+        self._activations.drop(number)
         return self._order.take()
 
     def drop_slot(self, block: str) -> Operations:
@@ -184,6 +207,7 @@ class Program:
         and no streamed block has a slot."""
         self._order.begin_anew()
         self.streaming.begin_anew()
+        self._activations.begin_anew()
 
     def masters_set(self) -> Operations:
         """The state was set or loaded: the masters go up as they are."""

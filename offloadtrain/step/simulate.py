@@ -99,10 +99,14 @@ _SETTLED = 6
 """Steps after which every one takes the same time."""
 
 
-def steady(spec: StepSpec, seconds: Seconds) -> Steady:
-    """What a step takes in the long run: of update mode "delayed", after its warm-up."""
+def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
+    """What a step takes in the long run: of update mode "delayed", after its warm-up.
+
+    Args:
+        input_bytes: see `drive.steps`.
+    """
     warm = replace(spec, config=replace(spec.config, warmup_steps=0))
-    program = timed(steps(Program(warm), _SETTLED))
+    program = timed(steps(Program(warm), _SETTLED, input_bytes))
     found = _simulated(program, seconds)
     decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
     first, last = decided[-2] + 1, decided[-1]

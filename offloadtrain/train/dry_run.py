@@ -49,7 +49,7 @@ def check(plan: Plan) -> str:
     """
     ledger = laid_out(plan)
     some = some_of(plan.copied.spec)
-    launches, faults = proved(some)
+    launches, faults = proved(some, plan.placed.input_bytes)
     if faults:
         raise DryRunError(f"the program of a step has {len(faults)} faults, the first: {faults[0]}")
     total = sum(row.bytes for row in ledger.rows())
@@ -107,8 +107,12 @@ def _compare(ledger: Ledger, spec: StepSpec) -> None:
             raise DryRunError(f"{owner} on the {tier}: planned {said} bytes, laid out {found}")
 
 
-def proved(spec: StepSpec) -> tuple[int, list[Fault]]:
-    """(operations, faults) of some steps of the first and of the last rank, at their real size."""
+def proved(spec: StepSpec, input_bytes: int = 0) -> tuple[int, list[Fault]]:
+    """(operations, faults) of some steps of the first and of the last rank, at their real size.
+
+    Args:
+        input_bytes: of a repeated block's input, which activation = "offload" moves.
+    """
     config = replace(
         spec.config,
         grad_accum_steps=min(spec.config.grad_accum_steps, MOST_MICRO_STEPS),
@@ -117,7 +121,7 @@ def proved(spec: StepSpec) -> tuple[int, list[Fault]]:
     spec = replace(spec, config=config)
     launches, faults = 0, []
     for rank in sorted({0, spec.ranks - 1}):
-        operations = steps(Program(spec, rank), STEPS)
+        operations = steps(Program(spec, rank), STEPS, input_bytes)
         launches = sum(isinstance(op, Launch) for op in operations)
         faults += prove_operations(spec, operations)
     return launches, faults

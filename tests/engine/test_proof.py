@@ -42,7 +42,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed, 3 slots": {"working": "host", "device_slots": 3},
     "partly streamed": {"working": "host", "resident_blocks": 1},
     "streamed, recomputed": {"working": "host", "activation": "recompute"},
-    "streamed, inputs parked": {"working": "host", "activation": "offload"},
+    "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
 

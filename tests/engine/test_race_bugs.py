@@ -276,12 +276,12 @@ def test_a_double_buffer_flipped_while_its_old_copy_is_read() -> None:
     both(body)
 
 
-def test_parked_memory_used_again_before_it_came_back() -> None:
+def test_offloaded_memory_used_again_before_it_came_back() -> None:
     berth, first, second, device = buffers("berth", "first", "second", "device")
 
     def body(lanes: Lanes, waits: bool) -> None:
         copies(lanes, Lane.D2H, first, berth)
-        lanes.wait(Lane.LOAD, lanes.record(Lane.D2H), "parked")
+        lanes.wait(Lane.LOAD, lanes.record(Lane.D2H), "offloaded")
         copies(lanes, Lane.LOAD, berth, device)
         if waits:
             lanes.wait(Lane.D2H, lanes.record(Lane.LOAD), "it is back")

@@ -132,7 +132,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streamed, one slot": {"working": "host", "device_slots": 1},
     "partly streamed": {"working": "host", "resident_blocks": 1},
     "recompute": {"activation": "recompute"},
-    "streamed, inputs parked": {"working": "host", "activation": "offload"},
+    "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
     "streamed, delayed": {"working": "host", "update": "delayed"},
     "streamed, speculative": {"working": "host", "update": "speculative", "clip_norm": 1e9},
 }
@@ -189,7 +189,7 @@ def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
 
 
 def test_the_peak_does_not_grow_with_depth() -> None:
-    """Streamed weights and parked inputs: what torch's allocator has given out at most."""
+    """Streamed weights and offloaded inputs: what torch's allocator has given out at most."""
     peaks = []
     for depth in (4, 64):
         torch.manual_seed(0)

@@ -1,8 +1,9 @@
-"""Activations kept, recomputed or parked on the host: the same bits."""
+"""Activations kept, recomputed or offloaded: the same bits."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,24 @@ from torch.profiler import ProfilerActivity, profile
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine import ModelError
-from offloadtrain.engine.autograd.activation_offload import Parking, ParkingError
+from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
+from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.memory_map import BlockInputs, MemoryMap
 from offloadtrain.runtime.arena import Tier
-from offloadtrain.runtime.lanes import SequentialLanes
+from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.step.operations import Memory
+from offloadtrain.step.program import Program
 from offloadtrain.step.prove import prove
-from offloadtrain.step.recording import Waited
+from offloadtrain.step.recording import Launched, Waited
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
 from tests.numerics.test_streaming import MODES
+from tests.step.specs import chain
 
 POLICIES = ["recompute", "offload"]
 each_policy = pytest.mark.parametrize("activation", POLICIES)
@@ -105,14 +113,14 @@ def test_inputs_move_once_each_way_and_their_host_memory_is_used_again() -> None
     depth = 12
     _, optimizer, model = pair(Chain(depth), activation="offload")
     padded = sum(2 * b.numel for block in optimizer._blocks for b in block.buckets)
-    parked = 2 * depth * 3 * 10 * WIDTH  # batch 3, 10 tokens
+    inputs = 2 * depth * 3 * 10 * WIDTH  # batch 3, 10 tokens
     for tokens in batches(3):
         before = optimizer._engine.lanes.totals.copy()
         train(optimizer, model, [tokens])
         moved = optimizer._engine.lanes.totals.minus(before)
-        assert moved.d2h_bytes == moved.h2d_bytes == padded + parked
+        assert moved.d2h_bytes == moved.h2d_bytes == padded + inputs
         rows = [row for row in optimizer.ledger.rows() if row.owner == "block inputs"]
-        assert [row.bytes for row in rows] == [parked]
+        assert [row.bytes for row in rows] == [inputs]
 
 
 def peak_bytes(depth: int, **options: Any) -> int:
@@ -144,31 +152,49 @@ def test_the_peak_does_not_grow_with_depth(working: str) -> None:
     assert peak_bytes(24) - peak_bytes(4) > 4 * recomputed
 
 
-def test_what_is_parked_comes_back() -> None:
-    yard = Parking(
-        SequentialLanes(), torch.device("cpu"), lambda n: torch.empty(n, dtype=torch.uint8)
-    )
+def offloader(lanes: Lanes) -> ActivationOffloader:
+    """Over a step whose blocks are never used: block inputs and nothing else."""
+    made: dict[str | int, Tensor] = {}
+
+    def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
+        return "host", made.setdefault(number, torch.empty(nbytes, dtype=torch.uint8))
+
+    inputs = BlockInputs(torch.device("cpu"))
+    staging: dict[Memory, Any] = {Memory.HOST_ACTIVATION: buffer}
+    norms = Buffer("norms", torch.zeros(1))
+    memory = MemoryMap([], norms=norms, slots=[], staging=staging, inputs=inputs)
+    functions = Functions([], lanes, ALONE, ot.AdamW(), [], seed=0)
+    nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
+    program = Program(chain(1))
+    return ActivationOffloader(program, Interpreter(lanes, memory, functions, nobody), inputs)
+
+
+def test_what_goes_to_the_host_comes_back() -> None:
+    inputs = offloader(SequentialLanes())
     tensors = [torch.randn(7, 11).requires_grad_() for _ in range(6)]
-    parked = [yard.park(tensor) for tensor in tensors]
-    for one, tensor in zip(reversed(parked), reversed(tensors), strict=True):
+    offloaded = [inputs.offload(tensor) for tensor in tensors]
+    for one, tensor in zip(reversed(offloaded), reversed(tensors), strict=True):
         assert torch.equal(one.unpack(), tensor)
-    assert not yard.wants(torch.zeros(3)) and not yard.wants(tensors[0].t())
+    for one, tensor in zip(offloaded, tensors, strict=True):
+        assert torch.equal(one.unpack(), tensor), "of a graph that is kept, once more"
+    assert not inputs.wants(torch.zeros(3)) and not inputs.wants(tensors[0].t())
 
 
-def test_a_load_ahead_that_nobody_used_is_waited_for() -> None:
+def test_a_fetch_ahead_that_nobody_used_is_waited_for() -> None:
     """A backward that ends early: its host memory is given to the next input."""
     lanes = RecordingLanes(SequentialLanes())
-    yard = Parking(lanes, torch.device("cpu"), lambda n: torch.empty(n, dtype=torch.uint8))
-    parked = [yard.park(torch.randn(64).requires_grad_()) for _ in range(2)]
-    parked[1].unpack()
-    assert parked[0].returning is not None
-    parked.clear()
-    kept = [yard.park(torch.randn(64).requires_grad_()) for _ in range(2)]
+    inputs = offloader(lanes)
+    offloaded = [inputs.offload(torch.randn(64).requires_grad_()) for _ in range(2)]
+    offloaded[1].unpack()
+    fetched = [e for e in lanes.program if isinstance(e, Launched) and e.lane is Lane.LOAD]
+    assert len(fetched) == 2
+    offloaded.clear()
+    again = [inputs.offload(torch.randn(64).requires_grad_()) for _ in range(2)]
     assert prove(lanes.program) == []
-    waits = [e for e in lanes.program if isinstance(e, Waited) and "host memory" in e.why]
+    waits = [e for e in lanes.program if isinstance(e, Waited) and e.lane is Lane.D2H]
     without = [e for e in lanes.program if e not in waits]
     assert waits and any(fault.kind == "race" for fault in prove(without))
-    assert len(kept) == 2
+    assert len(again) == 2
 
 
 class InPlace(Chain):
@@ -186,7 +212,7 @@ class InPlace(Chain):
 def test_an_input_changed_in_place_is_told() -> None:
     torch.manual_seed(0)
     _, optimizer, model = pair(InPlace(), activation="offload")
-    with pytest.raises(ParkingError, match="changed in place"):
+    with pytest.raises(ActivationError, match="changed in place"):
         train(optimizer, model, batches(1))
 
 
@@ -351,7 +377,7 @@ def test_a_state_dict_from_inside_a_forward() -> None:
     assert all(not value.isnan().any() for value in model.saved.values())
 
 
-def test_parked_inputs_count_in_the_host_memory_limit() -> None:
+def test_offloaded_inputs_count_in_the_host_memory_limit() -> None:
     """Their size is known in the first forward: it ends there, and the engine lives."""
     tokens = batches(1)[0]
 

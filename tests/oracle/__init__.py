@@ -8,4 +8,6 @@ What changed since the first recording, of the engine that kept events by hand:
   norm of the dropped gradient, which it could overtake before (12 cases);
 * step() waits for the last norm only, and not for updates that were launched behind it inside
   backward (modes early and speculative): what it launches knows less of the host lane.
+* block inputs on the host are part of the program: the same launches in the same order, called
+  "offload input", "fetch input" and "host block input" (146 cases, in which nothing else differs).
 """

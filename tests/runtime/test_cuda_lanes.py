@@ -55,7 +55,7 @@ class Case:
 
 
 STREAMED: dict[str, Any] = {"working": "host"}
-PARKED = {**STREAMED, "activation": "offload"}
+OFFLOADED = {**STREAMED, "activation": "offload"}
 RIGHT = {"update": "speculative", "clip_norm": 1e9}
 RESIDENT = {"state_on": "device"}
 AMONG = {"among_ranks": True}
@@ -79,13 +79,13 @@ CASES = {
     "streamed, int8": Case({**STREAMED, "state": "int8", "grad_accum_steps": 2}, model="tied"),
     "partly streamed": Case({**STREAMED, "resident_blocks": 1}, model="two heads"),
     "recompute": Case({"activation": "recompute"}, model="tied"),
-    "parked": Case(PARKED, poison=True),
-    "parked, accumulated": Case({**PARKED, "grad_accum_steps": 2}),
+    "offloaded": Case(OFFLOADED, poison=True),
+    "offloaded, accumulated": Case({**OFFLOADED, "grad_accum_steps": 2}),
     "resident": Case(RESIDENT, ON_DEVICE),
     "resident, accumulated": Case({**RESIDENT, "grad_accum_steps": 2}, ON_DEVICE, "unusual"),
-    "resident, parked": Case({**RESIDENT, "activation": "offload"}, ON_DEVICE),
+    "resident, offloaded": Case({**RESIDENT, "activation": "offload"}, ON_DEVICE),
     "among ranks": Case({}, AMONG, poison=True),
-    "among ranks, streamed": Case({**PARKED, "update": "delayed"}, AMONG),
+    "among ranks, streamed": Case({**OFFLOADED, "update": "delayed"}, AMONG),
     "among ranks, int8": Case({"state": "int8", "grad_accum_steps": 2, **RIGHT}, AMONG),
     "among ranks, resident": Case({**RESIDENT, "grad_accum_steps": 2}, {**AMONG, **ON_DEVICE}),
 }
@@ -167,7 +167,7 @@ def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
     return found
 
 
-BY_A_THREAD = ("exact", "int8, speculative", "parked", "resident", "among ranks, streamed")
+BY_A_THREAD = ("exact", "int8, speculative", "offloaded", "resident", "among ranks, streamed")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def worked(run: Trained) -> set[str]:
     return {lane for report in run.reports for lane, ms in report.busy_ms.items() if ms > 0}
 
 
-@pytest.mark.parametrize("case", ["streamed, int8", "parked", "among ranks, resident"])
+@pytest.mark.parametrize("case", ["streamed, int8", "offloaded", "among ranks, resident"])
 def test_everything_late(case: str) -> None:
     with installed(lag_ms=2, task_delay_ms=2, seed=1) as gpu:
         compare(gpu, CASES[case], steps=2)
@@ -214,7 +214,7 @@ def test_collectives_between_two_ranks() -> None:
     pool = Pool(2)
     try:
         for case in (
-            Case({**PARKED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
+            Case({**OFFLOADED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
             Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
         ):
             for faults, equal, sent, lanes in pool.run(on_a_rank, case):
@@ -224,7 +224,7 @@ def test_collectives_between_two_ranks() -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("options", [{}, PARKED], ids=["device", "parked"])
+@pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["device", "offloaded"])
 def test_a_timeline_has_what_each_lane_did(gpu: Gpu, options: dict[str, Any]) -> None:
     found = over_streams(gpu, Case(options), sampled=2)
     report, moved = found.reports[2], Counter[str]()
@@ -254,7 +254,7 @@ def test_a_failure_in_a_step(
 
     made = Functions.of
     monkeypatch.setattr(Functions, "of", lambda f, op: fails if op.kind is broken else made(f, op))
-    case = Case(PARKED if broken is Kind.LOAD else {}, {"among_ranks": among})
+    case = Case(OFFLOADED if broken is Kind.LOAD else {}, {"among_ranks": among})
     with pytest.raises((LaneError, OSError), match="planted"):
         over_streams(gpu, case, steps=6)
 

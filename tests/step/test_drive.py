@@ -32,6 +32,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "on the device": {},
     "1 slot": {"working": "host", "device_slots": 1},
     "2 slots": {"working": "host"},
+    "inputs offloaded": {"activation": "offload"},
+    "2 slots, inputs offloaded": {"working": "host", "activation": "offload"},
     "3 slots, some stay": {"working": "host", "device_slots": 3, "resident_blocks": 2},
 }
 OURS = (Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE)
@@ -54,7 +56,7 @@ def launched(program: Iterable[Entry]) -> Lanes:
 def driven(optimizer: ot.OffloadOptimizer) -> Lanes:
     """What its program does without it."""
     program = Program(optimizer._engine.program.spec, optimizer.ranks.rank)
-    launches = [op for op in steps(program, STEPS) if isinstance(op, Launch)]
+    launches = [op for op in steps(program, STEPS, input_bytes=64) if isinstance(op, Launch)]
     return by_lane((op.lane.value, op.name) for op in launches if op.kind not in OURS)
 
 

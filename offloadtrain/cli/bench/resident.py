@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "speculative": {"update": "speculative"},
     "delayed": {"update": "delayed"},
     "streamed": {"working": "host"},
-    "streamed, inputs parked": {"working": "host", "activation": "offload"},
+    "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
 }
 
 Step = Callable[[Tensor, Tensor], object]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.access_tracker import Audit
-from offloadtrain.engine.autograd.activation_offload import Parking
+from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.hooks import watch, watch_inside
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensor_hooks import SavedTensors
@@ -57,16 +57,16 @@ class Passages:
         *,
         residency: Residency,
         recomputed: Sequence[nn.Module],
-        parking: Parking | None,
+        offloader: ActivationOffloader | None,
     ) -> None:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward; `parking`: where their inputs wait."""
+        whose forward runs again in backward; `offloader`: of their inputs."""
         self.on_root: Callable[[], None] = lambda: None
         """Called when a forward of the model begins that is not part of a backward."""
         self._model = model
         self._lanes = lanes
         self._residency = residency
-        self._parking = parking
+        self._offloader = offloader
         self._blocks = blocks
         self._order: dict[Block, None] = {}
         self._passages: dict[nn.Module, _Passage] = {}
@@ -101,9 +101,9 @@ class Passages:
                 block.runs_again()
         reads = [weights for block in blocks for weights in block.weights]
         span = self._lanes.open_span(f"forward {passage.name}", reads)
-        parking = self._parking if not again and module in self._recomputed else None
+        offloader = self._offloader if not again and module in self._recomputed else None
         outside = self._saved.enter(blocks, again=again or _in_backward())
-        pushed = passage.handles and self._saved.push(parking)
+        pushed = passage.handles and self._saved.push(offloader)
         passage.running.append(_Running(span, pushed, blocks, outside))
 
     def enter_inside(self, module: nn.Module) -> bool:
@@ -144,6 +144,8 @@ class Passages:
         for module, passage in self._passages.items():
             while passage.running:
                 self.leave(module)
+        if self._offloader is not None:
+            self._offloader.begin_anew()
 
     def close(self) -> None:
         """Take everything off the modules."""
@@ -165,8 +167,6 @@ class Passages:
     def _enter_root(self) -> None:
         self.on_root()
         self._residency.restart()
-        if self._parking is not None:
-            self._parking.restart()
         if not self._audited:
             self._audited = True
             if _has_compiled(self._model):

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.autograd.activation_offload import Parked, Parking
+from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.residency import Residency
@@ -119,7 +119,7 @@ class WhileStreaming:
 
     def __init__(
         self,
-        packed: Kept | PassedOn | Parked,
+        packed: Kept | PassedOn | OffloadedActivation,
         residency: Residency,
         blocks: tuple[Block, ...],
         clock: int,
@@ -182,15 +182,15 @@ class SavedTensors:
         found = self._find(tensor)
         return found[0] if found else None
 
-    def push(self, parking: Parking | None = None) -> bool:
+    def push(self, offloader: ActivationOffloader | None = None) -> bool:
         """Make the hooks the innermost of this thread; False where they are so already or not
-        needed. `parking`: what is not a weight, and wants to, is parked."""
+        needed. `offloader`: block inputs go to the host through it."""
         if not torch.is_grad_enabled():
             return False
         own, outer = _innermost()
-        if own is not None and own.parking is parking:
+        if own is not None and own.offloader is offloader:
             return False
-        chain = _Chain(self, outer, parking)
+        chain = _Chain(self, outer, offloader)
         _autograd._push_saved_tensors_default_hooks(chain.pack, _UNPACK)
         return True
 
@@ -207,14 +207,16 @@ class SavedTensors:
         self.within = tuple(block for block in blocks if block.streamed) or outside
         return outside
 
-    def pack(self, tensor: Tensor, outer: _Hooks | None, parking: Parking | None) -> Any:
+    def pack(
+        self, tensor: Tensor, outer: _Hooks | None, offloader: ActivationOffloader | None
+    ) -> Any:
         """What stands for a tensor in the graph; `outer`: the hooks that were active before."""
         found = self._find(tensor)
         if found is not None and tensor.dtype == found[1].dtype:
             return Handle(*found, tensor, self._clock)
-        packed: Kept | PassedOn | Parked
-        if parking is not None and parking.wants(tensor):
-            packed = parking.park(tensor)
+        packed: Kept | PassedOn | OffloadedActivation
+        if offloader is not None and offloader.wants(tensor):
+            packed = offloader.offload(tensor)
         else:
             packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
         if self._residency is None:
@@ -260,12 +262,14 @@ def _address(tensor: Tensor) -> int:
 class _Chain:
     """Our hooks over the ones that were active when they were pushed."""
 
-    __slots__ = ("_saved", "outer", "parking")
+    __slots__ = ("_saved", "offloader", "outer")
 
-    def __init__(self, saved: SavedTensors, outer: _Hooks | None, parking: Parking | None) -> None:
+    def __init__(
+        self, saved: SavedTensors, outer: _Hooks | None, offloader: ActivationOffloader | None
+    ) -> None:
         self._saved = saved
         self.outer = outer
-        self.parking = parking
+        self.offloader = offloader
 
     def pack(self, tensor: Tensor) -> Any:
-        return self._saved.pack(tensor, self.outer, self.parking)
+        return self._saved.pack(tensor, self.outer, self.offloader)

@@ -7,7 +7,6 @@ from contextvars import ContextVar
 import torch
 
 from offloadtrain.runtime.lanes.base import (
-    PARKED,
     Buffer,
     Event,
     Interval,
@@ -25,7 +24,6 @@ from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.step.operations import Lane
 
 __all__ = [
-    "PARKED",
     "Buffer",
     "CudaLanes",
     "Event",

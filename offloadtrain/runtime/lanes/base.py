@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.operations import Kind, Lane
 
-PARKED = ("park input", "load input")
-"""Copies of block inputs, which live on the host wherever the state does."""
+ACTIVATIONS = (Kind.ACTIVATION_DOWN.value, Kind.ACTIVATION_UP.value)
+"""Copies of block inputs, which cross the bus wherever the state is."""
 
 
 class LaneError(OffloadTrainError):
@@ -215,7 +215,7 @@ class Lanes(ABC):
         nbytes = sum(range_.nbytes for range_ in writes)
         if self._sizes is not None:
             self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
-        if not (self.counts_bus or name in PARKED):
+        if not (self.counts_bus or name in ACTIVATIONS):
             return
         if lane is Lane.D2H:
             self.totals.d2h_bytes += nbytes

@@ -84,6 +84,7 @@ class Block:
         self._runs_again = False
         self._backward: Span | None = None
         self._placeholders: dict[Bucket, Tensor] = {}
+        self._weights: dict[Buffer | None, tuple[Range, ...]] = {}
         self._views: dict[Buffer, _Views] = {}
         """Of a streamed block: memory of its first bucket in a slot → what parameters are then."""
         self._absent: _Views = []
@@ -103,8 +104,12 @@ class Block:
         return self.buckets + self.frozen
 
     @property
-    def weights(self) -> list[Range]:
-        return [bucket.working.whole for bucket in self.held]
+    def weights(self) -> tuple[Range, ...]:
+        """All that a forward or a backward of it reads, where it is now."""
+        memory = self.held[0].working if self.held else None
+        if memory not in self._weights:
+            self._weights[memory] = tuple(bucket.working.whole for bucket in self.held)
+        return self._weights[memory]
 
     def use(self) -> None:
         """Compute is about to read the weights."""
@@ -165,7 +170,8 @@ class Block:
                 f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
                 "are gone. Run forward again after step()."
             )
-        self.source.unpacked(self, clock)
+        if self.streamed:
+            self.source.unpacked(self, clock)
         if self._backward is None:
             self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
 

@@ -78,6 +78,7 @@ class Engine:
         self.step_count = 0
         self.last_step: StepReport | None = None
         self.program = program
+        self._behind = program.behind
         self._interpreter = interpreter
         self._run = interpreter.run
         self._functions = functions
@@ -134,7 +135,8 @@ class Engine:
 
     def deliver(self, block: Block, slot: Slot) -> None:
         """Post-accumulate-grad hook of one parameter."""
-        self._require_open("backward")
+        if self._closed:
+            self._require_open("backward")
         if self.scaler is not None and not self._in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
@@ -152,8 +154,8 @@ class Engine:
             early = self._decision()
             for one in complete:
                 self._run(self.program.grads_complete(one.name, early))
-        if behind := self.program.behind:
-            for name in tuple(behind):
+        if self._behind:
+            for name in tuple(self._behind):
                 if self._by_name[name].quiet:
                     self._run(self.program.graph_freed(name), updates=True)
 

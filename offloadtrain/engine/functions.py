@@ -52,25 +52,16 @@ class Functions:
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._reduce_scatter,
-            Kind.ROUND: lambda op: _round,
-            Kind.GRAD_DOWN: lambda op: copy,
-            Kind.ADD: lambda op: _add,
             Kind.ACCUMULATE: self._accumulate,
-            Kind.NO_GRADIENT: lambda op: KernelCalls(kernels.zero),
             Kind.NORM: self._norm,
             Kind.ADAM: self._adam,
-            Kind.CAST: lambda op: KernelCalls(kernels.cast),
-            Kind.WEIGHTS_UP: lambda op: copy,
             Kind.ALL_GATHER: self._all_gather,
-            Kind.PUBLISH: lambda op: KernelCalls(kernels.copy),
-            Kind.LOAD: lambda op: copy,
-            Kind.ACTIVATION_DOWN: lambda op: copy,
-            Kind.ACTIVATION_UP: lambda op: copy,
         }
 
     def of(self, op: Launch) -> Operation:
         """The function of this launch."""
-        return self._made[op.kind](op)
+        make = self._made.get(op.kind)
+        return _ALIKE[op.kind] if make is None else make(op)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Of every group, as they are now."""
@@ -194,6 +185,21 @@ def fill(flat: Tensor, lo: int, delivered: Delivered) -> None:
             flat[end - lo :].zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+_ALIKE: dict[Kind, Operation] = {
+    Kind.ROUND: _round,
+    Kind.GRAD_DOWN: copy,
+    Kind.ADD: _add,
+    Kind.NO_GRADIENT: KernelCalls(kernels.zero),
+    Kind.CAST: KernelCalls(kernels.cast),
+    Kind.WEIGHTS_UP: copy,
+    Kind.PUBLISH: KernelCalls(kernels.copy),
+    Kind.LOAD: copy,
+    Kind.ACTIVATION_DOWN: copy,
+    Kind.ACTIVATION_UP: copy,
+}
+"""What every launch of a kind does alike."""
 
 
 def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:

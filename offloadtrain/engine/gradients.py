@@ -124,7 +124,9 @@ class Gradients:
         """
         if not self.open:
             self._begin()
-        _check_gradient(slot)
+        grad = slot.param.grad
+        if grad is None or grad.layout is not torch.strided or grad.shape != slot.shape:
+            raise _bad_gradient(slot, grad)
         delivery = self._deliveries[block]
         delivery.arrived += 1
         if delivery.left:
@@ -255,17 +257,15 @@ class Gradients:
         self._deliveries[block].left = True
 
 
-def _check_gradient(slot: Slot) -> None:
-    grad = slot.param.grad
+def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:
     if grad is None or grad.layout is not torch.strided:
         found = "none" if grad is None else f"a {grad.layout} one"
-        raise GradientError(
+        return GradientError(
             f"parameter '{slot.name}' delivered {found} instead of a dense gradient. Use "
             "sparse=False in embeddings, and hooks that leave .grad in place."
         )
-    if grad.shape != slot.shape:
-        raise GradientError(
-            f"parameter '{slot.name}' has the shape {tuple(grad.shape)} now and had {slot.shape} "
-            "at offload(), which fixes the layout of host memory: close() the optimizer, resize "
-            "the model (resize_token_embeddings, …), and offload it again"
-        )
+    return GradientError(
+        f"parameter '{slot.name}' has the shape {tuple(grad.shape)} now and had {slot.shape} "
+        "at offload(), which fixes the layout of host memory: close() the optimizer, resize "
+        "the model (resize_token_embeddings, …), and offload it again"
+    )

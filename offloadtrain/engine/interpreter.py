@@ -90,9 +90,8 @@ class Interpreter:
             raise
 
     def _launch(self, op: Launch) -> None:
-        range_of = self._memory.range
-        reads = [range_of(ref) for ref in op.reads]
-        writes = [range_of(ref) for ref in op.writes]
+        reads = [self._memory[ref] for ref in op.reads]
+        writes = [self._memory[ref] for ref in op.writes]
         self._lanes.launch(op.lane, op.name, self._functions.of(op), reads, writes)
 
     def _record(self, op: Record) -> None:
@@ -109,4 +108,4 @@ class Interpreter:
         self._lanes.host_wait(real, op.why)
 
     def _undefined(self, op: Undefined) -> None:
-        self._lanes.alloc(self._memory.range(op.ref), op.lane)
+        self._lanes.alloc(self._memory[op.ref], op.lane)

@@ -68,8 +68,8 @@ class BlockInputs:
         self._back.clear()
 
 
-class MemoryMap:
-    """Finds the buffer that a `Ref` names; a buffer is made once."""
+class MemoryMap(dict[Ref, Range]):
+    """`memory[ref]` are the elements that it names; found once, as every launch asks."""
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class MemoryMap:
     ) -> None:
         """`norms`: (number of parameters,) fp64. `slots`: memory on the device that streamed blocks
         take turns in, each (n,) uint8."""
+        super().__init__()
         self._norms = norms
         self.slots = slots
         self._staging = staging
@@ -90,19 +91,15 @@ class MemoryMap:
         self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
         self._offsets = dict(_offsets(blocks))
         self._made: dict[Ref, Buffer] = {}
-        self._ranges: dict[Ref, Range] = {}
         self._in_slots: dict[tuple[Bucket, int], Buffer] = {}
 
-    def range(self, ref: Ref) -> Range:
-        """The elements that it names."""
+    def __missing__(self, ref: Ref) -> Range:
         if ref.memory is Memory.ACTIVATION:  # another tensor each time
             return Range(self._inputs.buffer(ref), ref.lo, ref.hi)
-        found = self._ranges.get(ref)
-        if found is None:
-            key = ref._replace(lo=0, hi=0)
-            if key not in self._made:
-                self._made[key] = self._make(ref)
-            found = self._ranges[ref] = Range(self._made[key], ref.lo, ref.hi)
+        key = ref._replace(lo=0, hi=0)
+        if key not in self._made:
+            self._made[key] = self._make(ref)
+        found = self[ref] = Range(self._made[key], ref.lo, ref.hi)
         return found
 
     def free(self, ref: Ref) -> None:
@@ -114,7 +111,7 @@ class MemoryMap:
         found = self._in_slots.get((bucket, slot))
         if found is None:
             ref = Ref(Memory.WORKING, bucket.name, slot, 0, 0, bucket.spec.dtype)
-            found = self._in_slots[bucket, slot] = self.range(ref).buffer
+            found = self._in_slots[bucket, slot] = self[ref].buffer
         return found
 
     def _make(self, ref: Ref) -> Buffer:

@@ -93,10 +93,8 @@ class Residency:
             self._unpacking -= 1
 
     def unpacked(self, block: Block, clock: int) -> None:
-        """A node of the graph is about to read something saved in a forward of the block, and may
-        be about to run that forward again."""
-        if not block.streamed:
-            return
+        """A node of the graph is about to read something saved in a forward of the streamed block,
+        and may be about to run that forward again."""
         self.passed(clock).setdefault(block, clock)
         if block is not self._latest:
             self.use(block)

@@ -81,10 +81,7 @@ class Dependencies:
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
-        event = self._advance(lane)
-        if op.kind not in _LATE:
-            self._say(event)
-        done = event, op
+        done = self._advance(lane, say=op.kind not in _LATE), op
         for use in reads:
             use.read[lane] = done
         for use in writes:
@@ -94,9 +91,7 @@ class Dependencies:
     def record(self, lane: Lane) -> Event:
         """The event of all that was launched on the lane so far, and of code that ran there."""
         if lane not in self._recorded:
-            event = self._advance(lane)
-            self._say(event)
-            self._recorded[lane] = event
+            self._recorded[lane] = self._advance(lane, say=True)
         return self._recorded[lane]
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
@@ -106,7 +101,8 @@ class Dependencies:
 
     def host_wait(self, event: Event, why: str) -> None:
         """The launching thread waits, and with it all that it launches from here on."""
-        self._say(event)
+        if not event.recorded:
+            self._say(event)
         for known in self._known.values():
             _learn(known, event.clock)
         self.operations.append(HostWait(event, why))
@@ -187,23 +183,27 @@ class Dependencies:
                 self._wait(lane, event, Reason(who, does, other, did))
 
     def _wait(self, lane: Lane, event: Event, why: Reason | str) -> None:
-        self._say(event)
+        if not event.recorded:
+            self._say(event)
         _learn(self._known[lane], event.clock)
         self.operations.append(Wait(lane, event, why))
 
-    def _advance(self, lane: Lane) -> Event:
+    def _advance(self, lane: Lane, *, say: bool) -> Event:
+        """The lane is given one operation more; `say`: the event behind it is recorded now."""
         self._recorded.pop(lane, None)
         known = self._known[lane]
         known[lane] += 1
-        return Event(lane, known.copy(), known[lane])
+        event = Event(lane, known.copy(), known[lane], say)
+        if say:
+            self.operations.append(Record(event))
+        return event
 
     def _say(self, event: Event) -> None:
-        """Record it, unless it is: from here on it stands for all that its lane was given."""
-        if not event.recorded:
-            event.recorded = True
-            event.clock = self._known[event.lane].copy()
-            event.position = event.clock[event.lane]
-            self.operations.append(Record(event))
+        """Record it now: from here on it stands for all that its lane was given."""
+        event.recorded = True
+        event.clock = self._known[event.lane].copy()
+        event.position = event.clock[event.lane]
+        self.operations.append(Record(event))
 
 
 def _learn(known: dict[Lane, int], clock: Clock) -> None:

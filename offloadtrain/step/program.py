@@ -69,7 +69,8 @@ class Program:
 
     @property
     def behind(self) -> Sequence[str]:
-        """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`."""
+        """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`. One
+        list, which events change."""
         return self._mode.behind
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:

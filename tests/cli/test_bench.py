@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.cli.bench import resident, scale
+from offloadtrain.cli.bench import resident, scale, thread
 from offloadtrain.cli.bench import step as paced
 from offloadtrain.cli.bench.peers import DEEPSPEED_PATH, DEEPSPEED_STEP, TORCH_PATH
 from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
@@ -20,6 +20,7 @@ from offloadtrain.cli.bench.scale import CASES
 from offloadtrain.cli.bench.step import MILLISECONDS
 from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.cli.main import main
+from offloadtrain.runtime.lanes import Lane
 from tests.small_buffers import small_demo
 
 KEYS = {
@@ -181,6 +182,33 @@ def test_a_step_against_its_schedule(
     assert main(["bench", "step", *flags]) == 0
     assert "schedule" in capsys.readouterr().out
     assert main(["bench", "step", "--layers", "0"]) == USAGE
+
+
+def test_the_training_thread(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row per placement and depth; the engine takes no time away, and torch keeps its threads."""
+    monkeypatch.setattr(thread, "LAYERS", (2, 3))
+    threads = torch.get_num_threads()
+    assert main(["bench", "step", "--thread", "--steps", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["thread"]
+    assert [(row["case"], row["layers"]) for row in rows] == [
+        (case, layers) for layers in (2, 3) for case in thread.OPTIONS
+    ]
+    assert all(row["plain_ms"] > 0 and row["engine_ms"] > 0 for row in rows)
+    assert torch.get_num_threads() == threads
+    monkeypatch.setattr(thread, "run", lambda steps, say: [thread.ThreadRow(**row) for row in rows])
+    assert main(["bench", "step", "--thread"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"{row['engine_ms']:.3f} ms" in told for row in rows)
+
+
+def test_idle_lanes_do_nothing() -> None:
+    lanes, done = thread.IdleLanes(), list[str]()
+    lanes.launch(Lane.HOST, "before", lambda: done.append("before"))
+    lanes.idle = True
+    lanes.launch(Lane.HOST, "after", lambda: done.append("after"))
+    assert done == ["before"]
 
 
 @pytest.mark.slow

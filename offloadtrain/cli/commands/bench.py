@@ -64,12 +64,14 @@ def step(
     layers: int = 12,
     steps: int = 10,
     rounds: int = 5,
+    thread: Annotated[bool, Parameter(negative=())] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Measure a step against its schedule, and against the same model in plain torch.
 
     First on threads, with times that every operation is made to take: what the engine itself costs.
-    Then the demo model, offloaded and resident in turn, on the device that is there.
+    Then the demo model, offloaded and resident in turn, on the device that is there. With --thread,
+    neither: what the engine costs the training thread per layer, where lanes do nothing.
 
     Parameters
     ----------
@@ -79,12 +81,17 @@ def step(
         Steps measured of it.
     rounds
         How often the demo model runs, offloaded and resident.
+    thread
+        Measure the training thread's time in small models of 24 and 40 layers.
     as_json
         Print one JSON object instead of the tables.
     """
     for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
         if value < 1:
             raise ConfigError(f"{flag} {value}: at least 1 is needed")
+    if thread:
+        _thread(steps, as_json)
+        return
 
     from offloadtrain.cli.bench import resident
     from offloadtrain.cli.bench import step as paced
@@ -100,6 +107,18 @@ def step(
         print(paced.table(rows))
         print("\nthe demo model, medians of ratios within a round\n")
         print(resident.table(beside))
+
+
+def _thread(steps: int, as_json: bool) -> None:
+    from offloadtrain.cli.bench import thread
+
+    rows = thread.run(steps, _say)
+    print(file=sys.stderr)
+    if as_json:
+        print(json.dumps(_machine() | {"thread": [row.as_json() for row in rows]}))
+    else:
+        print(f"milliseconds of the training thread per layer, medians of {steps} steps\n")
+        print(thread.table(rows))
 
 
 def scale(

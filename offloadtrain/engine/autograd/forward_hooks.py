@@ -89,12 +89,12 @@ class Passages:
 
         `again`: from inside its forward, where that is recomputed ([Note: Recompute]).
         """
-        if module is self._model and not _in_backward():
-            self._enter_root()
-        passage = self._passages[module]
-        blocks = tuple(passage.waits)
-        if not _in_backward():
+        passage, in_backward = self._passages[module], _in_backward()
+        if not in_backward:
             passage.handles = True
+            if module is self._model:
+                self._enter_root()
+        blocks = tuple(passage.waits)
         self._use(blocks)
         if not passage.handles and not again:
             for block in blocks:
@@ -102,7 +102,7 @@ class Passages:
         reads = [weights for block in blocks for weights in block.weights]
         span = self._lanes.open_span(f"forward {passage.name}", reads)
         offloader = self._offloader if not again and module in self._recomputed else None
-        outside = self._saved.enter(blocks, again=again or _in_backward())
+        outside = self._saved.enter(blocks, again=again or in_backward)
         pushed = passage.handles and self._saved.push(offloader)
         passage.running.append(_Running(span, pushed, blocks, outside))
 
@@ -202,6 +202,8 @@ class Passages:
 
     def _reader_after(self, module: nn.Module, running: _Running) -> _Passage | None:
         """Whose forward, still going on, reads these blocks after their own."""
+        if not self._late_readers:
+            return None
         readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
         passages = [self._passages[m] for m in readers if m is not module]
         return next((passage for passage in passages if passage.running), None)

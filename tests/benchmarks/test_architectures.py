@@ -16,6 +16,7 @@ from benchmarks.architectures.cells import CELLS, SAME, Case
 from benchmarks.architectures.models import ARCHITECTURES
 from offloadtrain.engine import optimizer
 from offloadtrain.engine.checks import ModelError
+from tests import levels
 
 ROOT = Path(__file__).resolve().parents[2]
 # a padding mask, a key-value cache with a window, an encoder beside a decoder, experts, images,
@@ -133,7 +134,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param, steps=3)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_slice_of_the_table_passes(case: Case, cell: str) -> None:
     found = case.fill(cell)

@@ -168,11 +168,16 @@ def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
 
 
 BY_A_THREAD = ("exact", "int8, speculative", "parked", "resident", "among ranks, streamed")
+IN_QUICK = ("exact", "early", "delayed", "streamed, speculative", "parked, accumulated", "resident")
+WHOLE_STEPS = [*((case, "queue") for case in CASES), *((case, "thread") for case in BY_A_THREAD)]
 
 
 @pytest.mark.parametrize(
     ("case", "gpu"),
-    [*((case, "queue") for case in CASES), *((case, "thread") for case in BY_A_THREAD)],
+    [
+        pytest.param(*one, marks=[] if one[0] in IN_QUICK else pytest.mark.slow)
+        for one in WHOLE_STEPS
+    ],
     indirect=["gpu"],
 )
 def test_whole_steps(gpu: Gpu, case: str, request: pytest.FixtureRequest) -> None:

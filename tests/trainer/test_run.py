@@ -22,6 +22,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.trainer import MAX_SKIPS, TrainingError
+from tests import levels
 from tests.trainer.conftest import StopAfter
 from tests.trainer.small_job import events_of, history, kinds, run, small_job
 
@@ -187,6 +188,7 @@ def test_skips_without_end_abort_with_a_checkpoint(
     assert ended.status == "failed" and "TrainingError" in ended.message
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     ("precision", "advised"),
     [
@@ -206,6 +208,7 @@ def test_what_is_advised_is_not_what_is_set(
 UNSKIPPED = ("offload.skip_nonfinite=false", "train.keep_last=2")
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -84,8 +84,8 @@ def test_the_packages_themselves_load_no_torch(module: str) -> None:
     assert "torch" not in _loaded_by(path)
 
 
-def test_the_check_of_loaded_modules_sees_torch() -> None:
-    assert "torch" in _loaded_by("offloadtrain.kernels")
+def test_the_check_of_loaded_modules_sees_one() -> None:
+    assert "numpy" in _loaded_by("numpy")
 
 
 def test_single_doors() -> None:

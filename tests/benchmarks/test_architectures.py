@@ -39,7 +39,10 @@ def test_the_page_names_every_architecture_and_every_cell() -> None:
     assert {name for name in (*ARCHITECTURES, *CELLS) if f"`{name}`" not in page} == set()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SLICE else pytest.mark.slow) for name in ARCHITECTURES],
+)
 def test_streaming_has_more_blocks_than_slots(name: str) -> None:
     offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
     streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.held)]

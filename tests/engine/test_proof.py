@@ -106,6 +106,7 @@ def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -
     assert prove(program(name, state, precision, accum=accum, steps=4, **options)) == []
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("accum", [1, 2])
 @each_mode
 def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatch) -> None:

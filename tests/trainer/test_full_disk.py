@@ -17,6 +17,7 @@ from offloadtrain.commands.launch import _exit_code
 from offloadtrain.manifest import CheckpointError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.trainer import Trainer
+from tests import levels
 from tests.trainer.small_job import events_of, run, small_job
 
 
@@ -41,6 +42,7 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     ("mib", "overrides", "warned"),
     [

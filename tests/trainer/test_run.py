@@ -320,6 +320,7 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
     assert run(small_job(tmp_path), path, resume="auto") == 0
 
 
+@pytest.mark.slow
 def test_the_debug_model_learns_in_thirty_steps(tmp_path: Path) -> None:
     job = small_job(tmp_path, "model.d_model=64", "model.num_heads=4", "train.steps=30")
     assert run(job, tmp_path / "run") == 0

@@ -77,11 +77,10 @@ def ended(process: BaseProcess) -> int | None:
 @pytest.mark.parametrize(
     ("point", "victim"),
     [
-        ("error", 1),
         ("backward", 0),  # rank 0 keeps the store
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in (*((point, 1) for point in POINTS if point != "error"), ("error", 0))
+            for one in (*((point, 1) for point in POINTS), ("error", 0))
         ),
     ],
 )

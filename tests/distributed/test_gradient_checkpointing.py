@@ -22,13 +22,9 @@ def train(**options: Any) -> list[tuple[float, float]]:
     return [*zip(trained.losses[::2], trained.norms, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("working", "use_reentrant"),
-    [
-        pytest.param("device", False, marks=pytest.mark.slow),
-        pytest.param("device", True, marks=pytest.mark.slow),
-        ("host", False),
-    ],
+    ("working", "use_reentrant"), [("device", False), ("device", True), ("host", False)]
 )
 def test_checkpointing_over_shards_has_the_bits_of_whole_weights(
     ranks: Run, working: str, use_reentrant: bool

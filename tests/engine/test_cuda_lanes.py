@@ -22,7 +22,7 @@ from offloadtrain.step import modes
 from offloadtrain.step.operations import Kind
 from offloadtrain.transfer import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
 from offloadtrain.transfer.threads import ThreadLanes
-from tests.distributed.pool import Pool
+from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import own_batches
 from tests.engine.fake_cuda import (
     HOSTS,
@@ -215,18 +215,14 @@ def on_a_rank(case: Case) -> tuple[list[str], bool, int, set[str]]:
     return gpu.log.faults(), equal, sent, worked(found)
 
 
-def test_collectives_between_two_ranks() -> None:
-    pool = Pool(2)
-    try:
-        for case in (
-            Case({**PARKED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
-            Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
-        ):
-            for faults, equal, sent, lanes in pool.run(on_a_rank, case):
-                assert faults == [] and equal and sent > 0
-                assert lanes >= {"compute", "comm", "d2h", "host"}
-    finally:
-        pool.close()
+def test_collectives_between_two_ranks(ranks: Run) -> None:
+    for case in (
+        Case({**PARKED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
+        Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
+    ):
+        for faults, equal, sent, lanes in ranks(2, on_a_rank, case):
+            assert faults == [] and equal and sent > 0
+            assert lanes >= {"compute", "comm", "d2h", "host"}
 
 
 @pytest.mark.parametrize("options", [{}, PARKED], ids=["device", "parked"])

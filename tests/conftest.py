@@ -57,7 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         kept = _without_gpu(config, kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    items[:] = sorted(kept, key=_without_pools)
+
+
+def _without_pools(item: pytest.Item) -> bool:
+    """Tests of ranks come first: the first of pytest-xdist's workers gets them all, so that their
+    processes are there once, while the other one runs what waits for nobody."""
+    return "pools" not in getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,8 @@
 * full: every case of every test.
 
 A test marked `cover(strength)` says what quick must hold in place of pairs: 1, every value of each
-parameter; 0, nothing but the draw.
+parameter; 0, nothing but the draw. `cover(strength, later)`: also what rest must hold besides;
+`ALL`, every case.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ Level = Literal["quick", "rest", "full"]
 Case = TypeVar("Case")
 Axes = tuple[tuple[Hashable, Hashable], ...]
 
+ALL = 99
+"""A strength: no test has as many parameters."""
 FEW = 12
 """A test with no more cases than this runs all of them."""
 DRAWN = {"quick": 0.02, "rest": 0.1}
@@ -69,19 +72,22 @@ def _of_one(name: str, cases: list[pytest.Item], level: Level, seed: int) -> lis
         return cases
     late = [case for case in cases if case.get_closest_marker("slow")]
     cases = [case for case in cases if not case.get_closest_marker("slow")]
-    quick = _covering(cases)
+    quick, later = _covering(cases)
     others = [case for case in cases if case not in quick]
     draw = random.Random(f"{seed} {name}")
     drawn = draw.sample(others, math.ceil(len(others) * DRAWN[level]))
-    return [*quick, *drawn] if level == "quick" else [*late, *drawn]
+    return [*quick, *drawn] if level == "quick" else [*late, *(later - quick), *drawn]
 
 
-def _covering(cases: list[pytest.Item]) -> set[pytest.Item]:
+def _covering(cases: list[pytest.Item]) -> tuple[set[pytest.Item], set[pytest.Item]]:
+    """What quick holds, and what rest holds of the others at least."""
     mark = cases[0].get_closest_marker("cover") if cases else None
-    strength = mark.args[0] if mark else 2
     if mark is None and len(cases) <= FEW:
-        return set(cases)
-    return set(covering(cases, [axes(case) for case in cases], strength))
+        return set(cases), set()
+    where = [axes(case) for case in cases]
+    strengths = (*mark.args, 0)[:2] if mark else (2, 0)
+    quick, later = (set(covering(cases, where, strength)) for strength in strengths)
+    return quick, later
 
 
 def axes(item: pytest.Item) -> Axes:

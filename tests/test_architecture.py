@@ -88,8 +88,8 @@ def test_the_packages_themselves_load_no_torch(module: str) -> None:
     assert "torch" not in _loaded_by(path)
 
 
-def test_the_check_of_loaded_modules_sees_torch() -> None:
-    assert "torch" in _loaded_by("offloadtrain.runtime.kernels")
+def test_the_check_of_loaded_modules_sees_one() -> None:
+    assert "numpy" in _loaded_by("numpy")
 
 
 def _circles() -> list[str]:
@@ -131,7 +131,7 @@ def test_single_doors() -> None:
     assert _importers("numba") <= {"numba_numbers.py"}
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
-    assert _importers("psutil") <= {"telemetry.py", "machine.py"}
+    assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
     assert _importers("torch.distributed") <= {"process_group.py"}
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}

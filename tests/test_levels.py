@@ -17,7 +17,7 @@ from tests import levels
 pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent
-MOST_IN_QUICK = 4200
+MOST_IN_QUICK = 3800
 """Cases that every change runs. A new product of parameters that exceeds it wants `cover`."""
 
 SUITE = """
@@ -45,6 +45,10 @@ def test_values(a, b): ...
 @FIVE
 @pytest.mark.cover(0)
 def test_draw(a, b): ...
+@SIX
+@FIVE
+@pytest.mark.cover(0, levels.ALL)
+def test_later(a, b): ...
 @pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_is_slow(a): ...
 @pytest.mark.slow
@@ -136,7 +140,9 @@ def test_quick_holds_every_pair_and_draws_a_few_others(suite: list[pytest.Item])
         *itertools.product([0], map(str, range(5))),
         *itertools.product([1], map(str, range(6))),
     }
-    assert len(values) == 6 + 1 and len(ids(quick, "test_draw")) == 1
+    assert (
+        len(values) == 6 + 1 and len(ids(quick, "test_draw")) == len(ids(quick, "test_later")) == 1
+    )
     assert ids(quick, "test_one_is_slow") == {"test_one_is_slow[0]"}
     assert ids(quick, "test_draws") == {"test_draws[0]"}
     assert not ids(quick, "test_slow") and not ids(quick, "test_long")
@@ -149,6 +155,7 @@ def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[py
     assert ids(rest, "test_one_is_slow") == {"test_one_is_slow[1]"}
     assert ids(rest, "test_draws") == {"test_draws[0]"}
     assert len(ids(rest, "test_draw")) == 3, "a tenth of thirty"
+    assert len(ids(rest, "test_later")) == 30 and len(rest) == len(set(rest))
 
 
 def test_no_case_is_out_of_reach(suite: list[pytest.Item]) -> None:

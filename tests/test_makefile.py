@@ -76,7 +76,8 @@ def test_levels_of_the_tests(clone: Path, target: str, levels: list[str]) -> Non
     """In two processes; pytest's further arguments reach each of them."""
     planned = would(clone, target, STAMPS, "TEST_ARGS=--seed 5")
     assert planned.splitlines() == [
-        f".venv/bin/python -m pytest -n 2 --dist worksteal --level {level} --seed 5"
+        "PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n 2 --dist worksteal "
+        f"--level {level} --seed 5"
         for level in levels
     ]
 

@@ -95,7 +95,7 @@ class Steady:
     exposed: Mapping[str, float]
 
 
-_SETTLED = 6
+_SETTLED = 4
 """Steps after which every one takes the same time."""
 
 

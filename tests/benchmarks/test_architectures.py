@@ -16,6 +16,7 @@ from benchmarks.architectures.cells import CELLS, SAME, Case
 from benchmarks.architectures.models import ARCHITECTURES
 from offloadtrain.engine import optimizer
 from offloadtrain.engine.checks import ModelError
+from tests import levels
 
 ROOT = Path(__file__).resolve().parents[2]
 # a padding mask, a key-value cache with a window, an encoder beside a decoder, experts, images,
@@ -38,7 +39,10 @@ def test_the_page_names_every_architecture_and_every_cell() -> None:
     assert {name for name in (*ARCHITECTURES, *CELLS) if f"`{name}`" not in page} == set()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SLICE else pytest.mark.slow) for name in ARCHITECTURES],
+)
 def test_streaming_has_more_blocks_than_slots(name: str) -> None:
     offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
     streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.held)]
@@ -133,7 +137,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param, steps=3)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_slice_of_the_table_passes(case: Case, cell: str) -> None:
     found = case.fill(cell)

@@ -12,6 +12,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan import largest
 from offloadtrain.plan.plan import make
+from tests import levels
 from tests.small_buffers import small_doctor
 
 Captured = pytest.CaptureFixture[str]
@@ -93,7 +94,8 @@ def test_a_machine_that_was_measured(
     assert found(capsys)["machine"] == "mine"
 
 
-def test_the_largest_model(capsys: Captured) -> None:
+def test_the_largest_model(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "WIDTHS", (1024, 5120))
     assert plan("--largest", "--machine", "v100_32gb", "--json") == 0
     rows = {(row["weights"], row["state"]): row for row in found(capsys)["rows"]}
     assert set(rows) == {(w, s) for w in ("device", "host") for s in ("fp32", "int8")}
@@ -147,6 +149,7 @@ def test_a_sweep_beyond_the_only_host(capsys: Captured) -> None:
     assert ours[1] == "" and "one host" in ours[4]
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("machine", ["rtx3090", "rtx4090"])
 def test_two_gpus_of_a_desktop(capsys: Captured, machine: str) -> None:
     """They share its lanes: each of two has half the bandwidth of one alone."""

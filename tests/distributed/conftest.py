@@ -12,12 +12,15 @@ from tests.distributed.pool import Pool, RankFailedError
 Run = Callable[..., list[Any]]
 
 
+_MADE: dict[int, Pool] = {}
+"""Of all folders that take the fixtures from here."""
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
-    made: dict[int, Pool] = {}
-    yield made
-    for pool in made.values():
-        pool.close()
+    yield _MADE
+    while _MADE:
+        _MADE.popitem()[1].close()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from offloadtrain.train.checkpoint.manifest import (
     DamagedCheckpointError,
     NotFiniteError,
 )
+from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import whole_state
 from tests.distributed.test_sharded import own_batches
@@ -86,7 +87,7 @@ def loaded(folder: Path, name: str, state: str, **options: Any) -> Any:
     return found
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("state", FIELDS)
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 4), (3, 2), (2, 4), (4, 1)])
 def test_any_number_of_ranks_reads_any_other(
@@ -102,6 +103,7 @@ def test_any_number_of_ranks_reads_any_other(
 STREAMED: dict[str, Any] = {"zero_stage": 3, "working": "host"}
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 3}, STREAMED])
 def test_any_placement_reads_any_other(ranks: Run, tmp_path: Path, options: dict[str, Any]) -> None:
     before = ranks(2, trained_and_saved, tmp_path, "frozen", "fp32", **options)[0]

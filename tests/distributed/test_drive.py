@@ -24,7 +24,7 @@ def differs(mode: str, accum: int, options: dict[str, Any]) -> str:
     return compared(mode, accum, options, own_batches(STEPS * accum))
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("mode", "accum"),

@@ -25,6 +25,7 @@ from tests.distributed.pool import forkserver
 from tests.distributed.test_jobs import job_of
 from tests.train.small_job import events_of, tensor_hashes, write_text
 
+pytestmark = pytest.mark.usefixtures("pools")  # they are forked from where those are
 ROOT = Path(__file__).resolve().parent.parent.parent
 WITHIN_S = 300.0
 """A bound of what hangs."""
@@ -78,9 +79,11 @@ def ended(process: BaseProcess) -> int | None:
 @pytest.mark.parametrize(
     ("point", "victim"),
     [
-        *((point, 1) for point in POINTS),
         ("backward", 0),  # rank 0 keeps the store
-        pytest.param("error", 0, marks=pytest.mark.slow),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (*((point, 1) for point in POINTS), ("error", 0))
+        ),
     ],
 )
 def test_the_other_rank_ends_and_says_why(job: Path, point: str, victim: int) -> None:

@@ -22,6 +22,7 @@ def train(**options: Any) -> list[tuple[float, float]]:
     return [*zip(trained.losses[::2], trained.norms, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("working", "use_reentrant"), [("device", False), ("device", True), ("host", False)]
 )

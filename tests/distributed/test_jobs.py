@@ -85,17 +85,19 @@ def close(one: dict[int, float], other: dict[int, float], rel: float) -> bool:
     return all(math.isclose(one[step], other[step], rel_tol=rel) for step in one)
 
 
-def test_the_batch_does_not_depend_on_the_ranks(ranks: Run, tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_batch_does_not_depend_on_the_ranks(
+    ranks: Run, tmp_path: Path, data: Path, size: int
+) -> None:
     chosen = FP32 | {"train.eval_every": 4, "train.eval_batches": 4}
     (alone,) = ranks(1, trained, tmp_path / "1", data, **chosen)
-    for size in (2, 4):
-        found = ranks(size, trained, tmp_path / str(size), data, **chosen)
-        assert all(one["losses"] == found[0]["losses"] for one in found)  # the mean of all
-        assert close(found[0]["losses"], alone["losses"], 1e-4)
-        assert found[0]["val"] == pytest.approx(alone["val"], rel=1e-4)
-        assert found[0]["tokens"] == alone["tokens"]
-        assert len(found[0]["ranks_ms"]) == size and found[0]["comm"] > 0
-        assert found[1]["ranks_ms"] == () and found[1]["busy"]["comm"] > 0
+    found = ranks(size, trained, tmp_path / str(size), data, **chosen)
+    assert all(one["losses"] == found[0]["losses"] for one in found)  # the mean of all
+    assert close(found[0]["losses"], alone["losses"], 1e-4)
+    assert found[0]["val"] == pytest.approx(alone["val"], rel=1e-4)
+    assert found[0]["tokens"] == alone["tokens"]
+    assert len(found[0]["ranks_ms"]) == size and found[0]["comm"] > 0
+    assert found[1]["ranks_ms"] == () and found[1]["busy"]["comm"] > 0
     assert alone["comm"] == 0 and alone["ranks_ms"] == ()
 
 

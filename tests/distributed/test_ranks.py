@@ -64,6 +64,9 @@ def moved(depth: int, steps: int, **options: Any) -> dict[str, float]:
 STATE = ("master weights", "exp_avg", "exp_avg_sq")
 
 
+SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -76,7 +79,7 @@ def test_bytes_are_those_of_theory(ranks: Run, size: int, stage: int, accum: int
         assert found["comm"] == (accum + 1) * (size - 1) * shard
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_bytes_of_stage_3(ranks: Run, size: int) -> None:
     """Every block is gathered for forward and again for backward, but those that a slot still
     holds from forward: with one slot the last one."""
@@ -88,7 +91,7 @@ def test_bytes_of_stage_3(ranks: Run, size: int) -> None:
         assert found["h2d"] == 2 * gathered // size
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_each_rank_holds_its_part(ranks: Run, size: int) -> None:
     whole = ranks(size, moved, 16, 1)
     for found in whole:
@@ -109,7 +112,7 @@ def padding_of_a_real_size(size: int) -> float:
     return size * sum(b.shard_numel for b in buckets) / total - 1
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_host_state_is_one_nth_within_a_percent(ranks: Run, size: int) -> None:
     assert max(ranks(size, padding_of_a_real_size, size)) < 0.01
 
@@ -167,6 +170,7 @@ def proved(**options: Any) -> tuple[list[Any], set[str]]:
     return prove(lanes.program), {e.name.split()[0] for e in launched if e.lane == "comm"}
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("update", ["exact", "speculative", "delayed"])
 @pytest.mark.parametrize(
     "place",
@@ -418,6 +422,7 @@ def state_dict_again(state: str) -> bool:
     return all(same)
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("state", ["fp32", "int8"])
 def test_a_rank_takes_its_state_dict_back(ranks: Run, state: str) -> None:
     for size in (1, 2, 3):

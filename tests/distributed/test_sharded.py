@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
@@ -17,6 +18,7 @@ from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step import spec
+from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import DataParallelRun, whole_state
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of
@@ -63,8 +65,9 @@ def model_of(name: str) -> nn.Module:
 def same_start(model: nn.Module) -> nn.Module:
     """A copy with the weights of rank 0."""
     twin = copy.deepcopy(model)
-    for param in twin.parameters():
-        dist.broadcast(param.data, 0)
+    weights = parameters_to_vector(twin.parameters()).detach()
+    dist.broadcast(weights, 0)
+    vector_to_parameters(weights, twin.parameters())
     return twin
 
 
@@ -75,7 +78,7 @@ def compare(
     lanes: str = "in order",
     accum: int = 1,
     clip: float | None = 0.5,
-    steps: int = 4,
+    steps: int = 3,
     explicit: bool = True,
     reduction: str = "working",
     clips: Sequence[float] = (),
@@ -122,7 +125,13 @@ def compare(
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("chain", "frozen", "tied") else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_same_bits_as_resident_data_parallelism(ranks: Run, size: int, name: str) -> None:
     ranks(size, compare, name)
 
@@ -142,7 +151,7 @@ def test_ranks_on_different_paths(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("lanes", LANES)
 def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
-    steps = 10 if precision == "fp16" else 4
+    steps = 10 if precision == "fp16" else 3
     ranks(2, compare, "chain", precision, lanes=lanes, zero_stage=stage, steps=steps)
 
 
@@ -150,7 +159,11 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("lanes", ["in order", "threads"])
 @pytest.mark.parametrize(
-    ("size", "name", "options"), [(2, "tied", {}), (4, "frozen", {"accum": 2, "reduction": "fp32"})]
+    ("size", "name", "options"),
+    [
+        (2, "tied", {}),
+        pytest.param(4, "frozen", {"accum": 2, "reduction": "fp32"}, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_without_offload(
     ranks: Run, size: int, name: str, options: dict[str, Any], lanes: str, stage: int
@@ -162,7 +175,7 @@ def test_stages_without_offload(
     ("size", "reduction", "precision"),
     [
         (2, "working", "bf16"),
-        (3, "fp32", "bf16"),
+        pytest.param(3, "fp32", "bf16", marks=pytest.mark.slow),
         pytest.param(4, "working", "fp32", marks=pytest.mark.slow),
         pytest.param(4, "working", "bf16", marks=pytest.mark.slow),
     ],
@@ -189,7 +202,10 @@ def test_update_modes(
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["chain", "frozen", "shared", "tied"])
 @pytest.mark.parametrize("activation", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize(("size", "options"), [(2, {"lanes": "threads"}), (4, {"accum": 2})])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {"lanes": "threads"}), pytest.param(4, {"accum": 2}, marks=pytest.mark.slow)],
+)
 def test_weights_in_shards_on_the_host(
     ranks: Run, size: int, options: dict[str, Any], activation: str, name: str
 ) -> None:
@@ -265,6 +281,7 @@ def loaded(**options: Any) -> None:
         one.close()
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
 def test_loaded_weights_are_masters_as_given(ranks: Run, state: str) -> None:
     for stage in (1, 2):
@@ -307,7 +324,7 @@ def same_runs(one: dict[str, Any], *others: dict[str, Any]) -> None:
     ("state", "accum"),
     [
         pytest.param("fp32", 1, marks=pytest.mark.slow),
-        ("fp32", 2),
+        pytest.param("fp32", 2, marks=pytest.mark.slow),
         pytest.param("split16", 1, marks=pytest.mark.slow),
         ("int8", 2),
     ],
@@ -345,7 +362,7 @@ def test_pieces_change_no_bit_between_two_ranks(ranks: Run, options: dict[str, A
     ranks(2, same_runs, options, options | {"pieces": 1024})
 
 
-def against_one_process(size: int) -> None:
+def against_one_process(size: int, steps: int) -> None:
     """Mean of ranks' losses and the weights: those of one process with all the batches."""
     torch.manual_seed(0)
     model, resident = Chain(), Chain()
@@ -354,8 +371,8 @@ def against_one_process(size: int) -> None:
     sharded = ot.offload(model, ot.AdamW(lr=1e-3), **chosen)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     single = ot.offload(resident, ot.AdamW(lr=1e-3), process_group=alone, **chosen)
-    stream = batches(50 * size)
-    for step in range(50):
+    stream = batches(steps * size)
+    for step in range(steps):
         of_all = stream[step * size : (step + 1) * size]
         losses = torch.tensor(train(sharded, model, [of_all[dist.get_rank()]]))
         dist.all_reduce(losses)
@@ -368,9 +385,11 @@ def against_one_process(size: int) -> None:
     single.close()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_many_ranks_are_one(ranks: Run, size: int) -> None:
-    ranks(size, against_one_process, size)
+@pytest.mark.parametrize(
+    ("size", "steps"), [(2, 20), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in (2, 4))]
+)
+def test_many_ranks_are_one(ranks: Run, size: int, steps: int) -> None:
+    ranks(size, against_one_process, size, steps)
 
 
 def against_torch(size: int) -> None:

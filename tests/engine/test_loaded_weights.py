@@ -58,6 +58,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[key], value), key
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize(("kept", "precision"), FORMATS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_loaded_after_offload_is_as_given_before_it(

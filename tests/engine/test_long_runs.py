@@ -10,6 +10,7 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Event, SequentialLanes, on_lanes
+from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: list[dict[str, Any]] = [
@@ -52,6 +53,7 @@ def alive() -> tuple[int, int, int]:
     return len(objects), len(tensors), sum(x.nbytes for x in tensors)
 
 
+@pytest.mark.cover(0, levels.ALL)
 @each_option
 @pytest.mark.parametrize(
     ("few", "many"), [(20, 140), pytest.param(50, 1000, marks=pytest.mark.slow)]

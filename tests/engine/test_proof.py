@@ -96,6 +96,7 @@ def program(name: str, *args: str, **kwargs: Any) -> list[Entry]:
     return lanes.program
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize(("state", "precision"), CASES)
 @pytest.mark.parametrize("accum", [1, 2])
 @each_mode
@@ -105,6 +106,7 @@ def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -
     assert prove(program(name, state, precision, accum=accum, steps=4, **options)) == []
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("accum", [1, 2])
 @each_mode
 def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +127,7 @@ def test_no_race_with_streamed_weights(
     assert prove(program(name, state, precision, accum=2, steps=4, **options)) == []
 
 
-@levels.examples(120)
+@levels.examples(60)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     case=st.sampled_from(CASES),

@@ -18,7 +18,7 @@ from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes, spec
 from offloadtrain.step.prove import prove
 
-SHARDS, IN_A_SHARD = 40, 50
+SHARDS, IN_A_SHARD = 100, 20
 
 
 class Tower(nn.Module):
@@ -111,11 +111,11 @@ def test_no_configuration_races(shard: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert faults == [], options
 
 
-ORDERS = 30
+ORDERS = 15
 
 
 @pytest.mark.cover(0)
-@pytest.mark.parametrize("shard", range(20))
+@pytest.mark.parametrize("shard", range(40))
 def test_six_hundred_orders_have_the_same_bits(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any legal order, the latest possible, and threads with delays; staging and slots poisoned."""
     options = drawn(random.Random(1000 + shard), large=False)

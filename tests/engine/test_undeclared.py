@@ -123,7 +123,9 @@ PLACEMENTS: list[dict[str, Any]] = [
 
 
 CASES = [
-    (name, options)
+    pytest.param(
+        name, options, marks=[] if options in ({}, {"working": "host"}) else pytest.mark.slow
+    )
     for options in PLACEMENTS
     for name in (STREAMED if "working" in options else MODELS)
 ]

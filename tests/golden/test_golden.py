@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests import levels
 from tests.golden.golden import PRECISIONS, machine_class, read, train_losses
 
 # Elsewhere rounding differs, and training amplifies it. Between AVX2 and AVX-512 the losses differ
@@ -11,6 +12,7 @@ from tests.golden.golden import PRECISIONS, machine_class, read, train_losses
 TOLERANCE = {"bf16": 0.03, "fp32": 1e-4}
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_losses_are_the_golden_ones(precision: str) -> None:
     made_on, golden = read(precision)

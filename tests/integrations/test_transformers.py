@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.architectures.cells import first_difference
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from benchmarks.architectures.training import Trained, train_offloaded
+from tests import levels
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
@@ -55,7 +56,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
     assert first_difference(found, expected) == ""
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_over_streamed_weights_has_the_bits_of_a_resident_run(

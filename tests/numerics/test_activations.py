@@ -140,6 +140,7 @@ def peak_bytes(depth: int, **options: Any) -> int:
     return most
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_the_peak_does_not_grow_with_depth(working: str) -> None:
     """But for what torch's checkpoint keeps per block: the state of the random generator, which a
@@ -242,6 +243,7 @@ def test_a_compiled_forward_comes_back() -> None:
     assert model.layers[0].__dict__["forward"] is assigned
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 @pytest.mark.parametrize(
     "options",
@@ -267,6 +269,7 @@ def test_compiled_blocks_have_the_same_bits(options: dict[str, Any]) -> None:
     assert_same(resident, optimizer, model)
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 @pytest.mark.parametrize("how", ["wrapped", "layer.compile()"])
 @pytest.mark.parametrize("working", ["device", "host"])

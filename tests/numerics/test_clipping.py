@@ -20,6 +20,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("clip_norm", [None, 0.3, 1e9])
 @pytest.mark.parametrize("clips", CLIPS)
 @pytest.mark.parametrize("mode", MODES)
@@ -27,6 +28,7 @@ def test_same_bits(mode: str, clips: tuple[float, ...], clip_norm: float | None)
     compare("tied", "bf16", clip=clip_norm, clips=clips, **MODES[mode])
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_same_bits_with_accumulation(precision: str, explicit: bool) -> None:

@@ -51,6 +51,7 @@ def frozen_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("activation", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", DTYPES)

@@ -107,12 +107,14 @@ def compare(
     optimizer.close()
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_as_resident(name: str, precision: str) -> None:
     compare(name, precision, clip=0.5, steps=10 if precision == "fp16" else 4)
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("clip", [None, 0.1, 1e9])
 @pytest.mark.parametrize("accum", [2, 3])
 @pytest.mark.parametrize("precision", DTYPES)

@@ -143,6 +143,7 @@ def test_one_slot_is_enough_where_layers_take_turns(model: Callable[[int], Chain
     assert_same(resident, optimizer, offloaded)
 
 
+@pytest.mark.cover(1, 2)
 @each_recompute
 @pytest.mark.parametrize("activation", ["keep", "recompute"])
 def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: str) -> None:
@@ -153,6 +154,7 @@ def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: 
         assert optimizer.grad_norm == resident.norms[-1]
 
 
+@pytest.mark.cover(1, 2)
 @each_recompute
 @pytest.mark.parametrize("slots", [2, 3])
 def test_adapters_behind_the_hooks_do_not_lose_the_frozen_weights_under_them(

@@ -36,6 +36,7 @@ def test_the_bits_of_a_resident_run(name: str, precision: str, accum: int) -> No
     compare(name, precision, accum=accum, clip=0.5, state_on="device")
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize(
     "options",

@@ -78,6 +78,7 @@ def test_same_bits_drawn(
     )
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
 @pytest.mark.parametrize("mode", ["exact", "early", "speculative", "delayed"])
 @pytest.mark.parametrize("accum", [1, 2])
@@ -394,6 +395,7 @@ def test_a_poisoned_slot_is_never_read() -> None:
         compare("recompute", "bf16", accum=2, clip=0.5, working="host", device_slots=1)
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", ["chain", "unusual", "frozen", "partly used"])

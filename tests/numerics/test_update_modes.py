@@ -130,6 +130,7 @@ def wrong_at(pattern: str, steps: int) -> list[bool]:
     }[pattern]
 
 
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("pattern", ["never", "always", "alternating", "first", "last"])
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])

@@ -36,7 +36,14 @@ EXAMPLES = [
         ("delayed", "streamed, inputs offloaded", 2),
     )
 ]
-each_example = pytest.mark.parametrize("case", EXAMPLES, ids=lambda case: case.mode)
+each_example = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.mode in ("early", "delayed") else [])
+        for case in EXAMPLES
+    ],
+    ids=lambda case: case.mode,
+)
 
 
 @cache

@@ -63,6 +63,7 @@ def ratio(config: Config) -> float:
     return activations(place(config), on_cpu=True).total / most_allocated(config)
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -53,14 +53,8 @@ def scaled(config: Config) -> Config:
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_13b_v100",
-        pytest.param("gpt_13b_32gb", marks=pytest.mark.slow),
-        pytest.param("gpt_13b_streamed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_13b_v100", "gpt_13b_32gb", "gpt_13b_streamed"])
 def test_a_thousandth_of_13b(name: str) -> None:
     job = jobs.load(shipped_jobs()[name])
     machine = find(job.device.machine)[1]

@@ -22,7 +22,7 @@ from offloadtrain.runtime.lanes import CudaLanes, Event, Lane, LaneError, Lanes,
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes
 from offloadtrain.step.operations import Kind
-from tests.distributed.pool import Pool
+from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import own_batches
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.runtime.fake_cuda import (
@@ -168,11 +168,23 @@ def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
 
 
 BY_A_THREAD = ("exact", "int8, speculative", "offloaded", "resident", "among ranks, streamed")
+IN_QUICK = (
+    "exact",
+    "early",
+    "delayed",
+    "streamed, speculative",
+    "offloaded, accumulated",
+    "resident",
+)
+WHOLE_STEPS = [*((case, "queue") for case in CASES), *((case, "thread") for case in BY_A_THREAD)]
 
 
 @pytest.mark.parametrize(
     ("case", "gpu"),
-    [*((case, "queue") for case in CASES), *((case, "thread") for case in BY_A_THREAD)],
+    [
+        pytest.param(*one, marks=[] if one[0] in IN_QUICK else pytest.mark.slow)
+        for one in WHOLE_STEPS
+    ],
     indirect=["gpu"],
 )
 def test_whole_steps(gpu: Gpu, case: str, request: pytest.FixtureRequest) -> None:
@@ -210,18 +222,14 @@ def on_a_rank(case: Case) -> tuple[list[str], bool, int, set[str]]:
     return gpu.log.faults(), equal, sent, worked(found)
 
 
-def test_collectives_between_two_ranks() -> None:
-    pool = Pool(2)
-    try:
-        for case in (
-            Case({**OFFLOADED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
-            Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
-        ):
-            for faults, equal, sent, lanes in pool.run(on_a_rank, case):
-                assert faults == [] and equal and sent > 0
-                assert lanes >= {"compute", "comm", "d2h", "host"}
-    finally:
-        pool.close()
+def test_collectives_between_two_ranks(ranks: Run) -> None:
+    for case in (
+        Case({**OFFLOADED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
+        Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
+    ):
+        for faults, equal, sent, lanes in ranks(2, on_a_rank, case):
+            assert faults == [] and equal and sent > 0
+            assert lanes >= {"compute", "comm", "d2h", "host"}
 
 
 @pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["device", "offloaded"])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.step import simulate
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import (
     Event,
@@ -177,6 +178,18 @@ def test_a_step_in_the_long_run(case: Case, seed: int) -> None:
         found = steady(case.spec, drawn(seed))
         check(found)
         assert found.seconds == pytest.approx(by_long_run(case.spec, drawn(seed)), abs=1e-9)
+
+
+@levels.examples(40)
+@given(case=cases(most_blocks=3), seed=st.integers(0, 2**32))
+def test_more_steps_change_nothing(case: Case, seed: int) -> None:
+    """The one that is timed has settled."""
+    with staging_of(case.staging), pytest.MonkeyPatch.context() as patch:
+        found = steady(case.spec, drawn(seed))
+        patch.setattr(simulate, "_SETTLED", 8)
+        later = steady(case.spec, drawn(seed))
+    assert found.seconds == pytest.approx(later.seconds)
+    assert found.exposed == pytest.approx(later.exposed, abs=1e-9)
 
 
 @levels.examples(30)

@@ -18,6 +18,7 @@ from offloadtrain.events import writer as event_writer
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.trainer import Trainer
+from tests import levels
 from tests.train.small_job import events_of, run, small_job
 
 
@@ -42,6 +43,7 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     ("mib", "overrides", "warned"),
     [

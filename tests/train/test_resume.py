@@ -21,7 +21,9 @@ from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", ["fp16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "fp32"))]
+)
 def test_resume_is_bit_exact(
     tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
@@ -51,10 +53,22 @@ def test_resume_is_bit_exact(
     ("overrides", "limits"),
     [
         (["offload.working=host", "offload.activation=offload"], (1, 4, 2)),
-        (["offload.update=speculative", "offload.state=int8", "offload.clip_norm=0.3"], (1, 4, 2)),
-        (["offload.clip_norm=0", "offload.skip_nonfinite=false"], (1, 4, 2)),
+        pytest.param(
+            ["offload.update=speculative", "offload.state=int8", "offload.clip_norm=0.3"],
+            (1, 4, 2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["offload.clip_norm=0", "offload.skip_nonfinite=false"],
+            (1, 4, 2),
+            marks=pytest.mark.slow,
+        ),
         # A checkpoint ends the delay: both runs make one at these steps.
-        (["offload.update=delayed", "offload.warmup_steps=2"], (3, 3, 3)),
+        pytest.param(
+            ["offload.update=delayed", "offload.warmup_steps=2"],
+            (3, 3, 3),
+            marks=pytest.mark.slow,
+        ),
         (["offload.update=delayed", "offload.working=host", "offload.state=split16"], (3, 6)),
     ],
 )

@@ -25,6 +25,7 @@ from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.console import Console
 from offloadtrain.train.trainer import MAX_SKIPS, TrainingError
+from tests import levels
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, kinds, run, small_job
 
@@ -190,6 +191,7 @@ def test_skips_without_end_abort_with_a_checkpoint(
     assert ended.status == "failed" and "TrainingError" in ended.message
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     ("precision", "advised"),
     [
@@ -209,6 +211,7 @@ def test_what_is_advised_is_not_what_is_set(
 UNSKIPPED = ("offload.skip_nonfinite=false", "train.keep_last=2")
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -320,6 +323,7 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
     assert run(small_job(tmp_path), path, resume="auto") == 0
 
 
+@pytest.mark.slow
 def test_the_debug_model_learns_in_thirty_steps(tmp_path: Path) -> None:
     job = small_job(tmp_path, "model.d_model=64", "model.num_heads=4", "train.steps=30")
     assert run(job, tmp_path / "run") == 0

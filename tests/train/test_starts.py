@@ -230,13 +230,10 @@ main(sys.argv[3:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "step"),
-    [
-        pytest.param("_evaluate", 0, marks=pytest.mark.slow),
-        pytest.param("_step", 0, marks=pytest.mark.slow),
-        ("_step", 1),
-    ],
+    [("_evaluate", 0), ("_step", 0), ("_step", 1)],
 )
 def test_killed_before_the_first_checkpoint_the_same_command_starts_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, step: int

@@ -65,18 +65,11 @@ def go(test: Coroutine[object, object, None]) -> None:
     asyncio.run(test)
 
 
-LOOKED_AT = [
-    ("plain", "wide"),
-    ("plain", "medium"),
-    ("plain", "small"),
-    ("unlucky", "medium"),
-    ("ranks", "medium"),
-    ("nothing", "small"),
-]
-"""The first five are drawn for `test_screens` as well."""
+LOOKED_AT = [("plain", "medium"), ("ranks", "medium"), ("nothing", "small")]
+"""The first two are drawn for `test_screens` as well."""
 OTHERS = [
     pytest.param(recording, size, marks=pytest.mark.slow)
-    for recording in ("unlucky", "ranks", "nothing")
+    for recording in ("plain", "unlucky", "ranks", "nothing")
     for size in SIZES
     if (recording, size) not in LOOKED_AT
 ]

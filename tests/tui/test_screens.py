@@ -18,13 +18,18 @@ from tests.tui.conftest import Screens
 SCREENS = Path(__file__).parent / "screens"
 CASES = [
     *((name, "medium", "plain") for name in PANELS),
-    ("overview", "wide", "plain"),
-    ("overview", "small", "plain"),
-    ("memory", "small", "plain"),
-    ("transfers", "small", "plain"),
-    ("overview", "medium", "unlucky"),
-    ("events", "medium", "unlucky"),
     ("ranks", "medium", "ranks"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("overview", "wide", "plain"),
+            ("overview", "small", "plain"),
+            ("memory", "small", "plain"),
+            ("transfers", "small", "plain"),
+            ("overview", "medium", "unlucky"),
+            ("events", "medium", "unlucky"),
+        )
+    ),
 ]
 
 

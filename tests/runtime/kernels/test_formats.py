@@ -109,6 +109,7 @@ def test_where_a_parameter_lies_changes_no_bit(name: str, dtype: torch.dtype) ->
         assert torch.equal(whole[start : start + piece.numel()], piece)
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), *NARROW])
 def test_the_double_buffered_form(name: str, dtype: torch.dtype, backend: Backend) -> None:
@@ -182,6 +183,7 @@ def test_split16_has_the_bits_of_its_definition(backend: Backend) -> None:
         assert tuple(field[i] for field in kept) == expected, i
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_8_bit_moments_are_neighbours_of_the_exact_ones(

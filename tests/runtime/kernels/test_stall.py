@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State, torch_backend
+from tests import levels
 from tests.runtime.kernels.format_cases import NARROW, ids_of, preferred, zero_state
 
 STEPS, BURST, NUMEL = 10_000, 10, 256
@@ -43,7 +44,7 @@ def displacement(values: Fp32State) -> Tensor:
     return (values.master.double() - 1.0).abs()
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, levels.ALL)
 @each_state
 @pytest.mark.parametrize("burst", [1.0, 1e4])
 @pytest.mark.parametrize("gradient", [1e-6, 1e-10])

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State
+from tests import levels
 from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
@@ -116,7 +117,7 @@ def judged(found: Fp32State, run: Run, name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, levels.ALL)
 @each_state
 @each_burst
 @each_size

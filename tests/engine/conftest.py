@@ -1,0 +1,5 @@
+"""Ranks, as in tests/distributed."""
+
+from tests.distributed.conftest import pools, ranks
+
+__all__ = ["pools", "ranks"]

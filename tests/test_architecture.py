@@ -137,6 +137,31 @@ def test_single_doors() -> None:
     assert native == {"native.py"}
 
 
+def _documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_glossary_is_short_and_its_terms_are_used() -> None:
+    glossary = ROOT / "docs/glossary.md"
+    entries = re.findall(r"^\* \*\*(.+?)\*\*: .+\.$", glossary.read_text(), re.MULTILINE)
+    assert len(entries) == glossary.read_text().count("\n* ") <= 40
+    assert entries == sorted(entries, key=str.lower)
+    others = [path for path in _documents() if path != glossary]
+    text = " ".join(path.read_text() for path in [*others, *SOURCES])
+    words = " ".join(text.replace("\n#", "\n").split()).lower()
+    assert [entry for entry in entries if entry.lower() not in words] == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    dead = [
+        f"{path.name}: {link}"
+        for path in _documents()
+        for link in re.findall(r"\]\(([^)#]+)\)", path.read_text())
+        if "://" not in link and not (path.parent / link).exists()
+    ]
+    assert dead == []
+
+
 def test_files_are_short() -> None:
     lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in SOURCES}
     assert {name: count for name, count in lines.items() if count > LONGEST_FILE} == {}

@@ -106,11 +106,13 @@ class OffloadConfig:
         may_be_none = {f.name for f in fields(self) if f.default is None}
         for key in (*_POSITIVE, *_NOT_NEGATIVE):
             value = getattr(self, key)
-            if value is None and key not in may_be_none:
-                yield f"{key} = None is not a number"
-            elif key in _POSITIVE and value is not None and not value > 0:
+            if value is None and key in may_be_none:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                yield f"{key} = {value!r} is not a number"
+            elif key in _POSITIVE and not value > 0:
                 yield f"{key} = {value} is not positive"
-            elif value is not None and value < 0:
+            elif value < 0:
                 yield f"{key} = {value} is negative"
         if self.zero_stage not in (0, 1, 2, 3):
             yield f"zero_stage = {self.zero_stage} is not one of 0, 1, 2, 3"

@@ -269,6 +269,8 @@ def differing(what: str) -> str:
     options: dict[str, Any] = {}
     if what == "options" and rank == 1:
         options["state"] = "split16"
+    if what == "stage spelled out" and rank == 1:
+        options["zero_stage"] = 2  # what 0, the default, stands for here
     try:
         optimizer = offloaded(model, **options)
         for tokens in own_batches(3):
@@ -288,6 +290,10 @@ def test_ranks_that_differ_are_refused(ranks: Run, what: str, says: str) -> None
     for message in ranks(2, differing, what):
         assert says in message
         assert "rank 1" in message
+
+
+def test_a_default_that_one_rank_spells_out_is_no_difference(ranks: Run) -> None:
+    assert ranks(2, differing, "stage spelled out") == ["", ""]
 
 
 def host_copies_without_stage_3() -> str:

@@ -99,6 +99,35 @@ def test_every_problem_is_told_at_once() -> None:
     assert str(caught.value).count("\n") == 2
 
 
+@pytest.mark.parametrize("value", [None, "two", True])
+@pytest.mark.parametrize("key", ["device_slots", "grad_accum_steps", "warmup_steps"])
+def test_what_is_no_number_is_told(key: str, value: Any) -> None:
+    (problem,) = ot.OffloadConfig(**{key: value}).problems()
+    assert problem == f"{key} = {value!r} is not a number"
+
+
+def test_a_number_that_is_none_by_default_may_be_none() -> None:
+    assert not list(ot.OffloadConfig(clip_norm=None, host_memory_limit=None).problems())
+
+
+class Colliding(nn.Module):
+    """Two parameter groups make two buckets of "a"; the second is called like another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a", nn.Linear(4, 4))
+        self.add_module("a/1", nn.Linear(4, 4))
+
+
+def test_a_module_called_like_a_bucket_is_refused() -> None:
+    model = Colliding()
+    bias = model.get_submodule("a").bias
+    rest = [param for param in model.parameters() if param is not bias]
+    groups = [{"params": rest}, {"params": [bias], "weight_decay": 0.0}]
+    with pytest.raises(ot.engine.ModelError, match="two modules .* would both be called 'a/1'"):
+        ot.offload(model, params=groups, device="cpu")
+
+
 def test_auto_precision_is_a_jobs() -> None:
     assert not list(ot.OffloadConfig(precision="auto", state="split16").problems())
     with pytest.raises(ValueError, match="precision = 'auto' is not one of 'bf16', 'fp16', 'fp32'"):

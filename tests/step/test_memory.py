@@ -26,7 +26,7 @@ from offloadtrain.step.memory import (
 from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
 from offloadtrain.step.spec import ALIGN, STAGING_SLOTS_MOST, StepSpec, padded
 from tests import levels
-from tests.step.specs import Case, block, cases, chain, laid_out, staging_of
+from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User
 
 OF_BUCKETS = {
@@ -116,6 +116,19 @@ def test_nothing_is_touched_that_was_not_asked_for(case: Case, seed: int) -> Non
         asked = Asked(case.spec)
         for ref in refs(user.done):
             asked.check(ref)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 10, 14, 15])
+def test_sums_of_any_number_of_ranks_fit_their_staging(ranks: int) -> None:
+    """Halved by rounding, and an odd share of an even size."""
+    with staging_of(PIECES):
+        spec = chain(2, ranks=ranks, reduction="fp32", sizes=(900,))
+        touched = refs(Case(spec, staging=PIECES).driven(2))
+        asked = Asked(spec)
+        rounded = [ref for ref in touched if ref.memory is Memory.ROUNDED]
+        for ref in rounded:
+            asked.check(ref)
+    assert rounded
 
 
 @levels.examples(150)

@@ -124,7 +124,7 @@ def test_a_module_called_like_a_bucket_is_refused() -> None:
     bias = model.get_submodule("a").bias
     rest = [param for param in model.parameters() if param is not bias]
     groups = [{"params": rest}, {"params": [bias], "weight_decay": 0.0}]
-    with pytest.raises(ot.engine.ModelError, match="two modules .* would both be called 'a/1'"):
+    with pytest.raises(ot.engine.ModelError, match=r"two modules .* would both be called 'a/1'"):
         ot.offload(model, params=groups, device="cpu")
 
 

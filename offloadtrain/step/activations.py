@@ -63,7 +63,8 @@ class ActivationPath:
         )
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
         # The copy runs beside the block's own forward, and starts behind what compute has by now.
-        self._order.was_written([there], self._order.record(Lane.COMPUTE), "the forward before it")
+        forward = self._order.record(Lane.COMPUTE, "the forward before it")
+        self._order.was_written([there], forward)
         self._order.launch(Launch(Kind.ACTIVATION_DOWN, Lane.D2H, "", (there,), (host,)))
         self._leaving.append(there)
         self._let_go(_LEAVING)
@@ -112,7 +113,8 @@ class ActivationPath:
             return
         one.fetched, one.taken = True, False  # a graph that is kept needs it once more
         # The allocator may take this memory from what compute still works on.
-        self._order.was_read([one.back], self._order.record(Lane.COMPUTE), "its earlier owner")
+        so_far = self._order.record(Lane.COMPUTE, "whatever had it before")
+        self._order.was_read([one.back], so_far)
         self._order.launch(Launch(Kind.ACTIVATION_UP, Lane.LOAD, "", (one.host,), (one.back,)))
 
     def _let_go(self, most: int) -> None:

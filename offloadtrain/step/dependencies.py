@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from offloadtrain.step.operations import (
-    Clock,
     Event,
     HostWait,
     Kind,
@@ -34,20 +33,21 @@ from offloadtrain.step.operations import (
     Wait,
 )
 
+_AT = {lane: at for at, lane in enumerate(Lane)}
+"""The place of each lane in clocks."""
 _LATE = frozenset({Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE})
 
-_Done = tuple[Event, "Launch | str"]
-"""What was done, and the event behind it."""
 _Cell = tuple[object, ...]
 """Of a `Ref`: memory, owner and copy. Its elements are not told apart."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """Of one piece of memory: its last write, and the last read of each lane since."""
+    """Of one piece of memory: the events behind its last write, and behind the last read of each
+    lane since."""
 
-    written: _Done | None = None
-    read: dict[Lane, _Done] = field(default_factory=dict)
+    written: Event | None = None
+    read: dict[Lane, Event] = field(default_factory=dict)
 
 
 class Dependencies:
@@ -56,8 +56,8 @@ class Dependencies:
     def __init__(self) -> None:
         self.operations: Operations = []
         """Since the last `take`."""
-        self._known = {lane: dict.fromkeys(Lane, 0) for lane in Lane}
-        """Lane → its clock: how many operations of each lane are done when its next one starts."""
+        self._known = {lane: [0] * len(Lane) for lane in Lane}
+        """Lane → its clock: what is done when its next operation starts."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
         self._recorded: dict[Lane, Event] = {}
         """Of `record`, where the lane was given nothing since."""
@@ -81,22 +81,23 @@ class Dependencies:
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
-        done = self._advance(lane, say=op.kind not in _LATE), op
+        event = self._advance(lane, op.kind, op.owner, say=op.kind not in _LATE)
         for use in reads:
-            use.read[lane] = done
+            use.read[lane] = event
         for use in writes:
-            use.written = done
+            use.written = event
             use.read.clear()
 
-    def record(self, lane: Lane) -> Event:
-        """The event of all that was launched on the lane so far, and of code that ran there."""
+    def record(self, lane: Lane, what: str) -> Event:
+        """The event of all that was launched on the lane so far, and of code that ran there: `what`
+        it did."""
         if lane not in self._recorded:
-            self._recorded[lane] = self._advance(lane, say=True)
+            self._recorded[lane] = self._advance(lane, None, what, say=True)
         return self._recorded[lane]
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
         """Nothing if the lane knows already that the event has happened."""
-        if event.position > self._known[lane][event.lane]:
+        if event.position > self._known[lane][event.at]:
             self._wait(lane, event, why)
 
     def host_wait(self, event: Event, why: str) -> None:
@@ -104,19 +105,18 @@ class Dependencies:
         if not event.recorded:
             self._say(event)
         for known in self._known.values():
-            _learn(known, event.clock)
+            known[:] = map(max, known, event.clock)
         self.operations.append(HostWait(event, why))
 
     def written(self, ref: Ref) -> Event | None:
         """The event behind its last write."""
-        done = self._uses[ref[:3]].written
-        return done[0] if done is not None else None
+        return self._uses[ref[:3]].written
 
     def synchronized(self) -> None:
         """The launching thread has seen every lane empty."""
-        done = {lane: known[lane] for lane, known in self._known.items()}
+        done = [self._known[lane][at] for lane, at in _AT.items()]
         for known in self._known.values():
-            known.update(done)
+            known[:] = done
 
     def begin_anew(self) -> None:
         """The same, and not all that was said has been done: nobody waits for it any more."""
@@ -132,32 +132,32 @@ class Dependencies:
         """Before code that is not launched writes this memory on the lane."""
         self._wait_for(lane, (), [self._uses[ref[:3]] for ref in refs], writer)
 
-    def was_written(self, refs: Iterable[Ref], event: Event, writer: str) -> None:
+    def was_written(self, refs: Iterable[Ref], event: Event) -> None:
         """Code that was not launched has written this memory before the event."""
         for ref in refs:
-            self._uses[ref[:3]] = _Use((event, writer))
+            self._uses[ref[:3]] = _Use(event)
 
     def forget(self, refs: Iterable[Ref]) -> None:
         """This memory is not named again."""
         for ref in refs:
             self._uses.pop(ref[:3], None)
 
-    def was_read(self, refs: Iterable[Ref], event: Event, reader: str) -> None:
+    def was_read(self, refs: Iterable[Ref], event: Event) -> None:
         """Code that was not launched has read this memory before the event."""
         for ref in refs:
-            self._uses[ref[:3]].read[event.lane] = event, reader
+            self._uses[ref[:3]].read[event.lane] = event
 
     def reuse(self, refs: Iterable[Ref], of: Iterable[Ref]) -> None:
         """The memory of `of` becomes that of `refs`: their first writer waits for all who used
         it."""
-        last: dict[Lane, _Done] = {}
+        last: dict[Lane, Event] = {}
         for ref in of:
             use = self._uses.pop(ref[:3], _Use())
-            for done in (use.written, *use.read.values()):
-                if done is not None:
-                    known = last.get(done[0].lane)
-                    if known is None or known[0].position < done[0].position:
-                        last[done[0].lane] = done
+            for event in (use.written, *use.read.values()):
+                if event is not None:
+                    known = last.get(event.lane)
+                    if known is None or known.position < event.position:
+                        last[event.lane] = event
         for ref in refs:
             self._uses[ref[:3]] = _Use(read=last.copy())
 
@@ -166,48 +166,46 @@ class Dependencies:
     ) -> None:
         """For the last write of what is read, for all users of what is written. Whoever knows most
         is waited for first: those that it knows need no wait of their own."""
-        known, before = self._known[lane], list[tuple[_Done, str, str]]()
+        known, before = self._known[lane], list[tuple[Event, str, str]]()
         for use in reads:
-            if (done := use.written) is not None and done[0].position > known[done[0].lane]:
-                before.append((done, "reads", "writes"))
+            if (event := use.written) is not None and event.position > known[event.at]:
+                before.append((event, "reads", "writes"))
         for use in writes:
-            if (done := use.written) is not None and done[0].position > known[done[0].lane]:
-                before.append((done, "overwrites", "writes"))
-            for done in use.read.values():
-                if done[0].position > known[done[0].lane]:
-                    before.append((done, "overwrites", "reads"))
+            if (event := use.written) is not None and event.position > known[event.at]:
+                before.append((event, "overwrites", "writes"))
+            for event in use.read.values():
+                if event.position > known[event.at]:
+                    before.append((event, "overwrites", "reads"))
         if len(before) > 1:
-            before.sort(key=lambda one: sum(one[0][0].clock.values()), reverse=True)
-        for (event, other), does, did in before:
-            if event.position > known[event.lane]:
-                self._wait(lane, event, Reason(who, does, other, did))
+            before.sort(key=lambda one: self._knowledge(one[0]), reverse=True)
+        for event, does, did in before:
+            if event.position > known[event.at]:
+                self._wait(lane, event, Reason(who, does, event, did))
 
     def _wait(self, lane: Lane, event: Event, why: Reason | str) -> None:
         if not event.recorded:
             self._say(event)
-        _learn(self._known[lane], event.clock)
+        known = self._known[lane]
+        known[:] = map(max, known, event.clock)
         self.operations.append(Wait(lane, event, why))
 
-    def _advance(self, lane: Lane, *, say: bool) -> Event:
+    def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, say: bool) -> Event:
         """The lane is given one operation more; `say`: the event behind it is recorded now."""
         self._recorded.pop(lane, None)
-        known = self._known[lane]
-        known[lane] += 1
-        event = Event(lane, known.copy(), known[lane], say)
+        at, known = _AT[lane], self._known[lane]
+        known[at] += 1
+        event = Event(lane, tuple(known), at, known[at], say, kind, owner)
         if say:
             self.operations.append(Record(event))
         return event
 
+    def _knowledge(self, event: Event) -> int:
+        """How much is known by who waits for it; recorded late, it stands for its lane as it is."""
+        return sum(event.clock if event.recorded else self._known[event.lane])
+
     def _say(self, event: Event) -> None:
         """Record it now: from here on it stands for all that its lane was given."""
         event.recorded = True
-        event.clock = self._known[event.lane].copy()
-        event.position = event.clock[event.lane]
+        event.clock = tuple(self._known[event.lane])
+        event.position = event.clock[event.at]
         self.operations.append(Record(event))
-
-
-def _learn(known: dict[Lane, int], clock: Clock) -> None:
-    """From here on `known` knows what `clock` does."""
-    for lane, position in clock.items():
-        if position > known[lane]:
-            known[lane] = position

@@ -14,7 +14,10 @@ class GradientPath:
     """Sends gradients down piece by piece, through staging on the device and on the host."""
 
     def __init__(self, spec: StepSpec, rank: int, order: Dependencies, host_ring: Ring) -> None:
-        self._spec = spec
+        self._ranks = spec.ranks
+        self._alone = spec.alone
+        self._keeps_pieces = spec.zero_stage == 1
+        """Every piece has a place of its own."""
         self._rank = rank
         self._order = order
         self._host_ring = host_ring
@@ -63,13 +66,12 @@ class GradientPath:
 
     def _reduced(self, bucket: Bucket, lo: int, hi: int) -> Ref:
         """One piece of the shard's gradient on the device, in the dtype that goes down."""
-        ranks, count = self._spec.ranks, hi - lo
-        wide = self._spec.reduced_bytes(bucket.spec) != bucket.spec.weight_bytes
+        ranks, count, wide = self._ranks, hi - lo, bucket.reduces_wide
         dtype = "float32" if wide else bucket.spec.dtype
         whole = self._staging(bucket, lo, ranks * count, dtype)
         op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
         self._order.launch(op, fresh=whole)
-        if self._spec.alone:
+        if self._alone:
             return whole
         self._order.launch(
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (whole,), lo, hi)
@@ -84,7 +86,7 @@ class GradientPath:
         return narrow
 
     def _staging(self, bucket: Bucket, lo: int, numel: int, dtype: str) -> Ref:
-        if self._spec.zero_stage == 1:  # every piece keeps a place of its own
+        if self._keeps_pieces:
             return Ref(Memory.STAGING, f"{bucket.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
 

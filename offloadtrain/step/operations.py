@@ -125,8 +125,9 @@ class Ref(NamedTuple):
         return (self.hi - self.lo) * ITEMSIZE[self.dtype]
 
 
-Clock = dict[Lane, int]
-"""Lane → how many of its operations are done."""
+Clock = tuple[int, ...]
+"""Of every lane in turn, how many of its operations are done. Numbers by place, and no table by
+lane: thousands of clocks are alive, and the garbage collector does not look into such tuples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,16 +136,25 @@ class Event:
 
     Attributes:
         clock: what is done when it has happened.
-        position: of its own lane, how many.
+        at: the place of its own lane in clocks, and `position` what is there.
         recorded: it stands in the program.
+        kind, owner: of the launch that it is behind; of no launch, None and what was done there.
         real: what the interpreter keeps here.
     """
 
     lane: Lane
     clock: Clock
+    at: int = 0
     position: int = 0
     recorded: bool = False
+    kind: Kind | None = None
+    owner: str = ""
     real: object = None
+
+    @property
+    def name(self) -> str:
+        """What is done when it has happened."""
+        return self.owner if self.kind is None else f"{self.kind} {self.owner}"
 
 
 class Update(NamedTuple):
@@ -198,12 +208,12 @@ class Reason(NamedTuple):
 
     who: Launch | str
     does: str
-    other: Launch | str
+    other: Event
     did: str
 
     def __str__(self) -> str:
-        who, other = (one if isinstance(one, str) else one.name for one in (self.who, self.other))
-        return f"{who} {self.does} what {other} {self.did}"
+        who = self.who if isinstance(self.who, str) else self.who.name
+        return f"{who} {self.does} what {self.other.name} {self.did}"
 
 
 class Wait(NamedTuple):

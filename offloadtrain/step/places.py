@@ -20,6 +20,7 @@ class Bucket:
         slot: of a streamed bucket, the slot of the device that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
+        reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
     """
 
     def __init__(self, spec: BucketSpec, step: StepSpec, rank: int) -> None:
@@ -35,6 +36,7 @@ class Bucket:
         self.has_pending = step.has_pending(spec)
         self.has_second_copy = step.has_second_copy(spec)
         self.accumulates = step.accumulates
+        self.reduces_wide = step.reduced_bytes(spec) != spec.weight_bytes
         self.state_copies = tuple(self._state(copy, step.moments) for copy in (0, 1))
         self.gradient = self.piece(0, spec.shard_numel)
         self.snapshot = self._of(Memory.SNAPSHOT)

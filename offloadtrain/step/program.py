@@ -41,6 +41,7 @@ class Program:
 
     def __init__(self, spec: StepSpec, rank: int = 0) -> None:
         self.spec = spec
+        self._alone = spec.alone
         self.guess = Guess()
         self._order = Dependencies()
         self.buckets = {b.name: Bucket(b, spec, rank) for block in spec.blocks for b in block.held}
@@ -51,6 +52,12 @@ class Program:
             block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
         }
         self.streaming = Streaming(spec, self._order, self._held)
+        self._resident = {
+            name: [bucket.whole for bucket in buckets]
+            for name, buckets in self._trained.items()
+            if not self.streaming.streams(name)
+        }
+        """Block that stays on the device → its weights."""
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
         self._gradients = GradientPath(spec, rank, self._order, host_ring)
         self._updates = UpdatePath(spec, self._order, host_ring, self.streaming)
@@ -89,11 +96,11 @@ class Program:
         Raises:
             StreamError: all slots are taken by pinned blocks.
         """
-        if self.streaming.streams(block):
+        resident = self._resident.get(block)
+        if resident is None:
             self.streaming.use(block, pinned)
         else:
-            refs = [bucket.whole for bucket in self._trained[block]]
-            self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
+            self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
         return self._order.take()
 
     def computes(self, kind: Kind, block: str) -> Operations:
@@ -137,8 +144,8 @@ class Program:
             last: this is the last micro-step of the step.
         """
         for bucket in self._trained[block]:
-            if bucket.name in delivered or not self.spec.alone:
-                complete = delivered.get(bucket.name, False) or not self.spec.alone
+            if bucket.name in delivered or not self._alone:
+                complete = delivered.get(bucket.name, False) or not self._alone
                 self._gradients.send(bucket, complete=complete, last=last)
         return self._order.take()
 
@@ -162,7 +169,8 @@ class Program:
 
     def first_sums(self) -> Operations:
         """The launching thread waits for the collectives so far."""
-        self._order.host_wait(self._order.record(Lane.COMM), "the first gradients' sums")
+        sums = self._order.record(Lane.COMM, "the first backward")
+        self._order.host_wait(sums, "the first gradients' sums")
         return self._order.take()
 
     def norm(self) -> Operations:

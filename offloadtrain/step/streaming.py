@@ -96,8 +96,8 @@ class Streaming:
         self._before[slot] = [bucket.whole for bucket in self._held[block]]
         self._order.operations.append(Leave(block))
         # The slot's next load waits for what compute was given so far, and for nothing later.
-        event = self._order.record(Lane.COMPUTE)
-        self._order.was_read(self._before[slot], event, f"use of {block}")
+        event = self._order.record(Lane.COMPUTE, f"use of {block}")
+        self._order.was_read(self._before[slot], event)
 
     def _room(self, block: str, pinned: Collection[str]) -> int:
         if None not in self.slots:

@@ -27,7 +27,8 @@ class UpdatePath:
     def __init__(
         self, spec: StepSpec, order: Dependencies, host_ring: Ring, streaming: Streaming
     ) -> None:
-        self._spec = spec
+        self._alone = spec.alone
+        self._offloaded = spec.offloaded
         self._order = order
         self._host_ring = host_ring
         self._streaming = streaming
@@ -63,7 +64,7 @@ class UpdatePath:
     def emit(self, blocks: Sequence[tuple[str, Sequence[Bucket]]]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
         event = self.backward_is_over(blocks)
-        if not self._spec.offloaded:  # masters on the device were set on the compute lane
+        if not self._offloaded:  # masters on the device were set on the compute lane
             self._order.wait(Lane.HOST, event, "masters are set")
         for block, buckets in blocks:
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
@@ -71,11 +72,11 @@ class UpdatePath:
 
     def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[Bucket]]]) -> Event:
         """Compute has read these weights for the last time."""
-        event = self._order.record(Lane.COMPUTE)
+        event = self._order.record(Lane.COMPUTE, "backward")
         for block, buckets in blocks:
             if not self._streaming.streams(block):
                 refs = [bucket.whole for bucket in buckets]
-                self._order.was_read(refs, event, f"backward {block}")
+                self._order.was_read(refs, event)
         return event
 
     def _upload(self, bucket: Bucket, staged: Ref) -> None:
@@ -84,7 +85,7 @@ class UpdatePath:
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
             return  # else loads read the weights where they are
         self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
-        if not self._spec.alone and not bucket.loads_from_shard:
+        if not self._alone and not bucket.loads_from_shard:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.whole,))
             self._order.launch(op)
 

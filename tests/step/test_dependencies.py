@@ -143,6 +143,16 @@ def test_whoever_knows_most_is_waited_for_first() -> None:
         assert waits(order.take()) == [("h2d", "host")]
 
 
+def test_an_event_that_is_recorded_late_knows_what_its_lane_has_learned_since() -> None:
+    order = Dependencies()
+    launch(order, Lane.COMPUTE, "x", reads="b", writes="a")
+    launch(order, Lane.D2H, "y", reads="b", kind=Kind.FORWARD)
+    launch(order, Lane.D2H, "y", writes="a")
+    order.take()
+    launch(order, Lane.HOST, "z", writes="b")
+    assert waits(order.take()) == [("host", "d2h")]
+
+
 def test_all_lanes_know_what_the_thread_has_waited_for() -> None:
     order = Dependencies()
     launch(order, Lane.D2H, "x", writes="a")
@@ -194,14 +204,14 @@ def test_some_events_are_recorded_when_somebody_waits(kind: Kind) -> None:
 def test_a_point_on_a_lane_is_recorded_once() -> None:
     """Until the lane is given more, or code may have run on it that was not launched."""
     order = Dependencies()
-    event = order.record(Lane.COMPUTE)
-    assert order.record(Lane.COMPUTE) is event
-    assert order.record(Lane.HOST) is not event
+    event = order.record(Lane.COMPUTE, "somebody")
+    assert order.record(Lane.COMPUTE, "somebody") is event
+    assert order.record(Lane.HOST, "somebody") is not event
     assert kinds(order.take()) == ["Record", "Record"]
-    later = order.record(Lane.COMPUTE)
+    later = order.record(Lane.COMPUTE, "somebody")
     assert later is not event
     launch(order, Lane.COMPUTE, "x")
-    assert order.record(Lane.COMPUTE) is not later
+    assert order.record(Lane.COMPUTE, "somebody") is not later
 
 
 def test_code_that_is_not_launched() -> None:
@@ -213,7 +223,7 @@ def test_code_that_is_not_launched() -> None:
     assert [str(op.why) for op in found if isinstance(op, Wait)] == [
         "somebody reads what add x writes"
     ]
-    order.was_read([memory("a")], order.record(Lane.COMPUTE), "somebody")
+    order.was_read([memory("a")], order.record(Lane.COMPUTE, "somebody"))
     launch(order, Lane.H2D, "y", writes="a")
     assert waits(order.take()) == [("h2d", "compute")]
 
@@ -248,8 +258,8 @@ def test_of_memory_that_becomes_other_memory_the_last_use_of_each_lane_counts() 
     order = Dependencies()
     launch(order, Lane.COMPUTE, "x", reads="b")
     launch(order, Lane.COMPUTE, "y", reads="a")
-    last = order.record(Lane.COMPUTE)
-    order.was_read([memory("b")], last, "somebody")
+    last = order.record(Lane.COMPUTE, "somebody")
+    order.was_read([memory("b")], last)
     order.reuse([memory("c")], of=map(memory, "ba"))
     order.take()
     launch(order, Lane.LOAD, "z", writes="c")
@@ -290,7 +300,7 @@ def test_any_launches_have_no_race_and_no_wait_too_many(told: Sequence[Told]) ->
             lane, kind, reads, writes = one
             launch(order, lane, "x", reads, writes, kind)
         else:
-            order.host_wait(order.record(one), "the thread")
+            order.host_wait(order.record(one, "somebody"), "the thread")
     operations = order.take()
     assert prove_operations(SPEC, operations) == []
     for index, op in enumerate(operations):

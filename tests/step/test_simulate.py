@@ -63,7 +63,7 @@ def test_a_lane_does_one_thing_after_the_other() -> None:
 
 
 def test_a_lane_waits_for_what_the_event_stands_for() -> None:
-    event = Event(Lane.D2H, {})
+    event = Event(Lane.D2H, ())
     found = when(
         launch(Lane.D2H, 2),
         launch(Lane.D2H, 3),
@@ -79,7 +79,7 @@ def test_a_lane_waits_for_what_the_event_stands_for() -> None:
 
 
 def test_an_event_in_front_of_everything_holds_nobody_up() -> None:
-    event = Event(Lane.D2H, {})
+    event = Event(Lane.D2H, ())
     record, wait = Record(event), Wait(Lane.HOST, event, "")
     assert when(record, launch(Lane.D2H, 5), wait, launch(Lane.HOST, 1)) == [5, 1]
 
@@ -89,7 +89,7 @@ def test_nothing_is_launched_before_the_compute_in_front_of_it_is_done() -> None
 
 
 def test_the_thread_holds_every_lane_up() -> None:
-    event = Event(Lane.HOST, {})
+    event = Event(Lane.HOST, ())
     found = when(
         launch(Lane.HOST, 3),
         Record(event),

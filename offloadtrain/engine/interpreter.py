@@ -8,7 +8,7 @@ from typing import Protocol
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
-from offloadtrain.runtime.lanes import Event, Lanes
+from offloadtrain.runtime.lanes import LaneEvent, Lanes
 from offloadtrain.step.operations import (
     Enter,
     Free,
@@ -99,12 +99,12 @@ class Interpreter:
 
     def _wait(self, op: Wait) -> None:
         real = op.event.real
-        assert isinstance(real, Event)
+        assert isinstance(real, LaneEvent)
         self._lanes.wait(op.lane, real, op.why)
 
     def _host_wait(self, op: HostWait) -> None:
         real = op.event.real
-        assert isinstance(real, Event)
+        assert isinstance(real, LaneEvent)
         self._lanes.host_wait(real, op.why)
 
     def _undefined(self, op: Undefined) -> None:

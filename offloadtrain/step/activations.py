@@ -91,7 +91,7 @@ class ActivationPath:
             self._leaving.append(one.back)
         self._give_back(int(one.host.owner))
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing is on its way, and no graph needs anything: all host buffers are free."""
         self._saved, self._last = {}, None
         self._leaving.clear()

@@ -118,7 +118,7 @@ class Dependencies:
         for known in self._known.values():
             known[:] = done
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The same, and not all that was said has been done: nobody waits for it any more."""
         self.synchronized()
         self._uses.clear()

@@ -28,7 +28,7 @@ def steps(program: Program, num_steps: int, input_bytes: int = 0) -> Operations:
             last = micro_step + 1 == micro_steps
             done += _forward(program, inputs)
             done += _backward(program, inputs, step, last=last)
-            if step == 1 and micro_step == 0 and not program.spec.alone:
+            if step == 1 and micro_step == 0 and not program.spec.is_single:
                 done += program.first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
         order = [block.name for block in program.spec.blocks]

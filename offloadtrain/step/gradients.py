@@ -15,7 +15,7 @@ class GradientPath:
 
     def __init__(self, spec: StepSpec, rank: int, order: Dependencies, host_ring: Ring) -> None:
         self._ranks = spec.ranks
-        self._alone = spec.alone
+        self._alone = spec.is_single
         self._keeps_pieces = spec.zero_stage == 1
         """Every piece has a place of its own."""
         self._rank = rank

@@ -60,7 +60,7 @@ class Kind(StrEnum):
     """h2d: new weights of this rank's shard to the device."""
     ALL_GATHER = "all-gather"
     """comm: every rank's shard of the weights."""
-    PUBLISH = "show"
+    PUBLISH = "publish"
     """host: new weights into the snapshot that loads read."""
     LOAD = "load"
     """load: a streamed bucket's weights (of this rank's shard) into its block's slot."""

@@ -27,7 +27,7 @@ class UpdatePath:
     def __init__(
         self, spec: StepSpec, order: Dependencies, host_ring: Ring, streaming: Streaming
     ) -> None:
-        self._alone = spec.alone
+        self._alone = spec.is_single
         self._offloaded = spec.offloaded
         self._order = order
         self._host_ring = host_ring

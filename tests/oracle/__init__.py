@@ -10,4 +10,5 @@ What changed since the first recording, of the engine that kept events by hand:
   backward (modes early and speculative): what it launches knows less of the host lane.
 * block inputs on the host are part of the program: the same launches in the same order, called
   "offload input", "fetch input" and "host block input" (146 cases, in which nothing else differs).
+* the operation "show" is called "publish", and what it writes "weights snapshot".
 """

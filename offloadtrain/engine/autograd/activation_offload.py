@@ -86,7 +86,7 @@ class ActivationOffloader:
         self._check_freed()
         return self._tensors.take(number)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The step was given up: inputs saved so far do not come back."""
         self._tensors.clear()
 

@@ -76,7 +76,7 @@ class Handle:
         self.block.released()
 
 
-class Kept:
+class SavedTensor:
     """Stands for a saved tensor that is no weight."""
 
     __slots__ = ("_tensor", "_version")
@@ -119,7 +119,7 @@ class WhileStreaming:
 
     def __init__(
         self,
-        packed: Kept | PassedOn | OffloadedActivation,
+        packed: SavedTensor | PassedOn | OffloadedActivation,
         residency: Residency,
         blocks: tuple[Block, ...],
         clock: int,
@@ -214,11 +214,11 @@ class SavedTensors:
         found = self._find(tensor)
         if found is not None and tensor.dtype == found[1].dtype:
             return Handle(*found, tensor, self._clock)
-        packed: Kept | PassedOn | OffloadedActivation
+        packed: SavedTensor | PassedOn | OffloadedActivation
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)
         else:
-            packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
+            packed = SavedTensor(tensor) if outer is None else PassedOn(outer, tensor)
         if self._residency is None:
             return packed
         return WhileStreaming(packed, self._residency, self.within, self._clock)

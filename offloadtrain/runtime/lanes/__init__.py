@@ -8,9 +8,9 @@ import torch
 
 from offloadtrain.runtime.lanes.base import (
     Buffer,
-    Event,
     Interval,
     LaneError,
+    LaneEvent,
     Lanes,
     LaneTotals,
     Operation,
@@ -26,10 +26,10 @@ from offloadtrain.step.operations import Lane
 __all__ = [
     "Buffer",
     "CudaLanes",
-    "Event",
     "Interval",
     "Lane",
     "LaneError",
+    "LaneEvent",
     "LaneTotals",
     "Lanes",
     "Operation",

@@ -143,9 +143,10 @@ def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
         process = subprocess.Popen(
             [*command, *many], cwd=ROOT, env=environ(), stdout=said, stderr=said
         )
-    log = tmp_path / "run" / "events" / "rank001.jsonl"
+    logs = [tmp_path / "run" / "events" / f"rank00{rank}.jsonl" for rank in range(2)]
     deadline = time.monotonic() + WITHIN_S
-    while not (log.exists() and b'"step"' in log.read_bytes()) and time.monotonic() < deadline:
+    while not all(log.exists() and b'"k":"step"' in log.read_bytes() for log in logs):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     process.wait(timeout=WITHIN_S)

@@ -30,8 +30,9 @@ def needs(gib: int) -> None:
 
 def arena(*kinds: torch.dtype) -> list[torch.Tensor]:
     """Zeros on huge pages; the last two of int8 state are scales."""
+    names = [str(kind).removeprefix("torch.") for kind in kinds]
     sizes = [kernels.blocks(NUMEL) if i in (5, 6) else NUMEL for i in range(len(kinds))]
-    requests = [MemoryRequest("test", size, kind) for size, kind in zip(sizes, kinds, strict=True)]
+    requests = [MemoryRequest("test", size, name) for size, name in zip(sizes, names, strict=True)]
     return Arena(Ledger(), pin=False).map(requests)
 
 

@@ -19,8 +19,8 @@ NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 help:
 	@echo "make demo      install, then train a byte-level GPT on Python's standard library (2 minutes)"
-	@echo "make test      install, then the tests that every change runs (8 minutes)"
-	@echo "make test-all  these and the slow ones: faults, sanitizers, larger draws (40 minutes)"
+	@echo "make test      install, then the tests that every change runs (4 to 7 minutes)"
+	@echo "make test-all  these and the slow ones: faults, sanitizers, larger draws (20 minutes)"
 	@echo "make test-long every case of every test (hours)"
 	@echo "make lint      ruff, format, strict mypy, import contracts"
 	@echo "make bench     CPU Adam against the traffic limit and torch, in one process"

@@ -131,7 +131,7 @@ def test_single_doors() -> None:
     assert _importers("numba") <= {"numba_numbers.py"}
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
-    assert _importers("psutil") <= {"telemetry.py", "machine.py"}
+    assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
     assert _importers("torch.distributed") <= {"process_group.py"}
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}

@@ -78,7 +78,7 @@ class Step(Event):
         exposed_ms: time compute waited for the host or transfers.
         busy_ms: lane → its work time, hidden or exposed.
         early_buckets: buckets updated inside backward.
-        guessed_right: True if the prediction of a speculative update was right; None without
+        speculation_hit: True if the prediction of a speculative update was right; None without
             speculation.
         mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
         comm_bytes: bytes this rank has sent in collectives.
@@ -106,7 +106,7 @@ class Step(Event):
     h2d_bytes: int = 0
     mfu: float | None = None
     early_buckets: int = 0
-    guessed_right: bool | None = None
+    speculation_hit: bool | None = None
     comm_bytes: int = 0
     own_ms: float = 0.0
     ranks_ms: tuple[float, ...] = ()
@@ -132,7 +132,7 @@ class Memory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span(Event):
+class LaneSpan(Event):
     """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
     `num_bytes`: bytes written by a copy or collective. On the lane WAIT: a wait of compute, named
     after the lane it waited for."""
@@ -307,7 +307,7 @@ class RunEnded(Event):
 KINDS: dict[str, type[Event]] = {
     kind.KIND: kind
     for kind in (
-        RunStarted, Step, Memory, Span, System, Eval, Checkpoint, Warning_, Alert, Control, Sample,
+        RunStarted, Step, Memory, LaneSpan, System, Eval, Checkpoint, Warning_, Alert, Control, Sample,
         PlanCompared, RunEnded,
     )
 }  # fmt: skip

@@ -10,7 +10,7 @@ one
 shard and no collective.
 
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`step.prefetch_policy.Turns`). Host values for decisions use a separate process group, so
+order (`step.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process group, so
 that they never interfere.
 """
 
@@ -104,14 +104,14 @@ class Ranks:
         return cls(group, device)
 
     @classmethod
-    def on_paper(cls, size: int) -> Ranks:
+    def fake(cls, size: int) -> Ranks:
         """Return rank 0 of `size` virtual ranks, for code that depends on sizes only."""
         ranks = cls()
         ranks.size = size
         return ranks
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.size == 1
 
     @property
@@ -141,7 +141,7 @@ class Ranks:
         lo, hi = self.shard(whole.numel())
         all_gather_single(whole, whole[lo:hi], group=self._groups[0])
 
-    def exchange(self, row: Sequence[float] | Tensor) -> Tensor:
+    def all_gather_host(self, row: Sequence[float] | Tensor) -> Tensor:
         """All-gather a few numbers.
 
         Args:
@@ -151,7 +151,7 @@ class Ranks:
             (size, k) fp64 on the host, the same on every rank.
         """
         own = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1)
-        if self.alone:
+        if self.is_single:
             return own.clone()
         rows = torch.empty(self.size, own.shape[1], dtype=torch.float64, device="cpu")
         all_gather_single(rows, own, group=self._groups[1])
@@ -160,13 +160,13 @@ class Ranks:
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast rank 0's values into every rank's `tensor`, which is on the host and
         contiguous."""
-        if not self.alone:
+        if not self.is_single:
             group = self._groups[1]
             dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
-    def tell(self, value: _T) -> _T:
+    def broadcast_object(self, value: _T) -> _T:
         """Broadcast rank 0's `value`, which can be pickled."""
-        if self.alone:
+        if self.is_single:
             return value
         group, told = self._groups[1], [value]
         dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
@@ -174,7 +174,7 @@ class Ranks:
 
     def gather(self, value: _T) -> list[_T]:
         """Gather every rank's `value`, which can be pickled, in rank order."""
-        if self.alone:
+        if self.is_single:
             return [value]
         gathered: list[_T] = [value] * self.size
         dist.all_gather_object(gathered, value, group=self._groups[1])
@@ -182,7 +182,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank calls this."""
-        self.exchange([0.0])
+        self.all_gather_host([0.0])
 
     def close(self) -> None:
         """Release the groups after their operations are done. Idempotent."""

@@ -71,7 +71,7 @@ class Opened:
         """
         if ranks.rank == 0:
             self.run.begin(resolved, None if self.found else job)
-        path = ranks.tell(self.run.path.resolve())
+        path = ranks.broadcast_object(self.run.path.resolve())
         if ranks.rank:
             self.run.join(path)
             return []
@@ -112,7 +112,9 @@ def open_run(
         RunFolderError: the folder is in use, or contains a run that must not be mixed with a new
             one.
     """
-    choice = ranks.tell(_choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice())
+    choice = ranks.broadcast_object(
+        _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
+    )
     skipped = list(choice.skipped)
     for path in choice.candidates:
         opened = _verified(path, ranks)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from offloadtrain.runtime.kernels.native import Native
-from offloadtrain.runtime.kernels.selection import kernels_in_force
+from offloadtrain.runtime.kernels.selection import active_backend
 
 
 class KernelCalls:
@@ -34,7 +34,7 @@ class KernelCalls:
 def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any | None:
     """Return the operation as checked native calls, not executed yet; None if it does more than
     call kernels, or the active kernels are not native."""
-    kernels = kernels_in_force()
+    kernels = active_backend()
     if not (isinstance(operation, KernelCalls) and isinstance(kernels, Native)):
         return None
     return kernels.capture(lambda: operation(*operands))
@@ -42,5 +42,5 @@ def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any
 
 def native_lane() -> Native | None:
     """Return the factory of queues and flags; None if the active kernels are not native."""
-    kernels = kernels_in_force()
+    kernels = active_backend()
     return kernels if isinstance(kernels, Native) else None

@@ -141,7 +141,7 @@ def _isa() -> tuple[str, str]:
 _selection = _Selection()
 
 
-def kernels_in_force() -> Any:
+def active_backend() -> Any:
     """Return the module or object whose functions run."""
     return _selection.get()
 

@@ -19,14 +19,14 @@ NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 help:
 	@echo "make demo      install, then train a byte-level GPT on Python's standard library (2 minutes)"
-	@echo "make test      install, then the tests that every change runs (4 to 7 minutes)"
-	@echo "make test-all  these and the slow ones: faults, sanitizers, larger draws (20 minutes)"
-	@echo "make test-long every case of every test (hours)"
-	@echo "make lint      ruff, format, strict mypy, import contracts"
-	@echo "make bench     CPU Adam against the traffic limit and torch, in one process"
-	@echo "make gpu       on a machine with a GPU: its tests, then measurements within 8 minutes; offline"
-	@echo "make sanitize  kernels under ASan and UBSan, the pool and the queue under TSan"
-	@echo "make clean     remove .venv, builds and caches; data and runs stay"
+	@echo "make test      install, then run the quick tests (4 to 7 minutes)"
+	@echo "make test-all  run these and the slow ones: faults, sanitizers, larger samples (20 minutes)"
+	@echo "make test-long run every case of every test (hours)"
+	@echo "make lint      run ruff, format, strict mypy, import contracts"
+	@echo "make bench     compare CPU Adam with the traffic limit and torch, in one process"
+	@echo "make gpu       run the GPU tests, then measurements, within 8 minutes and offline"
+	@echo "make sanitize  run kernels under ASan and UBSan, the pool and the queue under TSan"
+	@echo "make clean     remove .venv, builds and caches; data and runs are kept"
 
 # 75: stopped on request, with a checkpoint. That is no failure, and make would call it one.
 demo: .venv/.runtime

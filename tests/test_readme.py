@@ -129,7 +129,7 @@ def run_jobs(block: list[str], capfd: Captured) -> None:
     for number, command in enumerate(block):
         assert main(small(command, steps=2 + number)) == 0, command
     told = capfd.readouterr()
-    assert "gpt2_124m" in told.out and "going on after step 5" in told.err
+    assert "gpt2_124m" in told.out and "resuming after step 5" in told.err
     assert [path.name for path in Path("data").glob("*.bin")]
 
 

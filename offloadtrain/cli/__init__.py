@@ -1,6 +1,6 @@
-"""The command line: `offloadtrain COMMAND`. stdout is data, stderr narrates.
+"""The command line: `offloadtrain COMMAND`. stdout is for data, stderr for messages.
 
-Nothing is imported from here but by tests and benchmarks. `main.py` names the commands and loads
-each when it is used, `commands/` holds one file each, `jobs/` the shipped job files; `doctor/`,
-`bench/` and `results/` are what the larger commands are made of. Start at `main.py`.
+Only tests and benchmarks import this package. `main.py` names the commands and loads each on use,
+`commands/` has one file per command, `jobs/` the shipped job files; `doctor/`, `bench/` and
+`results/` implement the larger commands. Start at `main.py`.
 """

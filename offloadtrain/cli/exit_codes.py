@@ -1,12 +1,11 @@
-"""What a process ends with; `offloadtrain --help` and docs name the same numbers."""
+"""Exit codes of a process; help texts and docs use the same numbers."""
 
 DONE = 0
 FAILED = 1
-"""Also where the loss or a weight is not finite and such steps are not skipped, and where a second
-signal ended the process at once."""
+"""Errors, including a non-finite loss or weight without skipping, and a second signal."""
 USAGE = 2
 """Bad usage or configuration."""
 DOES_NOT_FIT = 4
-"""The memory."""
+"""The job does not fit in memory."""
 STOPPED = 75
-"""On request, and resumable: EX_TEMPFAIL of sysexits.h."""
+"""Stopped on request, and resumable: EX_TEMPFAIL of sysexits.h."""

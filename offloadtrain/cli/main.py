@@ -1,7 +1,6 @@
-"""The command line: `offloadtrain COMMAND`. stdout is data, stderr narrates.
+"""The command line: `offloadtrain COMMAND`. stdout is for data, stderr for messages.
 
-Commands are named here and imported only when they are used, so that help costs neither torch nor
-half a second.
+Commands are named here and imported only on use, so that help does not load torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _examples(*lines: str) -> str:
 
 
 def _wrong_usage(error: CycloptsError) -> object:
-    """What the argument parser says, which quotes the arguments."""
+    """Return the argument parser's message, sanitized since it quotes the arguments."""
     return CycloptsPanel(sanitize(str(error)))
 
 
@@ -68,19 +67,19 @@ app.command(
 app.command(
     "offloadtrain.cli.commands.jobs:list_jobs",
     name="ls",
-    help="List the jobs that come with offloadtrain.",
+    help="List the shipped jobs.",
     help_epilogue=_examples("offloadtrain ls", "offloadtrain ls | cut -f1"),
 )
 app.command(
     "offloadtrain.cli.commands.jobs:copy_job",
     name="cp",
-    help="Copy a job that comes with offloadtrain, to make it yours.",
+    help="Copy a shipped job into a file to edit.",
     help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
 )
 app.command(
     "offloadtrain.cli.commands.plan:plan",
     name="plan",
-    help="Say what a job needs and how fast it will be, before it runs.",
+    help="Predict the memory and the speed of a job before it runs.",
     help_epilogue=_examples(
         "offloadtrain plan gpt_13b_v100 --machine v100_32gb",
         "offloadtrain plan my.toml --gpus 4 --gpu-memory 24GiB --host-memory 256GiB",
@@ -89,7 +88,7 @@ app.command(
 app.command(
     "offloadtrain.cli.commands.doctor:doctor",
     name="doctor",
-    help="Check and measure this machine: PASS, WARN or FAIL per line, and what to do.",
+    help="Check and benchmark this machine: PASS, WARN or FAIL per line, with the remedy.",
     help_epilogue=_examples(
         "offloadtrain doctor",
         "offloadtrain doctor --folder /data/runs --save mine.toml",
@@ -97,14 +96,14 @@ app.command(
 )
 bench = App(
     name="bench",
-    help="Measure this machine.",
+    help="Run benchmarks on this machine.",
     help_format="plaintext",
     help_epilogue=_examples("offloadtrain bench adam --n 16M"),
 )
 bench.command(
     "offloadtrain.cli.commands.bench:adam",
     name="adam",
-    help="CPU Adam against the memory's limit, torch and DeepSpeed.",
+    help="Compare CPU Adam with the memory limit, torch and DeepSpeed.",
     help_epilogue=_examples(
         "offloadtrain bench adam",
         "offloadtrain bench adam --n 16M --threads 1,2,4 --json > adam.json",
@@ -113,7 +112,7 @@ bench.command(
 bench.command(
     "offloadtrain.cli.commands.bench:step",
     name="step",
-    help="A step against its schedule, and against plain torch.",
+    help="Compare a step with its schedule and with plain torch.",
     help_epilogue=_examples(
         "offloadtrain bench step",
         "offloadtrain bench step --layers 32 --json > step.json",
@@ -122,7 +121,7 @@ bench.command(
 bench.command(
     "offloadtrain.cli.commands.bench:scale",
     name="scale",
-    help="A step on 1, 2, 4 ranks.",
+    help="Compare a step on 1, 2 and 4 ranks.",
     help_epilogue=_examples(
         "offloadtrain bench scale",
         "offloadtrain bench scale --ranks 1,2,4,8 --json > scale.json",
@@ -132,23 +131,23 @@ app.command(bench)
 app.command(
     "offloadtrain.cli.commands.report:report",
     name="report",
-    help="Print the table of what was measured on GPUs.",
+    help="Print tables of the GPU measurements.",
     help_epilogue=_examples("offloadtrain report", "offloadtrain report benchmarks/results"),
 )
 app.command(
     "offloadtrain.cli.commands.trace:trace",
     name="trace",
-    help="Write a Chrome trace of the steps that a run has sampled.",
+    help="Write a Chrome trace of the sampled steps of a run.",
     help_epilogue=_examples(
         "offloadtrain trace runs/20261121-080000-demo",
         "offloadtrain trace runs/20261121-080000-demo --out /tmp/trace.json",
     ),
 )
-# By name: nothing of the trainer imports the monitor.
+# By name: the trainer never imports the monitor.
 app.command(
     "offloadtrain_tui.command:tui",
     name="tui",
-    help="Watch runs in the terminal.",
+    help="Monitor runs in the terminal.",
     help_epilogue=_examples(
         "offloadtrain tui",
         "offloadtrain tui runs/20261121-080000-demo --replay --speed 20",
@@ -157,34 +156,34 @@ app.command(
 app.command(
     "offloadtrain_tui.reports:status",
     name="status",
-    help="Print how a run is.",
+    help="Print the status of a run.",
     help_epilogue=_examples("offloadtrain status", "offloadtrain status runs/latest --json"),
 )
 app.command(
     "offloadtrain_tui.reports:list_all",
     name="runs",
-    help="List runs, what became of them, and their losses.",
+    help="List runs with their states and losses.",
     help_epilogue=_examples("offloadtrain runs", "offloadtrain runs /data/runs --json"),
 )
 app.command(
     "offloadtrain_tui.reports:show_events",
     name="events",
-    help="Print what happened in a run.",
+    help="Print the events of a run.",
     help_epilogue=_examples("offloadtrain events", "offloadtrain events runs/latest -f --json"),
 )
 app.command(
     "offloadtrain_tui.reports:ctl",
     name="ctl",
-    help="Ask a running job for a checkpoint, to stop, or to note something.",
+    help="Send a running job a request: checkpoint, stop, abort, note or acknowledge.",
     help_epilogue=_examples(
         "offloadtrain ctl runs/latest checkpoint",
-        "offloadtrain ctl runs/latest note 'the disk was changed'",
+        "offloadtrain ctl runs/latest note 'disk replaced'",
     ),
 )
 app.command(
     "offloadtrain.cli.commands.version:version",
     name="version",
-    help="Print the versions that matter in a report.",
+    help="Print the versions to include in a bug report.",
     help_epilogue=_examples("offloadtrain version", "offloadtrain --version"),
 )
 
@@ -198,12 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         debug = True
     try:
         return int(app(arguments) or DONE)
-    except SystemExit as exit_request:  # cyclopts has said what is wrong with the arguments
+    except SystemExit as exit_request:  # cyclopts has printed the error
         return USAGE if exit_request.code else DONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:  # the reader of our stdout has enough (`offloadtrain ls | head -1`)
+    except BrokenPipeError:  # stdout was closed (`offloadtrain ls | head -1`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
@@ -211,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception, debug: bool) -> int:
-    """Tell a known error in one message, an unknown one with its traceback; return the code."""
+    """Print a known error as one message, an unknown one with its traceback; return the code."""
     names = [kind.__name__ for kind in type(error).__mro__]
     code = next((_CODES[name] for name in names if name in _CODES), FAILED)
     known = isinstance(error, OffloadTrainError) or code != FAILED

@@ -1,4 +1,4 @@
-"""What a user asks for: a job, the options of `offload()`, the shape of a model, the errors.
+"""The user's settings: jobs, the options of `offload()`, model shapes, errors.
 
 Standard library only; loads in milliseconds. Nothing here reads the machine or knows torch.
 `job.py` is a whole job (`load`, `loads`, `dump`), `offload.py` the options of `offload()` and of a

@@ -1,4 +1,4 @@
-"""A job's global batch, dealt out to ranks: what a step learns from does not depend on how many."""
+"""The split of a job's global batch over ranks: a step uses the same samples on any number."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_RANKS = 1 << 16
 
 
 def parse_ranks(flag: str, text: str) -> int:
-    """How many ranks an argument of the command line asks for.
+    """Parse a number of ranks from the command line.
 
     Raises:
-        ConfigError: no number, or none that a job could have.
+        ConfigError: not a number, or out of range.
     """
     if len(text) > 9 or not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_RANKS:
         raise ConfigError(
@@ -24,12 +24,12 @@ def parse_ranks(flag: str, text: str) -> int:
 
 
 def shared(config: Config, ranks: int) -> Config:
-    """The job of one of so many ranks: the same steps of the same tokens, each rank its part.
+    """Return the job of one of `ranks` ranks: the same steps of the same tokens, divided.
 
-    A rank has fewer microbatches; where they do not divide, smaller ones.
+    A rank gets fewer microbatches, or smaller ones if the number is not divisible.
 
     Raises:
-        ConfigError: if the sequences of a step cannot be dealt out evenly.
+        ConfigError: the sequences of a step are not divisible by the ranks.
     """
     train = config.train
     sequences = train.micro_batch * train.grad_accum_steps
@@ -54,7 +54,7 @@ def shared(config: Config, ranks: int) -> Config:
 
 
 def explain(job: Config, part: Config, ranks: int) -> str:
-    """A sentence on what became of the batch."""
+    """Return a sentence that describes the split."""
     before, after = job.train, part.train
     return (
         f"{ranks} ranks share {before.micro_batch * before.grad_accum_steps} sequences per step: "

@@ -1,8 +1,9 @@
-"""The errors that are meant to be read by a person, as one sentence and without a traceback."""
+"""The errors that are printed as one message without a traceback."""
 
 
 class OffloadTrainError(Exception):
-    """What was asked, what is there, and which key to change; the base of all our errors."""
+    """The base of all our errors; messages name the request, the available amount, and the key to
+    change."""
 
 
 class ConfigError(OffloadTrainError):
@@ -19,7 +20,7 @@ class ConfigError(OffloadTrainError):
 
 
 class HostMemoryError(OffloadTrainError):
-    """The host has not the memory that was asked for."""
+    """The host does not have the requested memory."""
 
 
 class DeviceMemoryError(OffloadTrainError):

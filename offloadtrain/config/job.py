@@ -1,6 +1,6 @@
 """A job: one TOML file read into frozen dataclasses, every rule checked once.
 
-Standard library only. `load` is the way in; whatever it returns keeps every rule of this file, so
+Standard library only. `load` is the entry point; its result satisfies every rule of this file, so
 nothing downstream checks again. `dump` writes the resolved job, which loads back equal.
 """
 
@@ -43,12 +43,12 @@ _Rule: TypeAlias = tuple[Callable[[Any], object], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from.
+    """The source of the tokens.
 
     Attributes:
         source: a text or JSONL file or folder, or "python-stdlib"; prepared on first use.
-        train: a token file made by `offloadtrain prepare`; instead of `source`.
-        val: held-out token file, beside `train`.
+        train: a token file made by `offloadtrain prepare`; replaces `source`.
+        val: held-out token file, used with `train`.
         cache: folder for the token files prepared from `source`.
         val_fraction: share of the files of `source` that is held out.
         seq_len: tokens per sequence.
@@ -86,15 +86,15 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """What computes forward and backward.
+    """The device of forward and backward.
 
     Attributes:
-        threads: of the host computation; 0: as many as torch chooses.
-        process_memory_limit: of the GPU, all that torch may take of it in this process, activations
-            included (CUDA only), such as "10 GiB"; empty: the whole GPU.
-        placement: "as-set": as [offload] says; "auto": the fastest of those that fit, by plan:
-            `working` and `activation` are chosen.
-        machine: a machine file of `offloadtrain doctor --save`, whose rates the plan takes.
+        threads: number of torch's CPU threads; 0: torch's choice.
+        process_memory_limit: limit on torch's GPU memory in this process, activations included
+            (CUDA only), such as "10 GiB"; empty: none.
+        placement: "as-set": as in [offload]; "auto": the plan chooses the fastest `working` and
+            `activation` that fit.
+        machine: a machine file of `offloadtrain doctor --save`, with the rates for the plan.
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
@@ -106,7 +106,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The loop. Zero in an `…_every` key: never.
+    """The training loop. Zero in an `…_every` key means never.
 
     Attributes:
         steps: optimizer steps of the whole run.
@@ -114,7 +114,7 @@ class TrainConfig:
         grad_accum_steps: microbatches per step.
         global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
         eval_batches: microbatches of one evaluation.
-        keep_last: checkpoints that stay.
+        keep_last: number of checkpoints kept.
         log_every_s: seconds between plain console lines.
         sample_tokens: length of the text generated at the end; 0: none.
     """
@@ -135,7 +135,7 @@ class TrainConfig:
 
 
 OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
-"""What a job has that leaves [offload] out."""
+"""The defaults of [offload] in a job."""
 
 _OF_TRAIN = ("grad_accum_steps", "seed")
 
@@ -187,10 +187,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.wa
     """Read a job file; `overrides` are `section.key=value` texts that win over it.
 
     Args:
-        say: told a line for each key of the file that gives way to an override of another one.
+        say: called with a line for each key of the file that an override of another key replaces.
 
     Raises:
-        ConfigError: the file cannot be read or breaks a rule; all broken rules are told at once.
+        ConfigError: the file cannot be read or breaks a rule; the message lists all broken rules.
     """
     return loads(toml.read(path), str(path), overrides, say)
 
@@ -223,7 +223,7 @@ def dump(config: Config) -> str:
     if config.train.global_batch_tokens:
         del tables["train"]["grad_accum_steps"]
     offload = tables["offload"]
-    if offload["clip_norm"] is None:  # left out, it would be the default
+    if offload["clip_norm"] is None:  # an omitted key would be the default
         offload["clip_norm"] = 0
     tables["offload"] = {key: value for key, value in offload.items() if value is not None}
     return toml.emit(tables)
@@ -242,13 +242,13 @@ def _all_keys() -> list[str]:
 
 
 def _kinds(section: str) -> dict[str, Any]:
-    """Key → its type, of all that a section may have."""
+    """Return key → type for all keys of a section."""
     kinds = toml.field_kinds(_SECTIONS[section])
     return {key: kind for key, kind in kinds.items() if section == "train" or key not in _OF_TRAIN}
 
 
 def _read_section(job: toml.Job, name: str) -> Any:
-    """Return the section's dataclass, or None where a problem of the job forbids to build it."""
+    """Return the section's dataclass, or None if the job has a problem."""
     if (table := toml.section(job, name)) is None:
         return None
     cls, kinds = _SECTIONS[name], _kinds(name)
@@ -282,7 +282,7 @@ def _none_of_zero(key: str, value: Any) -> Any:
 
 
 def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:
-    """Return every field of the shape that `model.size` names, or nothing where it is not there."""
+    """Return every field of the shape that `model.size` names, or nothing if it is not set."""
     size = table.get("size")
     if isinstance(size, str) and size in SIZES:
         return asdict(SIZES[size])
@@ -295,7 +295,7 @@ def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:
 
 
 def _with_accumulation(config: Config, job: toml.Job) -> Config:
-    """Let `grad_accum_steps` follow from `global_batch_tokens`, if that is set."""
+    """Derive `grad_accum_steps` from `global_batch_tokens`, if that is set."""
     train, per_micro = config.train, config.train.micro_batch * config.data.seq_len
     if not (wanted := train.global_batch_tokens):
         return config
@@ -389,7 +389,7 @@ def _data_contradictions(config: Config) -> Iterator[str]:
             "leave one of them out"
         )
     elif data.val and not data.train:
-        yield "data.train is missing: data.val is set, and is only used beside it"
+        yield "data.train is missing: data.val is set, but is used only with data.train"
     elif not data.source and not data.train:
         yield (
             "data.source is missing: a text or JSONL file or folder, or python-stdlib; or set "
@@ -398,7 +398,7 @@ def _data_contradictions(config: Config) -> Iterator[str]:
     if evaluates and data.train and not data.val:
         yield f"data.val is missing: train.eval_every = {config.train.eval_every} needs it"
     if evaluates and data.source and not data.val_fraction:
-        yield "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then"
+        yield "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then"
 
 
 def _contradictions(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What `offload` takes: one frozen object, declared once, with every contradiction checked here."""
+"""The options of `offload`: one frozen object that checks every contradiction."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STATE_PRECISIONS: dict[State, tuple[Precision, ...]] = {
     "split16": ("bf16",),
     "int8": ("bf16", "fp16"),
 }
-"""State format → precisions whose weights it can keep."""
+"""State format → precisions whose weights it can store."""
 
 
 class OptionError(ValueError):
-    """Options out of range, or that contradict each other.
+    """Options are out of range or contradict each other.
 
     Attributes:
-        problems: a sentence for each, which begins with the option's name.
+        problems: one sentence each, beginning with the option's name.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -38,7 +38,7 @@ class OffloadConfig:
     """The options of `offload`, which documents them, and the table `[offload]` of a job.
 
     Attributes:
-        precision: "auto": the job's, resolved before it comes to `offload`.
+        precision: "auto" is for jobs only, and is resolved before `offload`.
     """
 
     precision: Precision = "bf16"
@@ -78,23 +78,22 @@ class OffloadConfig:
         return self
 
     def zero_stage_among(self, ranks: int) -> int:
-        """What so many ranks share out; 0: there is one.
+        """Return the ZeRO stage on `ranks` ranks; 0: one rank.
 
         Raises:
-            OptionError: the stage does not go with where the weights live.
+            OptionError: the stage contradicts `working`.
         """
         if ranks == 1:
             return 0
         if self.working == "host" and self.zero_stage in (1, 2):
             raise OptionError(
-                f"working = 'host' and zero_stage = {self.zero_stage}: among {ranks} ranks each "
-                "host copy of the weights is a shard, gathered for its use: set zero_stage = 3"
+                f"working = 'host' and zero_stage = {self.zero_stage}: with {ranks} ranks each "
+                "host holds a shard of the weights, gathered for each use: set zero_stage = 3"
             )
         return self.zero_stage or (3 if self.working == "host" else 2)
 
     def streams_among(self, ranks: int) -> bool:
-        """Whether repeated blocks may come to the device for their use: from the host, or from
-        shards on so many devices."""
+        """Return whether repeated blocks may be streamed, from the host or from shards."""
         return self.working == "host" or self.zero_stage_among(ranks) == 3
 
     def _unknown_choices(self) -> Iterator[str]:
@@ -121,35 +120,35 @@ class OffloadConfig:
         if self.precision == "fp16" and not self.skip_nonfinite:
             yield (
                 "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its "
-                "scale by skipping the steps that overflow. Use precision = 'bf16', or leave it on"
+                "scale by skipping steps that overflow. Use precision = 'bf16', or set it to True"
             )
         if self.precision != "auto" and self.precision not in STATE_PRECISIONS[self.state]:
             yield _cannot_keep(self.state, self.precision)
         if self.warmup_steps and self.update != "delayed":
             yield (
-                f"warmup_steps = {self.warmup_steps} and update = {self.update!r}: they are the "
+                f"warmup_steps = {self.warmup_steps} and update = {self.update!r}: it counts the "
                 "exact steps before the first delayed one: leave it out, or set update = 'delayed'"
             )
         if self.resident_blocks and self.working == "device" and self.zero_stage != 3:
             yield (
-                f"resident_blocks = {self.resident_blocks} has a meaning only with working = "
-                "'host' or zero_stage = 3: all blocks stay on the device"
+                f"resident_blocks = {self.resident_blocks} applies only with working = 'host' or "
+                "zero_stage = 3: otherwise all blocks stay on the device"
             )
         if self.state_on == "device":
             yield from self._contradictions_of_resident()
 
     def _contradictions_of_resident(self) -> Iterator[str]:
-        """What has a meaning only where the state is offloaded."""
+        """Yield a sentence for each option that requires state on the host."""
         for key, value in {"state": "fp32", "update": "exact", "working": "device"}.items():
             if getattr(self, key) != value:
                 yield (
-                    f"{key} = {getattr(self, key)!r} and state_on = 'device': what is not "
-                    f"offloaded is kept with {key} = {value!r}"
+                    f"{key} = {getattr(self, key)!r} and state_on = 'device': state on the device "
+                    f"requires {key} = {value!r}"
                 )
         if self.device_memory_limit is not None:
             yield (
-                "device_memory_limit decides what is kept on the device, and with state_on = "
-                "'device' all of it is: leave it out"
+                "device_memory_limit chooses the blocks that stay on the device, and with state_on "
+                "= 'device' all of them do: leave it out"
             )
 
 
@@ -165,7 +164,7 @@ _NOT_NEGATIVE = ("warmup_steps", "resident_blocks")
 
 @cache
 def _choices() -> dict[str, tuple[Any, ...]]:
-    """Option → the values that it can have, where these are few."""
+    """Option → its allowed values, for options with a fixed set."""
     kinds = get_type_hints(OffloadConfig)
     named = [field.name for field in fields(OffloadConfig)]
     return {key: get_args(kinds[key]) for key in named if get_origin(kinds[key]) is Literal}
@@ -174,10 +173,11 @@ def _choices() -> dict[str, tuple[Any, ...]]:
 def _cannot_keep(state: State, precision: Precision) -> str:
     if precision == "fp32":
         return (
-            f"state = '{state}' keeps the upper half of each master as its 16-bit working weight, "
-            "and precision is 'fp32': use state = 'fp32', or precision = 'bf16'"
+            f"state = '{state}' stores the upper half of each master as its 16-bit working weight, "
+            "but precision is 'fp32': use state = 'fp32', or precision = 'bf16'"
         )
     return (
-        f"state = '{state}' cannot keep fp16 weights: what an fp16 weight below 2^-14 lacks of its "
-        "fp32 master does not fit 16 bits. Use state = 'int8' or 'fp32', or precision = 'bf16'"
+        f"state = '{state}' cannot store fp16 weights: the difference between an fp16 weight below "
+        "2^-14 and its fp32 master does not fit in 16 bits. Use state = 'int8' or 'fp32', or "
+        "precision = 'bf16'"
     )

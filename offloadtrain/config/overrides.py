@@ -1,8 +1,8 @@
-"""What an override changes beside its own key: keys of the job file that go by it give way, aloud.
+"""Side effects of overrides: they replace keys of the job file that contradict them, and report it.
 
-Who shortens a job, or names other data for it, says what is wanted. What the file's author wrote
-for the long run, or the other data, would only make it impossible. A key that was overridden itself
-never gives way, and what contradicts itself within the file is refused as ever.
+An override that shortens a job or changes its data states an intent. Keys of the file for the long
+run or the other data would only make it fail. Overridden keys are never replaced, and
+contradictions within the file are refused as usual.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from offloadtrain.config.toml import Job, shown
 
 WARMUP_SHARE = 10
-"""Of a run that is shorter than the file's warm-up, one step in so many is warm-up."""
+"""Share of warm-up steps, as 1/n, in a run shorter than the file's warm-up."""
 
 _Wins = Callable[[Any], bool]
 
-# (overridden key, the values that count, the file's key that has no meaning beside them)
+# (overridden key, the values that count, the key of the file that they make meaningless)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("data.source", bool, "data.train"),
     ("data.source", bool, "data.val"),
@@ -31,13 +31,14 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
 
 
 def settle(job: Job) -> Iterator[str]:
-    """Take out of the job's tables what its overrides leave without a meaning; a line for each."""
+    """Remove from the job's tables the keys that overrides make meaningless; yield a line for
+    each."""
     for key, wins, other in _GIVES_WAY:
         value = _value(job, key)
         if key in job.overridden and wins(value) and _of_the_file(job, other):
             section, name = other.split(".")
             left = job.tables[section].pop(name)
-            yield f"{other} = {shown(left)} of the job gives way to {key} = {shown(value)}"
+            yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
     yield from _shorter_warmup(job)
 
 
@@ -51,7 +52,7 @@ def _shorter_warmup(job: Job) -> Iterator[str]:
 
 
 def _of_the_file(job: Job, key: str) -> Any:
-    """The key's value, if the file has set it and no override has."""
+    """Return the key's value if the file sets it and no override does."""
     section = key.split(".")[0]
     return None if {key, section} & job.overridden else _value(job, key)
 

@@ -1,6 +1,6 @@
-"""Between TOML text and dataclasses: overrides, strict types, helpful refusals, and the way back.
+"""Conversion between TOML text and dataclasses: overrides, strict types, helpful errors.
 
-Knows nothing of what the keys mean. A problem is a sentence that begins with the dotted key.
+The meaning of keys is unknown here. A problem is a sentence that begins with the dotted key.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SHOWN_CHARS = 60
 _MOST_BYTES = 1 << 20
 _MOST_UNKNOWN = 10
 _MOST_PARTS = 8
-"""Of a dotted key in an override."""
+"""Most parts of a dotted key in an override."""
 
 _MOST_MARKS = {"=": 1000, "[": 1000, "{": 1000, ".": 2000}
-"""What a job may have of each: ten times what all keys with comments take. Time and stack of a TOML
-parser grow with the square of a dotted key's length, and every unknown key costs a search."""
+"""Limits per job: ten times the need of all keys with comments. Time and stack of a TOML parser
+grow with the square of a dotted key's length, and every unknown key costs a search."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Job:
 
     Attributes:
         origin: where the text came from, for messages.
-        keys: every right dotted key, to propose the nearest one.
+        keys: every valid dotted key, to propose the nearest one.
         overridden: dotted keys that came from `--set`.
     """
 
@@ -47,7 +47,7 @@ class Job:
     problems: list[str] = field(default_factory=list)
 
     def raise_problems(self) -> None:
-        """Raise a ConfigError that tells every problem so far, if there is one."""
+        """Raise a ConfigError with every problem so far, if there is one."""
         if self.problems:
             raise ConfigError(*(f"{self._origin_of(text)}: {text}" for text in self.problems))
 
@@ -58,10 +58,10 @@ class Job:
 
 
 def read(path: str | Path) -> str:
-    """Return the text of a file that somebody names as a job or a machine.
+    """Return the text of a job or machine file.
 
     Raises:
-        ConfigError: it is no regular file, cannot be read, or is larger than any of these.
+        ConfigError: it is not a regular file, cannot be read, or is too large.
     """
     try:
         if not stat.S_ISREG((info := Path(path).stat()).st_mode):
@@ -75,11 +75,11 @@ def read(path: str | Path) -> str:
 
 
 def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] = ()) -> Job:
-    """Parse TOML and lay `section.key=value` overrides over it; a later one wins.
+    """Parse TOML and apply `section.key=value` overrides; the last one wins.
 
     Raises:
-        ConfigError: the text is not TOML or too large for a job, or an override has no key or goes
-            through a value.
+        ConfigError: the text is not TOML or is too large, or an override has no key or descends
+            into a value.
     """
     _refuse_bombs(text, origin)
     try:
@@ -97,8 +97,8 @@ def _refuse_bombs(text: str, origin: str) -> None:
     for mark, most in _MOST_MARKS.items():
         if (count := text.count(mark)) > most:
             raise ConfigError(
-                f'{origin}: {count} times "{mark}", and at most {most} are allowed: this is too '
-                "large for a job"
+                f'{origin}: "{mark}" occurs {count} times, and at most {most} are allowed: this is '
+                "too large for a job"
             )
 
 
@@ -114,13 +114,13 @@ def _apply(override: str, job: Job) -> None:
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {shown(override)}: {shown_key(part)} is no table")
+            raise ConfigError(f"--set {shown(override)}: {shown_key(part)} is not a table")
     table[parts[-1]] = _override_value(text.strip())
     job.overridden.add(shown_key(*parts))
 
 
 def _override_value(text: str) -> Any:
-    """Read `text` as a TOML value, or as a bare string where it is none (`cosine`, `/a/path`)."""
+    """Read `text` as a TOML value, or as a bare string if it is not one (`cosine`, `/a/path`)."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -129,7 +129,7 @@ def _override_value(text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: printable, and not endless."""
+    """Return a value for a message: printable and short."""
     try:
         text = str(value).lower() if isinstance(value, bool) else ascii(value)
     except ValueError:  # Python prints no integer of more than 4300 digits
@@ -154,7 +154,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return the nearest known name, or nothing."""
-    from difflib import get_close_matches  # slow to import, and only wanted when something is wrong
+    from difflib import get_close_matches  # slow to import, and needed for errors only
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return close[0] if close else ""
@@ -175,7 +175,7 @@ def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "")
 def _hints(
     job: Job, name: str, key: str, value: Any, known: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """(unknown key, right ones that may be meant); of an unknown table, the keys that are right in
+    """Yield (unknown key, similar valid keys), and keys of an unknown table that are valid in
     another one."""
     inner = value if isinstance(value, dict) and not name else {}
     moved = [one for one in inner if _elsewhere(job, key, one)][:_MOST_UNKNOWN]
@@ -191,12 +191,12 @@ def _hints(
 
 
 def _elsewhere(job: Job, section: str, key: str) -> list[str]:
-    """Right keys of this name, or of this name with the section's before it."""
+    """Return valid keys of this name, also with the section's name as prefix."""
     return [o for o in job.keys if o.rpartition(".")[2] in (key, f"{section}_{key}")]
 
 
 def section(job: Job, name: str) -> Table | None:
-    """Return a copy of a table of the job, empty where it is not there; None if it is no table."""
+    """Return a copy of a table of the job, empty if it is missing; None if it is not a table."""
     value = job.tables.get(name, {})
     if isinstance(value, dict):
         return dict(value)
@@ -229,12 +229,12 @@ def missing_fields(cls: type, given: Container[str]) -> list[str]:
 
 
 def converted(kind: Any, value: Any) -> Any:
-    """Return `value` as the annotated type, strictly: a bool is no int, an int may be a float.
+    """Return `value` as the annotated type, strictly: a bool is not an int, an int may be a float.
 
     Raises:
-        ValueError: it is of another type; the text says what is allowed ("a string").
+        ValueError: it is of another type; the text names the allowed one ("a string").
     """
-    if get_origin(kind) is UnionType:  # TOML has no null: what is None is left out
+    if get_origin(kind) is UnionType:  # TOML has no null: None is omitted
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)

@@ -1,4 +1,4 @@
-"""Quantities as people read and write them: bytes, counts, seconds, rates."""
+"""Human-readable quantities: bytes, counts, seconds, rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> int:
     """Sizes such as "32GiB", "1.5 MB" or "4096" → bytes; GiB is 2^30, GB is 10^9.
 
     Raises:
-        ValueError: for anything else, and for what 64 bits do not hold.
+        ValueError: for anything else, and for sizes beyond 64 bits.
     """
     match = _BYTES.fullmatch(text)
     if match is None:
@@ -44,7 +44,7 @@ def format_rate(per_second: float, unit: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """75.2 → "1m15s", 4000 → "1h06m", 0.25 → "250ms"; "-" if it is not known."""
+    """75.2 → "1m15s", 4000 → "1h06m", 0.25 → "250ms"; "-" if unknown."""
     if not math.isfinite(seconds) or seconds < 0:
         return "-"
     if round(seconds * 1e3) < 1000:
@@ -60,7 +60,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...], form: str) -> tuple[str, str]:
-    """Return digits and unit, so that the digits as printed stay below `base` where they can."""
+    """Return digits and unit; the printed digits stay below `base` if possible."""
     size, digits = float(count), f"{count:.0f}"
     for unit in units[:-1]:
         if not abs(float(digits)) >= base:

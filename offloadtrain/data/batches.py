@@ -1,12 +1,12 @@
-"""Batches of windows from a token file, in an order that a few integers describe.
+"""Batches of windows from a token file, in an order defined by a few integers.
 
 [Note: global sample order]
 A window is `seq_len + 1` consecutive tokens; neighbours share one token, which is the last target
 of one and the first input of the next. An epoch has a fixed number of windows. Each epoch shifts
-their grid by a pseudo-random offset, so that windows begin anywhere and the last tokens have their
-turn, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone
-(`permutation.py`). So "sample g", counted over all epochs, is defined without knowing who reads
-it. With `world` ranks a call of `next` advances the position by `batch · world` samples: rank r
+their grid by a pseudo-random offset, so that windows begin anywhere and the last tokens are used
+too, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone
+(`permutation.py`). So "sample g", counted over all epochs, is the same whichever rank reads it.
+With `world` ranks a call of `next` advances the position by `batch · world` samples: rank r
 takes samples position + r, position + r + world, ... Every rank holds the same position; saved by
 any rank, it continues on any number of ranks, where exactly the samples not yet taken follow.
 """
@@ -102,7 +102,7 @@ class Batches:
         return starts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global position, independent of rank and world, and what it refers to."""
+        """Return the global position, independent of rank and world, and the data it refers to."""
         epoch, sample = divmod(self._position, self.windows)
         return {"seed": self._seed, "epoch": epoch, "sample": sample, "data": self._identity()}
 
@@ -115,8 +115,8 @@ class Batches:
         saved, here = state.get("data", self._identity()), self._identity()
         if saved != here:
             raise DataError(
-                f"cannot continue in {self._tokens.path}: the position was saved for "
-                f"{_as_text(saved)}, and here is {_as_text(here)}"
+                f"cannot resume in {self._tokens.path}: the position was saved for "
+                f"{_as_text(saved)}, but this run has {_as_text(here)}"
             )
         self._seed = int(state["seed"])
         self._position = int(state["epoch"]) * self.windows + int(state["sample"])
@@ -132,12 +132,12 @@ class Batches:
 
 
 class _Shuffled:
-    """A grid of windows that each epoch shifts and shuffles anew."""
+    """A grid of windows, shifted and shuffled anew in each epoch."""
 
     order = "shuffled"
 
     def __init__(self, num_tokens: int, seq_len: int) -> None:
-        """Leave room for offsets of at least seq_len where the file is long enough for that."""
+        """Leave room for offsets of at least seq_len if the file is long enough."""
         self._seq_len = seq_len
         self.windows = max(1, (num_tokens - seq_len) // seq_len)
         self._num_offsets = num_tokens - self.windows * seq_len

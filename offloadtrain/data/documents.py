@@ -1,9 +1,9 @@
-"""Where text comes from: files, cut into pieces that can be read in any order, by anyone.
+"""Text sources: files, divided into pieces that any worker can read in any order.
 
 A *document* is a text file, or one line of a JSONL file. A *piece* is a byte range of one file
-and lies in one worker's hands; documents do not span JSONL pieces, but a long text file does.
-Everything here runs in worker threads or processes, and is pure: the result of a piece depends
-on the file and the piece only.
+and is read by one worker; documents do not span JSONL pieces, but a long text file does.
+Everything here runs in worker threads or processes, and is pure: the result depends on the file and
+the piece only.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read.
+    """Reading options.
 
     Attributes:
         threshold: documents whose 64-bit hash is below it are held out for validation.
-        field: of a JSONL object, holds the text.
+        field: field of a JSONL object with the text.
         keep_going: count bad lines instead of stopping at the first.
     """
 
@@ -74,12 +74,12 @@ class Reading:
 
 @dataclass(slots=True)
 class Text:
-    """What came out of pieces.
+    """The text of one or more pieces.
 
     Attributes:
         train, val: documents, each followed by a 0 byte.
         lowest, highest: hash of any document; lowest > highest if there was none.
-        lines: JSONL lines seen, bad and blank ones too.
+        lines: JSONL lines read, including bad and blank ones.
         bad: (line number in the piece from 0, what is wrong with it).
     """
 
@@ -108,10 +108,10 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
     """Return the regular files of a source, sorted by name.
 
     Args:
-        source: a file, a folder (with all below it, but nothing whose name begins with a dot),
+        source: a file, a folder (recursively, without names that begin with a dot),
             or "python-stdlib": the .py files of the running interpreter's standard library,
-            its tests included where they are installed, about 30 MB.
-        excluded: a folder to leave out: the one written to may lie in the source.
+            including its tests if installed, about 30 MB.
+        excluded: a folder to skip: the output folder may be inside the source.
 
     Raises:
         DataError: the source is missing or holds no text.
@@ -124,10 +124,10 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
     else:
         files = _as_source_file(root, root.name)
     if not root.exists():
-        raise DataError(f"{root}: no such file or folder (nor is it {PYTHON_STDLIB!r})")
+        raise DataError(f"{root}: no such file or folder, and not {PYTHON_STDLIB!r}")
     found = sorted((file for file in files if file.num_bytes), key=lambda f: os.fsencode(f.name))
     if not found:
-        raise DataError(f"{root} holds no text: no regular file in it that is not empty")
+        raise DataError(f"{root} contains no text: it has no regular file that is not empty")
     return found
 
 
@@ -152,7 +152,7 @@ def _raise(error: OSError) -> None:
 
 
 def _as_source_file(path: Path, name: str) -> Iterator[SourceFile]:
-    """Yield one, or nothing for what is neither a file nor a link to one."""
+    """Yield one, or nothing if it is neither a file nor a link to one."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -162,10 +162,10 @@ def _as_source_file(path: Path, name: str) -> Iterator[SourceFile]:
 
 
 def cut(file: SourceFile, tail_bytes: int = 0) -> Iterator[Piece]:
-    """Cut a file into pieces of at most `PIECE_BYTES`, in order.
+    """Split a file into pieces of at most `PIECE_BYTES`, in order.
 
-    With `tail_bytes`, a text file is treated as two documents, of which the last of that many
-    bytes has the hash 0 and the first the highest one there is.
+    With `tail_bytes`, a text file is treated as two documents, of which the last, of that many
+    bytes, has the hash 0 and the first the highest hash.
     """
     if file.is_jsonl:
         yield from _ranges(file, 0, file.num_bytes, None)
@@ -232,7 +232,7 @@ def _lines_starting_in(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
     position = piece.start
     if position:
         file.seek(position - 1)
-        position += len(file.readline()) - 1  # to the end of the line that began before us
+        position += len(file.readline()) - 1  # to the end of the line that began earlier
     while position < piece.stop and (line := file.readline()):
         yield line.removeprefix(b"\xef\xbb\xbf") if position == 0 else line
         position += len(line)
@@ -242,7 +242,7 @@ def _parse_line(line: bytes, field: str) -> bytes:
     """Return the text as UTF-8, b"" for a blank line.
 
     Raises:
-        ValueError: with the reason, if the line is not an object with a string in the field.
+        ValueError: the line is not an object with a string in the field; the text gives the reason.
     """
     try:
         decoded = line.decode("utf-8").strip()
@@ -263,13 +263,13 @@ def _parse_line(line: bytes, field: str) -> bytes:
 
 
 def _fields_of(record: dict[str, object]) -> str:
-    """Which could be meant instead."""
+    """Name the fields that could be meant."""
     texts = [ascii(key) for key, value in record.items() if isinstance(value, str)]
     if texts:
         return f" (text is in {', '.join(texts[:4])}: choose one with --field)"
-    return " (nor a text in any other: write each conversation as one text)" if record else ""
+    return " (no other field is a string: write each conversation as one string)" if record else ""
 
 
 def _excerpt(line: bytes) -> str:
-    """Return the start of a line with nothing in it that a terminal would obey."""
+    """Return the start of a line without terminal escapes."""
     return ascii(line[:_EXCERPT_CHARS].decode("utf-8", "backslashreplace").strip())[:_EXCERPT_CHARS]

@@ -1,4 +1,4 @@
-"""A shuffle of [0, n) that is computed, not stored: any element of it in constant time."""
+"""A computed shuffle of [0, n): any element in constant time, nothing stored."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class Permutation:
     """A pseudo-random bijection of [0, size), a function of (size, seed, epoch) alone.
 
     A Feistel network over the bits of size - 1, in two parts that may differ by one bit, permutes
-    [0, 2^bits); values that fall outside [0, size) are sent through again until they fall inside
-    ("cycle walking", Black and Rogaway, CT-RSA 2002), less than twice on average. Good enough to
-    shuffle data, no cryptography. The order is part of what makes a run repeatable: do not change
-    it.
+    [0, 2^bits); values outside [0, size) are permuted again until they fall inside
+    ("cycle walking", Black and Rogaway, CT-RSA 2002), less than twice on average. It is good enough
+    to shuffle data, not for cryptography. Runs depend on the order: do not change it.
 
     Attributes:
-        noise: 64 bits from the same seed and epoch, for a use besides the order.
+        noise: 64 bits from the same seed and epoch, for uses besides the order.
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
@@ -38,7 +37,7 @@ class Permutation:
         self._high_bits = np.uint64(bits // 2)
 
     def __call__(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return where each of `indices`, all in [0, size), goes."""
+        """Return the image of each of `indices`, all in [0, size)."""
         walking = self._network(indices.astype(np.uint64))
         outside = walking >= self.size
         while outside.any():

@@ -1,14 +1,14 @@
 """Text to token files, in parallel, with the same result for any number of jobs.
 
 [Note: held-out documents]
-Validation text is made of whole documents, chosen by a hash and not by position: of its relative
+Validation text consists of whole documents, chosen by a hash and not by position: of its relative
 name for a text file, of its content for a line of JSONL. So the choice does not depend on the
-machine, and hardly changes when the source grows. Where the fraction would leave one side without
-any document, the document nearest to it crosses over.
+machine, and hardly changes when the source grows. If the fraction would leave one side empty, the
+nearest document moves there.
 
-A few text files, or one among them that is most of the text, cannot be divided so: where the bytes
-of one side were less than half or more than twice what they should be, the end of every file is
-held out instead, that of an only one always. Where neither comes near, as with few lines of JSONL,
+A few text files, or one among them that is most of the text, cannot be divided like this. If the
+bytes of one side were less than half or more than twice the target, the end of every file is held
+out instead; for a single file, always. If neither comes close, as with few lines of JSONL,
 `PreparedFiles.remark` says so.
 """
 
@@ -55,7 +55,7 @@ from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
 
 Task = tuple[Piece, ...]
 
-_VERSION = 2  # of the rules in this file; another one makes cached files stale
+_VERSION = 2  # version of the rules in this file; a new one makes cached files stale
 _PROCESSES_FROM_BYTES = 64 << 20  # of JSONL; below, starting processes costs more than it saves
 _SHOWN_BAD_LINES = 10
 _MOST_JOBS = 4096
@@ -65,14 +65,14 @@ _FAR = 2.0  # a side with so many times more or fewer tokens than asked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedFiles:
-    """What `prepare` made or found.
+    """The files that `prepare` wrote or found.
 
     Attributes:
-        val: None if nothing was to be held out.
-        val_fraction: the share of all tokens that was to be.
-        skipped_lines: bad JSONL lines left out by this call; 0 if the files were reused.
+        val: None if nothing is held out.
+        val_fraction: the requested share of all tokens.
+        skipped_lines: bad JSONL lines skipped by this call; 0 if the files were reused.
         skipped: the first few of them, as "file:line: what is wrong: how it begins".
-        reused: the files were there already, made from the same source and settings.
+        reused: the files existed already, made from the same source and settings.
     """
 
     train: Path
@@ -88,20 +88,20 @@ class PreparedFiles:
 
     @property
     def remark(self) -> str:
-        """What to know where the split is far from the one asked for; else empty."""
+        """A sentence if the split is far from the requested one; else empty."""
         total, held = self.train_tokens + self.val_tokens, self.val_tokens
         if not held or _near(held, self.val_fraction, total):
             return ""
         return (
-            f"{held} of {total} tokens are held out ({100 * held / total:.2g} %), and val_fraction "
-            f"= {self.val_fraction:g} asks for {100 * self.val_fraction:.2g} %: whole documents "
-            f"are held out, and of {self.train_documents + self.val_documents} none come nearer"
+            f"{held} of {total} tokens are held out ({100 * held / total:.2g} %), but val_fraction "
+            f"= {self.val_fraction:g} requests {100 * self.val_fraction:.2g} %: whole documents "
+            f"are held out, and none of {self.train_documents + self.val_documents} come closer"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """All that the result depends on besides the source."""
+    """All settings that affect the result."""
 
     val_fraction: float
     tokenizer: str
@@ -126,7 +126,7 @@ def prepare(
     jobs: int = 0,
     progress: Progress | None = None,
 ) -> PreparedFiles:
-    """Make `out`/train.bin and `out`/val.bin, unless they are there and still true.
+    """Make `out`/train.bin and `out`/val.bin, unless they exist and are up to date.
 
     Several processes may call this at once for one `out`: the first prepares, the others wait
     and find it done. A script that calls this on much JSONL needs the usual
@@ -137,14 +137,14 @@ def prepare(
         out: a folder, made if missing.
         val_fraction: of the documents, held out: see [Note: held-out documents]; 0: none.
         field: of each JSONL object, holds the text.
-        bad_lines: what to do about a JSONL line without text: stop, or leave it out.
-        jobs: workers; 0: as many as this process may use CPUs.
+        bad_lines: action for a JSONL line without text: "error" or "skip".
+        jobs: workers; 0: one per CPU of this process.
         progress: called in this thread with (bytes done, bytes in all).
 
     Raises:
-        ConfigError: an argument that has no meaning.
-        DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` then
-            holds what it held before.
+        ConfigError: an invalid argument.
+        DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` is then
+            unchanged.
     """
     if not 0.0 <= val_fraction < 1.0:
         raise ConfigError(f"val_fraction = {val_fraction:g} must be in [0, 1)")
@@ -173,15 +173,15 @@ def prepare(
         ) from error
     except BrokenExecutor as error:
         raise DataError(
-            "a worker process ended early: it was killed for want of memory (use fewer jobs), or "
+            "a worker process ended early: it ran out of memory (use fewer jobs), or "
             'the calling script lacks `if __name__ == "__main__":`'
         ) from error
 
 
 def _refuse_unguarded_script() -> None:
-    """End a worker that is running the caller's script again, for want of a main guard.
+    """End a worker that is running the caller's script again because it has no main guard.
 
-    It would wait for the lock that its parent holds while the parent waits for it.
+    Otherwise it would deadlock with its parent, which holds the lock.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError('call prepare under `if __name__ == "__main__":`')
@@ -253,13 +253,14 @@ def _writer(path: Path, settings: _Settings, files: Sequence[SourceFile]) -> Tok
 
 
 def _cut_all(files: Sequence[SourceFile], val_fraction: float) -> list[Piece]:
-    """Cut all files; where whole ones cannot be divided as asked, so that ends can be held out."""
+    """Split all files; if whole files cannot give the fraction, so that their ends can be held
+    out."""
     tails = _tails(files, val_fraction)
     return [piece for file in files for piece in cut(file, tails.get(file.name, 0))]
 
 
 def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
-    """Name → bytes at its end to hold out; empty where whole files are."""
+    """Return name → bytes at its end to hold out; empty if whole files are held out."""
     if not val_fraction or any(file.is_jsonl for file in files):
         return {}
     ends = {file.name: round(file.num_bytes * val_fraction) for file in files}
@@ -281,18 +282,18 @@ def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
 
 
 def _near(held: int, fraction: float, total: int) -> bool:
-    """Whether neither side is far from what it should be."""
+    """Return whether both sides are near their targets."""
     sides = (held, fraction * total), (total - held, (1 - fraction) * total)
     return all(asked / _FAR <= found <= asked * _FAR for found, asked in sides)
 
 
 def _divide(threshold: int, lowest: int, highest: int) -> int:
-    """Move the threshold as little as leaves a document on each side, if there are two."""
+    """Move the threshold just enough to leave a document on each side, if there are two."""
     return max(min(threshold, highest), lowest + 1)
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
-    """Put small text pieces together; a JSONL piece stays alone, for its lines are counted."""
+    """Group small text pieces; a JSONL piece stays alone, since its lines are counted."""
     group: list[Piece] = []
     num_bytes = 0
     for piece in pieces:
@@ -329,7 +330,7 @@ def _finished(waiting: deque[tuple[Task, Future[Text]]]) -> tuple[Task, Text]:
 
 
 def _executor(tasks: Iterable[Task], jobs: int) -> Executor:
-    """Threads where the work is reading, processes where parsing JSON would hold the GIL."""
+    """Return threads for reading, processes for parsing JSON, which would hold the GIL."""
     jsonl = (piece for task in tasks for piece in task if piece.split_hash is None)
     if jobs > 1 and sum(piece.stop - piece.start for piece in jsonl) >= _PROCESSES_FROM_BYTES:
         context = multiprocessing.get_context("spawn")
@@ -348,7 +349,7 @@ def _usable_cpus() -> int:
 
 @dataclass(slots=True)
 class _Tally:
-    """What was read so far."""
+    """Totals so far."""
 
     total_bytes: int
     progress: Progress | None
@@ -357,7 +358,7 @@ class _Tally:
     highest: int = -1
     skipped_lines: int = 0
     skipped: list[str] = field(default_factory=list)
-    _path: str = ""  # the JSONL file at hand, and its lines so far
+    _path: str = ""  # the current JSONL file, and its lines so far
     _lines: int = 0
 
     def add(self, task: Task, text: Text, reading: Reading) -> None:
@@ -377,7 +378,7 @@ class _Tally:
 
     def _note(self, bad_line: str, reading: Reading) -> None:
         if not reading.keep_going:
-            raise DataError(f'{bad_line}\nbad_lines = "skip" leaves such lines out')
+            raise DataError(f'{bad_line}\nset bad_lines = "skip" to skip such lines')
         self.skipped_lines += 1
         if len(self.skipped) < _SHOWN_BAD_LINES:
             self.skipped.append(bad_line)
@@ -393,7 +394,7 @@ def _append(text: Text, train: TokenWriter, val: TokenWriter) -> None:
 def _commit(
     train: TokenWriter, val: TokenWriter, tally: _Tally, val_fraction: float
 ) -> PreparedFiles:
-    """Publish both files; an old validation file that has no successor goes."""
+    """Publish both files; an old validation file without a successor is removed."""
     train.commit()
     if val.count:
         val.commit()

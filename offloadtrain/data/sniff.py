@@ -1,4 +1,5 @@
-"""What a file is that is not text: by how it begins, or by bytes that text has not."""
+"""Detection of files that are not text, by their first bytes or by bytes that text does not
+contain."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from offloadtrain.data.tokens import DataError
 
 _HEAD_BYTES = 1 << 16
 _JUDGED_BYTES = 1 << 10
-"""Fewer bytes say too little: a short text may hold anything."""
+"""Shorter files are not judged: a short text may contain any byte."""
 
 _MOST_ZEROS, _MOST_CONTROLS = 0.01, 0.05
 """Shares. Bytes of no encoding of text (compressed ones, say) are 11 % controls."""
@@ -19,7 +20,7 @@ _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b")) + b"\x7f"
 _TO_TEXT = 'write its texts as JSONL, one {"text": ...} per line'
 _UNPACK = "unpack it first"
 
-# (at, how it begins there, what it is, what to do)
+# (offset, bytes there, file type, remedy)
 _KNOWN = [
     (0, b"PAR1", "a Parquet file", _TO_TEXT),
     (0, b"ARROW1", "an Arrow file", _TO_TEXT),
@@ -31,19 +32,20 @@ _KNOWN = [
     (0, b"BZh", "compressed by bzip2", _UNPACK),
     (0, b"\xfd7zXZ\0", "compressed by xz", _UNPACK),
     (0, b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNPACK),
-    (0, b"PK\x03\x04", "a zip archive (.docx and .epub are, too)", _UNPACK),
+    (0, b"PK\x03\x04", "a zip archive (such as .docx and .epub)", _UNPACK),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     (257, b"ustar", "a tar archive", _UNPACK),
     (0, b"\x89PNG\r\n", "a PNG image", "leave it out"),
     (0, b"\xff\xd8\xff", "a JPEG image", "leave it out"),
     (0, b"GGUF", "a file of weights (GGUF)", "leave it out"),
     (0, b"\x7fELF", "a program", "leave it out"),
-    (0, b"OTTOKENS", "a token file", "name it as data.train"),
+    (0, b"OTTOKENS", "a token file", "set data.train to it"),
 ]
 
 
 def refuse_binary(files: Sequence[SourceFile]) -> None:
-    """Raises DataError for files that are no text; JSONL is judged line by line when it is read."""
+    """Raises DataError for files that are not text; JSONL is judged line by line when it is
+    read."""
     told = [(file, why) for file in files if not file.is_jsonl and (why := _binary(file))]
     if told:
         file, (what, advice) = told[0]
@@ -52,7 +54,7 @@ def refuse_binary(files: Sequence[SourceFile]) -> None:
 
 
 def _binary(file: SourceFile) -> tuple[str, str] | None:
-    """(what it is, what to do), or None for text."""
+    """Return (file type, remedy), or None for text."""
     with open(file.path, "rb") as opened:
         head = opened.read(_HEAD_BYTES)
     for at, begins, what, advice in _KNOWN:

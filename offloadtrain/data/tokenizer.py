@@ -34,5 +34,5 @@ def tokenizer(name: str) -> ByteTokenizer:
         DataError: there is no such tokenizer.
     """
     if name not in TOKENIZERS:
-        raise DataError(f"no tokenizer {name!r}; there is: {', '.join(TOKENIZERS)}")
+        raise DataError(f"unknown tokenizer {name!r}; choose one of: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]

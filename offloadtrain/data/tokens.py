@@ -39,18 +39,19 @@ _SCAN_TOKENS = 1 << 24
 
 
 class DataError(OffloadTrainError):
-    """Text or tokens that cannot be used: which file, what is wrong with it, what to do."""
+    """Text or tokens that cannot be used: the message names the file, the problem and the
+    remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHeader:
-    """What a token file says about itself.
+    """The header of a token file.
 
     Attributes:
         dtype: uint8, uint16 or uint32.
         count: tokens in the file.
         content: blake2b of the tokens as stored, 128 bits in hexadecimal.
-        fingerprint: of the source and settings the tokens were made from; "" if unknown.
+        fingerprint: hash of the source and settings; "" if unknown.
         documents: documents in the file; 0 if unknown.
     """
 
@@ -100,7 +101,7 @@ class TokenFile:
             progress: called in this thread with (bytes read, bytes in all).
 
         Raises:
-            DataError: they are not those that were written, or one is outside the vocabulary.
+            DataError: they differ from the written ones, or one is outside the vocabulary.
         """
         content, outside = _new_hash(), ""
         for start in range(0, len(self), _SCAN_TOKENS):
@@ -113,14 +114,14 @@ class TokenFile:
         found, wrong = content.hexdigest(), []
         if found != self.header.content:
             wrong.append(
-                f"the tokens changed after writing: their hash is {found}, and the header says "
+                f"the tokens changed after writing: their hash is {found}, but the header says "
                 f"{self.header.content}"
             )
         if problem := "; ".join([*wrong, *filter(None, [outside])]):
             raise DataError(f"{self.path}: {problem}. Delete it and prepare it again")
 
     def _outside(self, start: int, piece: Tokens) -> str:
-        """What is wrong with the first token of a piece that is not of the vocabulary, or ""."""
+        """Return the problem of the first token outside the vocabulary, or ""."""
         limit = self.header.vocab_size
         if int(piece.max()) < limit:
             return ""
@@ -178,7 +179,7 @@ def _is_plausible(header: TokenHeader) -> bool:
 
 
 def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
-    """Compare the header's promise with the `num_bytes` that follow it."""
+    """Compare the header with the `num_bytes` that follow it."""
     width = _DTYPES[header.dtype]
     if num_bytes % width:
         problem = f"{num_bytes} bytes of tokens are not a multiple of {width} ({header.dtype})"
@@ -194,7 +195,7 @@ def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
 
 
 class TokenWriter:
-    """Writes a token file piece by piece; it takes its name, whole and durable, at `commit`.
+    """Writes a token file piece by piece; `commit` publishes it, complete and durable.
 
     Until then the bytes are in `<path>.tmp`, which leaving the context without `commit` removes.
     One writer per path at a time. The smallest dtype that holds the vocabulary is chosen.
@@ -243,7 +244,7 @@ class TokenWriter:
         self.count += tokens.size
 
     def commit(self) -> None:
-        """Write the header, make everything durable and give the file its name."""
+        """Write the header, make everything durable and rename the file."""
         self._file.seek(0)
         self._file.write(self._header())
         self._file.flush()

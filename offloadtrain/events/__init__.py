@@ -1,4 +1,4 @@
-"""The run log: what a training process writes and the monitor reads.
+"""The run log, written by training and read by the monitor.
 
 Standard library only, and of this project only `config`: a reader must not load torch.
 `schema.py` declares every event, `codec.py` turns them into lines, `writer.py` writes them from a

@@ -1,7 +1,7 @@
-"""Rules that say when a run needs a person; evaluated in the trainer, so that they work unwatched.
+"""Alert rules, evaluated in the trainer so that they work without a monitor.
 
-Each rule raises its alert once, and clears it when what it watches has been well for a while: a
-value that trembles around a limit is one alert. Standard library only.
+Each rule raises its alert once and clears it after a while of normal values, so a value that
+oscillates around a limit is one alert. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SKIPS_IN_A_ROW = 4
 CHECKPOINT_ROOM = 1.2
 SLOW_BUS, GOOD_BUS, BUS_STEPS = 0.7, 0.8, 20
 BUS_BYTES = 64 << 20
-"""Of a step: less than this says nothing about the bus."""
+"""Fewer bytes per step say nothing about the bus."""
 _MAD_TO_SIGMA = 1.4826
 BEHIND, NOT_BEHIND, RANK_STEPS = 1.15, 1.08, 20
-"""A rank's time over that of the others, by the median of so many steps."""
+"""Number of steps in the median of a rank's time over the others'."""
 
 
 @dataclass(slots=True)
 class _Switch:
-    """An alert that is raised or not; cleared after `patience` good reports in a row."""
+    """The state of one alert; it clears after `patience` good reports in a row."""
 
     code: str
     level: str = "warning"
@@ -43,7 +43,7 @@ class _Switch:
     _good: int = 0
 
     def report(self, problem: str, step: int | None = None) -> Iterable[Alert]:
-        """`problem`: "" if all is well."""
+        """`problem`: "" if there is none."""
         if problem:
             self._good, self.message = 0, problem
             if not self.raised:
@@ -61,7 +61,7 @@ class _Switch:
 
 @dataclass(slots=True)
 class _Steps:
-    """What the rules remember of steps."""
+    """The rules' memory of past steps."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_HISTORY))
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=100))
@@ -74,12 +74,12 @@ class _Steps:
 
 
 class Alerts:
-    """All rules of one run. Steps and samples may come from two threads."""
+    """The rules of one run. Steps and samples may come from two threads."""
 
     def __init__(self, emit: Callable[[Alert], None], clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
         self.calibrated_gbps: dict[str, float] = {}
-        """Lane ("h2d", "d2h") → what a large copy alone on the bus reaches, where measured."""
+        """Lane ("h2d", "d2h") → measured bandwidth of a large copy alone on the bus."""
         self._emit = emit
         self._clock = clock
         self._lock = threading.Lock()
@@ -97,21 +97,21 @@ class Alerts:
             self._emit(alert)
 
     def system(self, sample: System, free_disk_bytes: int | None = None) -> None:
-        """The machine was looked at, some seconds after the last time."""
+        """A sample of the machine, some seconds after the last one."""
         with self._lock:
             told = list(self._of_system(sample, free_disk_bytes))
         for alert in told:
             self._emit(alert)
 
     def standing(self, code: str, message: str) -> None:
-        """Something that holds for the whole run."""
+        """Raise an alert that lasts for the whole run."""
         with self._lock:
             told = list(self._switch(code).report(message))
         for alert in told:
             self._emit(alert)
 
     def checkpoint(self, num_bytes: int) -> None:
-        """One was saved: the next will be as large."""
+        """Note the size of a saved checkpoint; the next will be as large."""
         self._checkpoint_bytes = num_bytes
 
     # ---- steps
@@ -157,13 +157,13 @@ class Alerts:
         switch, now = self._switch(f"bus-{lane}"), statistics.median(seen)
         slow = now < (GOOD_BUS if switch.raised else SLOW_BUS) * most
         text = (
-            f"{lane} copies at {now:.1f} GB/s, and {most:.1f} GB/s were measured at the start: the "
-            "bus is shared, or the memory lies at another NUMA node"
+            f"{lane} copies at {now:.1f} GB/s, but {most:.1f} GB/s were measured at the start: the "
+            "bus is shared, or the memory is on another NUMA node"
         )
         yield from switch.report(text if slow else "", step.step)
 
     def _skew(self, step: Step) -> Iterable[Alert]:
-        """One rank is slow where all the others wait for it, at every step."""
+        """Check for a slow rank that all others wait for at every step."""
         seen = self._steps.ranks_ms
         if len(step.ranks_ms) < 2:
             return
@@ -176,8 +176,8 @@ class Alerts:
         switch = self._switch("rank-skew", patience=10)
         limit = NOT_BEHIND if switch.raised else BEHIND
         text = (
-            f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others {others:.0f} ms "
-            "and wait for it; look at its GPU's clocks, its link and its cores"
+            f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
+            f"{others:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"
         )
         yield from switch.report(text if usual[slowest] > limit * others else "", step.step)
 
@@ -201,9 +201,7 @@ class Alerts:
         silent_s = self._clock() - steps.last_s
         if silent_s < max(STALL_S, STALL_FACTOR * usual_s):
             return ""
-        return (
-            f"no step for {format_duration(silent_s)}, and a step takes {format_duration(usual_s)}"
-        )
+        return f"no step for {format_duration(silent_s)}; a step takes {format_duration(usual_s)}"
 
     def _memory(self, sample: System, number: int | None) -> Iterable[Alert]:
         switch = self._switch("host-memory", "error")
@@ -211,8 +209,8 @@ class Alerts:
         total, available = sample.host_total_bytes, sample.host_available_bytes
         low = 0 < total and 0 < available < limit * total
         text = (
-            f"{format_bytes(available)} of {format_bytes(total)} of host memory are available: the "
-            "kernel may end the run; free memory, or take a narrower offload.state"
+            f"{format_bytes(available)} of {format_bytes(total)} of host memory is available: the "
+            "kernel may end the run; free memory, or use a narrower offload.state"
         )
         yield from switch.report(text if low else "", number)
 
@@ -220,7 +218,7 @@ class Alerts:
         if self._swap_at_start is None:
             self._swap_at_start = sample.swap_used_bytes
         grown = sample.swap_used_bytes - self._swap_at_start
-        text = f"{format_bytes(grown)} were swapped out since the run began: steps will be slow"
+        text = f"{format_bytes(grown)} has been swapped out since the run began: steps will be slow"
         yield from self._switch("swap").report(text if grown > SWAPPED_BYTES else "", number)
 
     def _disk(self, free_bytes: int | None) -> str:
@@ -228,12 +226,12 @@ class Alerts:
         if free_bytes is None or free_bytes >= needed:
             return ""
         return (
-            f"{format_bytes(free_bytes)} are free on the disk, and the next checkpoint needs "
+            f"{format_bytes(free_bytes)} is free on the disk, but the next checkpoint needs "
             f"{format_bytes(needed)}: free some, or lower train.keep_last"
         )
 
     def _gpu(self, gpu: GpuSample, number: int | None) -> Iterable[Alert]:
-        """Only what lasts: a link is narrow and clocks are low wherever a GPU rests."""
+        """Check GPUs for lasting problems: an idle GPU also has a narrow link and low clocks."""
         busy = (gpu.utilization_percent or 0.0) > 50.0
         if not busy:
             return
@@ -269,7 +267,7 @@ def _floor(step: Step) -> str:
 
 
 def _spike(step: Step, steps: _Steps) -> str:
-    """By a robust score against the last losses, which then take this one up."""
+    """Check for a spike by a robust score against the last losses, then add this one."""
     losses = list(steps.losses)
     if math.isfinite(step.loss):
         steps.losses.append(step.loss)

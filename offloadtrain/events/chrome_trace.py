@@ -1,4 +1,4 @@
-"""A run log as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""Conversion of a run log to a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Standard library only. Format: "Trace Event Format" (Google, 2016): complete events (`X`), counters
 (`C`) and names (`M`); times in microseconds. A rank is a process, a lane is a thread of it.
@@ -16,17 +16,17 @@ from offloadtrain.events import schema
 from offloadtrain.events.schema import WAIT, LaneSpan, Record, Step
 
 LANES = ("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm")
-"""Threads in the order in which they are shown; a lane of another name comes after."""
+"""Threads in display order; other lanes come after."""
 
 _COUNTERS = ("loss", "tokens_per_s", "exposed_ms")
 
 
 class TraceError(OffloadTrainError):
-    """A run folder without anything to trace."""
+    """The run folder has nothing to trace."""
 
 
 def read_run(folder: Path) -> list[Record]:
-    """Every rank's records.
+    """Return every rank's records.
 
     Raises:
         TraceError: if the folder is not that of a run, or no step of it has been sampled.
@@ -59,7 +59,7 @@ def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def _step_starts(records: Iterable[Record]) -> dict[tuple[int, int], float]:
-    """(rank, step) → when it began, Unix seconds; of a step done twice, the last time."""
+    """Return (rank, step) → its start in Unix seconds; the last one for a repeated step."""
     return {
         (record.rank, record.event.step): record.time_s - record.event.step_ms / 1e3
         for record in records

@@ -89,10 +89,10 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
 def _float(value: Any) -> float:
     if type(value) is float or type(value) is int or value in ("nan", "inf", "-inf"):
         return float(value)
-    raise TypeError(f"{value!r} is no number")
+    raise TypeError(f"{value!r} is not a number")
 
 
 def _exactly(kind: type, value: Any) -> Any:
     if type(value) is kind:
         return value
-    raise TypeError(f"{value!r} is no {kind.__name__}")
+    raise TypeError(f"{value!r} is not of type {kind.__name__}")

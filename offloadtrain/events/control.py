@@ -1,10 +1,10 @@
-"""Requests from outside to a running job: files in its folder, looked for between two steps.
+"""Requests from outside to a running job: files in its folder, read between two steps.
 
     control/<time>-<random>.json        {"action": "checkpoint", "message": "", …}
-    control/done/                       what has been answered
+    control/done/                       answered requests
 
-Whoever may write the folder may ask; nothing in a request is run or followed. One `stat` per step
-tells that there is nothing new.
+Write access to the folder is the permission; nothing in a request is executed or followed. One
+`stat` per step detects new requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ACTIONS = ("checkpoint", "stop", "abort", "note", "acknowledge")
 _MOST_BYTES = 1 << 16
 _MOST_AT_ONCE = 100
 _SETTLED_S = 0.1
-"""A folder's time is that of a clock that ticks some hundred times a second: what was changed so
-recently may change again without another time."""
+"""Resolution of a folder's timestamp: a later change within this time may keep the same
+timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asks; `refused` says why it will not be done."""
+    """A request from outside; `refused` gives the reason if it is refused."""
 
     id: str
     action: str
@@ -38,8 +38,8 @@ class Request:
 class Requests:
     """The control folder of one run, from the start of this process on.
 
-    What lies there already was asked of an earlier start: a run that was asked to stop, and killed
-    before it could, must not stop when it is resumed.
+    Existing requests belong to an earlier start: a run that was killed before it could stop must
+    not stop when it is resumed.
     """
 
     def __init__(self, run: Path) -> None:
@@ -50,14 +50,14 @@ class Requests:
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
     def waiting(self) -> bool:
-        """Whether the folder has changed since it was last looked through."""
+        """Return whether the folder has changed since the last scan."""
         try:
             return os.stat(self._folder).st_mtime_ns != self._seen_ns
         except OSError:  # somebody removed it: then nobody asks
             return False
 
     def poll(self) -> list[Request]:
-        """New requests, the oldest first; each is moved away and handed out once."""
+        """Return new requests, the oldest first; each is moved to `done` and returned once."""
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
         except OSError:  # somebody removed it: then nobody asks
@@ -70,11 +70,11 @@ class Requests:
         return found
 
     def _take(self, path: Path) -> Request:
-        """Read it, and put it away whatever it says."""
+        """Read a request, and move it away in any case."""
         try:
             found = _understood(path.stem, _read(path))
             if path.name in self._stale:
-                return replace(found, refused="it was asked before this start: ask again")
+                return replace(found, refused="it was made before this start: repeat it")
             return found
         except (OSError, ValueError, RecursionError) as error:
             return Request(path.stem[:80], "unknown", refused=f"it cannot be read: {error}")
@@ -94,7 +94,7 @@ def _read(path: Path) -> Any:
     with open(fd, "rb") as file:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MOST_BYTES:
-            raise ValueError("it is no small file")
+            raise ValueError("it is not a small regular file")
         if facts.st_uid not in (os.getuid(), 0):
             raise ValueError(f"it belongs to user {facts.st_uid}")
         return json.loads(file.read(_MOST_BYTES))
@@ -102,8 +102,8 @@ def _read(path: Path) -> Any:
 
 def _understood(id: str, asked: Any) -> Request:
     if not isinstance(asked, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     action, message = asked.get("action"), asked.get("message", "")
     if action not in ACTIONS:
-        return Request(id[:80], str(action)[:40], refused=f"there are only {', '.join(ACTIONS)}")
+        return Request(id[:80], str(action)[:40], refused=f"the actions are {', '.join(ACTIONS)}")
     return Request(id[:80], action, str(message)[:1000])

@@ -1,7 +1,7 @@
 """The run log: one frozen dataclass per kind of event, one JSON line per record.
 
-Standard library only; the trainer writes it and the monitor reads it. A line is an envelope with
-the event's fields beside it, units in their names:
+Standard library only; the trainer writes it and the monitor reads it. A line combines an envelope
+with the event's fields, which have units in their names:
 
     {"v":1,"k":"step","t":1763690000.25,"m":81234567890,"r":0,"step":3,"loss":2.31,…}
 
@@ -24,14 +24,14 @@ from offloadtrain.events import codec
 SCHEMA = 1
 
 WAIT = "wait"
-"""Beside the lanes of a step: the stretches in which compute waited for one of them."""
+"""A pseudo-lane of the waits of compute."""
 
 Json: TypeAlias = dict[str, Any]
 """Plain JSON data with string keys; a non-finite float in it is read back as a string."""
 
 
 class Event:
-    """What all kinds share: the name of the kind in the log."""
+    """The base of all events, with the kind's name in the log."""
 
     __slots__ = ()
     KIND: ClassVar[str]
@@ -39,12 +39,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """The run as it was resolved; written once per start, so again after each resume.
+    """The resolved run; written once per start, so again after each resume.
 
     Attributes:
-        plan: where every byte was planned to live.
-        backend: the kernels: name, isa, threads, why.
-        machine: what `telemetry.probe` found.
+        plan: the planned bytes by owner, and other facts of the plan.
+        backend: the kernels: name, isa, threads, reason.
+        machine: the result of `telemetry.probe`.
         start_step: optimizer steps already done by an earlier run of this folder.
         peak_flops: of the compute device, per second, if known.
     """
@@ -68,21 +68,22 @@ class Step(Event):
     """One optimizer step.
 
     Attributes:
-        step: 1 for the first; a skipped step has its number too.
+        step: 1 for the first; a skipped step has a number too.
         loss: mean over the microbatches, nats per token.
         grad_norm: global, before clipping; None if nothing needed it.
-        loss_scale: None where there is no loss scaling.
+        loss_scale: None without loss scaling.
         skipped: the gradients overflowed, nothing was updated.
-        tokens: trained on since the very first step, this one included, on all ranks.
+        tokens: total tokens of all ranks, including this step's.
         step_ms: wall time since the end of the previous step.
-        exposed_ms: host or transfer time that the compute device waited for.
-        busy_ms: lane → time that it worked, hidden or exposed.
+        exposed_ms: time compute waited for the host or transfers.
+        busy_ms: lane → its work time, hidden or exposed.
         early_buckets: buckets updated inside backward.
-        speculation_hit: whether these updates were right; None where nothing was speculated on.
-        mfu: share of the devices' peak, 0 to 1; None if the peak is not known.
-        comm_bytes: that this rank has sent to others in collectives.
-        own_ms: of the step, without waiting for slower ranks in collectives; 0: there is one rank.
-        ranks_ms: in the log of rank 0, the `own_ms` of every rank; empty where there is one.
+        speculation_hit: True if the prediction of a speculative update was right; None without
+            speculation.
+        mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
+        comm_bytes: bytes this rank has sent in collectives.
+        own_ms: step time without waits for slower ranks in collectives; 0: a single rank.
+        ranks_ms: in the log of rank 0, the `own_ms` of every rank; empty for a single rank.
     """
 
     KIND: ClassVar[str] = "step"
@@ -113,7 +114,7 @@ class Step(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Bytes of one owner in one tier, now and at most so far."""
+    """Bytes of one owner in one tier, current and peak."""
 
     owner: str
     tier: str
@@ -123,7 +124,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Event):
-    """The ledger: every byte with its owner."""
+    """The Ledger: bytes by owner."""
 
     KIND: ClassVar[str] = "memory"
     step: int
@@ -133,8 +134,8 @@ class Memory(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpan(Event):
     """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
-    `num_bytes`: of what a copy or a collective wrote. On the lane WAIT: a stretch in which compute
-    waited, named as the lane that it waited for."""
+    `num_bytes`: bytes written by a copy or collective. On the lane WAIT: a wait of compute, named
+    after the lane it waited for."""
 
     KIND: ClassVar[str] = "span"
     step: int
@@ -147,11 +148,11 @@ class LaneSpan(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One GPU as NVML sees it, all processes included; None: the driver does not tell.
+    """One GPU as NVML sees it, all processes included; None: not reported by the driver.
 
     Attributes:
         pcie_tx_bytes_per_s: sent by the GPU (to the host) since the last sample; rx: received.
-        throttle: why its clocks are held back, "" if they are not.
+        throttle: why its clocks are throttled, "" if they are not.
     """
 
     index: int
@@ -178,8 +179,8 @@ class System(Event):
     Attributes:
         cpu_percent: of this process; 100 is one core.
         rss_bytes: resident memory of this process.
-        host_available_bytes: what may still be used, under every memory limit.
-        gpu_state: "" if the GPUs could be asked, otherwise why not.
+        host_available_bytes: memory still available under every limit.
+        gpu_state: "" if the GPUs could be queried, otherwise why not.
     """
 
     KIND: ClassVar[str] = "system"
@@ -217,7 +218,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warning_(Event):  # noqa: N801 (the builtin has the name)
-    """Something a person should know; `code` is short and stable, `message` a sentence."""
+    """A warning to the user; `code` is short and stable, `message` a sentence."""
 
     KIND: ClassVar[str] = "warning"
     code: str
@@ -227,13 +228,13 @@ class Warning_(Event):  # noqa: N801 (the builtin has the name)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert(Event):
-    """A rule of the trainer's says that something needs a person, or that it is over.
+    """An alert of the trainer's rules, raised or cleared.
 
     Attributes:
-        code: of the rule, short and stable; at most one alert of it is active.
+        code: the rule's code, short and stable; at most one alert per code is active.
         state: "raised" or "cleared".
         level: "warning" or "error".
-        message: what is, what was expected, and what to do.
+        message: the finding, the expected value, and the remedy.
     """
 
     KIND: ClassVar[str] = "alert"
@@ -246,10 +247,10 @@ class Alert(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control(Event):
-    """What became of a request from outside; `state` is "accepted", "done" or "refused".
+    """The state of a request from outside: "accepted", "done" or "refused".
 
     Attributes:
-        id: of the request: its file's name.
+        id: id of the request, its file's name.
         action: "checkpoint", "stop", "abort", "note", "acknowledge" or "trace".
         message: the note, or why it was refused.
     """
@@ -284,7 +285,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCompared(Event):
-    """What was planned beside what was measured: peak bytes by tier, medians of times."""
+    """Planned against measured figures: peak bytes by tier, medians of times."""
 
     KIND: ClassVar[str] = "plan_compared"
     rows: tuple[PlanRow, ...]
@@ -343,7 +344,7 @@ def from_line(line: bytes | str) -> Record | None:
 
 
 def from_values(values: Any) -> Record | None:
-    """As `from_line`, of JSON that is parsed already."""
+    """Convert parsed JSON; see `from_line`."""
     try:
         event: Event = codec.decode(KINDS[values["k"]], values)
         envelope: _Envelope = codec.decode(_Envelope, values)
@@ -361,7 +362,7 @@ class _Envelope:
 
 
 def read(path: str | Path) -> Iterator[Record]:
-    """Yield the records of a log, in the order written; lines that cannot be read are left out."""
+    """Yield the records of a log, in the order written; unreadable lines are skipped."""
     with open(path, "rb") as log:
         for line in log:
             if record := from_line(line):

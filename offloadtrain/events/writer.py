@@ -23,21 +23,21 @@ _Queued: TypeAlias = tuple[Event, float, int] | threading.Event | None
 
 
 class EventWriter:
-    """Appends records to one log from a thread of its own; training never waits for the disk.
+    """Appends records to one log from its own thread; training never waits for the disk.
 
-    [Note: who owns an event] `emit` takes the event over: it is formatted later, on the writer's
-    thread, so dicts in it must not change afterwards. Between the two threads lies one queue. When
-    it is full, new events are dropped and counted; spans, which come in hundreds, are dropped
+    [Note: who owns an event] `emit` takes ownership of the event: it is formatted later, on the
+    writer's thread, so dicts in it must not change afterwards. One queue connects the two threads.
+    When it is full, new events are dropped and counted; spans, which come in hundreds, are dropped
     while a quarter of it is still free, so that they never push a step out.
 
-    [Note: A disk that refuses] The record that a full disk refuses is tried again every RETRY_S,
-    and those behind it wait in the queue: only what the queue cannot hold is lost. As soon as the
-    log is written again, a record in it says how many that were. A run that ends meanwhile waits
-    END_WITHIN_S for the disk; then the rest is lost too, all but its `RunEnded`, for which room
-    was kept since the log was opened: RESERVED_BYTES in a file without a name, given back for it.
+    [Note: A disk that refuses] A record refused by a full disk is retried every RETRY_S, and later
+    ones wait in the queue: only records beyond its capacity are lost. When writing
+    succeeds again, a record reports their number. A run that ends meanwhile waits
+    END_WITHIN_S for the disk; then the rest is lost too, except its `RunEnded`, for which
+    RESERVED_BYTES were reserved in an unnamed file when the log was opened.
 
     Attributes:
-        error: why the disk refuses now, or None.
+        error: the current error of the disk, or None.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EventWriter:
         Args:
             path: None: events are held until `open`.
             on_error: called once, on the writer's thread, when the disk begins to refuse.
-            on_recovery: called there with how many events were lost, when it has taken the rest.
+            on_recovery: called there with the number of lost events, when the rest is written.
 
         Raises:
             OSError: the log cannot be opened.
@@ -65,7 +65,7 @@ class EventWriter:
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
         self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
         self._dropped = self._told_dropped = self._dropped_before = 0
-        self._refused: OSError | None = None  # until it was told that this is over
+        self._refused: OSError | None = None  # until the recovery was reported
         self._give_up_s = math.inf
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
@@ -73,7 +73,7 @@ class EventWriter:
             self.open(path)
 
     def open(self, path: str | Path) -> None:
-        """Begin to write, first of all what was held.
+        """Start writing, beginning with the held events.
 
         Raises:
             OSError: the log cannot be opened.
@@ -84,11 +84,11 @@ class EventWriter:
 
     @property
     def dropped(self) -> int:
-        """Events that will never be in the log."""
+        """Number of events that will never be in the log."""
         return self._dropped
 
     def emit(self, event: Event) -> None:
-        """Queue an event with the time of now; never blocks and never raises."""
+        """Queue an event with the current time; never blocks and never raises."""
         limit = self._capacity * 3 // 4 if type(event) is LaneSpan else self._capacity
         if self._closed or (self._queue.qsize() >= limit and type(event) is not RunEnded):
             self._count_drop()
@@ -98,7 +98,7 @@ class EventWriter:
             self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
 
     def flush(self, timeout_s: float = 2 * END_WITHIN_S) -> bool:
-        """Wait until all that was emitted before is written; False if that took too long."""
+        """Wait until all earlier events are written; False if that took too long."""
         done = threading.Event()
         if self._thread.is_alive():
             self._queue.put(done)
@@ -108,7 +108,7 @@ class EventWriter:
     def close(self, timeout_s: float = 2 * END_WITHIN_S) -> None:
         """Write what is queued and a warning if anything was dropped; a second call does nothing.
 
-        A disk that hangs is left behind after `timeout_s`.
+        A hanging disk is abandoned after `timeout_s`.
         """
         if not self._closed:
             self._closed = True
@@ -145,7 +145,7 @@ class EventWriter:
             time.sleep(RETRY_S)
 
     def _appended(self, line: bytes) -> bool:
-        """Append with one call; more only where the disk took a part. Whether it took all."""
+        """Append with one call, or more after a partial write; return whether all was written."""
         rest = b"\n" + line if self._torn else line
         try:
             while rest:
@@ -162,7 +162,7 @@ class EventWriter:
         return True
 
     def _end_anyway(self, line: bytes) -> bool:
-        """The last record, where the disk is full; what was lost is told in front of it."""
+        """Write the last record on a full disk, after a record of the losses."""
         self._give_back_reserve()
         lost = self._dropped - self._told_dropped
         if not self._appended((self._lost_line() if lost else b"") + line):
@@ -171,7 +171,7 @@ class EventWriter:
         return True
 
     def _tell_drops(self) -> None:
-        """Once the disk takes all there is again."""
+        """Record the losses, once the disk accepts writes again."""
         if self.error:
             return
         lost = self._dropped - self._told_dropped
@@ -200,7 +200,7 @@ class EventWriter:
 
 
 def _open_log(path: str | Path) -> tuple[int, bool]:
-    """Open for appending; whether a crash of an earlier run has torn its last line."""
+    """Open for appending; return also whether a crash of an earlier run tore its last line."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o600)
     try:
@@ -212,8 +212,8 @@ def _open_log(path: str | Path) -> tuple[int, bool]:
 
 
 def _reserved(folder: Path) -> IO[bytes] | None:
-    """Take room on the log's disk with bytes that no file system makes smaller; None: there is no
-    room now. The kernel frees it with the process, however that ends."""
+    """Reserve space on the log's disk with incompressible bytes; None: there is no space now. The
+    kernel frees it when the process ends, however it ends."""
     try:
         kept = tempfile.TemporaryFile(buffering=0, dir=folder)
         kept.write(os.urandom(RESERVED_BYTES))

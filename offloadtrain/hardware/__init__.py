@@ -1,6 +1,7 @@
-"""What a machine is and how it does: cores, cgroups, host memory, GPUs, disks, machine files.
+"""The machine and its load: cores, cgroups, host memory, GPUs, disks, machine files.
 
-No torch: what needs it to look at a machine is in `runtime`. This is the only door to NVML
-(`nvml.py`) and to psutil (`telemetry.py`), and files are written durably here (`atomic_io.py`).
-Nothing knows what trains. Start at `telemetry.probe`; machine files are read by `machine.py`.
+No torch: probes that need it are in `runtime`. Only `nvml.py` imports NVML, and only `telemetry.py`
+psutil; `atomic_io.py` writes files durably.
+Nothing here knows what is trained. Start at `telemetry.probe`; machine files are read by
+`machine.py`.
 """

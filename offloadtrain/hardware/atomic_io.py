@@ -20,18 +20,18 @@ Bytes = bytes | memoryview
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a manifest remembers about a file."""
+    """A manifest's entry for a file."""
 
     num_bytes: int
     sha256: str
 
 
 def write_file(path: Path, parts: Iterable[Bytes]) -> FileRecord:
-    """Write a new file and make its content durable; hashes what it writes, in the same pass.
+    """Write a new file durably, and hash it in the same pass.
 
     Raises:
         FileExistsError: `path` exists; a crash-safe writer never overwrites.
-        OSError: the disk is full or failing; the file may be there in part.
+        OSError: the disk is full or failing; a part of the file may remain.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     digest, num_bytes = hashlib.sha256(), 0
@@ -62,7 +62,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Give a folder its new name at once and durably; both are in the same parent.
+    """Rename a folder atomically and durably within its parent.
 
     Raises:
         OSError: `target` exists and is not empty, or the disk fails.
@@ -72,7 +72,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that holds only files; nothing happens if it is not there."""
+    """Remove a folder that contains only files; do nothing if it is missing."""
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(folder)):
             os.unlink(folder / name)

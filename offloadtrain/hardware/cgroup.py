@@ -8,13 +8,14 @@ MOUNT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def folders(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Path]:
-    """This process's own folder of the unified hierarchy (v2) and its ancestors, the own first."""
+    """Return this process's folder of the unified hierarchy (v2) and its ancestors, its own
+    first."""
     relative = _paths(membership).get("", "/")
     return _with_ancestors(mount, relative)
 
 
 def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
-    """CPUs' worth of time that this process and its ancestors may use; None: no limit."""
+    """Return the CPU quota of this process and its ancestors, in CPUs; None: no limit."""
     found = [_quota_v2(folder) for folder in folders(mount, membership)]
     for controllers, relative in _paths(membership).items():
         if "cpu" in controllers.split(","):
@@ -23,7 +24,7 @@ def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | Non
 
 
 def _paths(membership: Path) -> dict[str, str]:
-    """Controllers → path; the unified hierarchy has the empty name."""
+    """Return controllers → path; the unified hierarchy has the empty name."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     fields = (line.split(":", 2) for line in lines)
     return {controllers: path for _, controllers, path in fields}

@@ -1,15 +1,15 @@
-"""Which CPUs the kernels' threads use: physical cores, near the GPU, within the limits set for us.
+"""The choice of CPUs for the kernels' threads: physical cores, near the GPU, within the limits.
 
-Pure functions over a sysfs tree. What they decide:
-* one thread per physical core, less one for the thread that launches work, where there are more
-  than two. Two threads on one core share its load units and gain nothing;
+Pure functions over a sysfs tree decide:
+* one thread per physical core, minus one for the launching thread if there are more than two. Two
+  threads on one core share its load units and gain nothing;
 * with a GPU on a NUMA node, the cores of that node, to which the threads are bound as a group: the
-  state is then in memory next to them and to the GPU. They are not bound one by one: another
+  state is then in memory local to them and to the GPU. They are not bound one by one, since another
   process on the node would stall one of them, and with it the bucket;
 * ranks whose GPUs share a node divide its cores;
 * a CPU quota (containers) bounds the number and forbids binding: it is a share of time on any core,
-  and all containers that bound themselves to the first cores would meet there. The ranks of a host
-  are one container's, and divide it.
+  and containers bound to the first cores would compete there. The ranks of a host share one
+  container, and divide its quota.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SYSFS = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Where the kernels run.
+    """The threads and CPUs of the kernels.
 
     Attributes:
         threads: at least 1.
-        cpus: logical CPUs that they are bound to, as a group; empty: not bound.
+        cpus: logical CPUs the threads are bound to, as a group; empty: not bound.
         why: one sentence for a report.
     """
 
@@ -51,9 +51,9 @@ def plan(
 
     Args:
         rank_gpus: PCI address ("0000:3b:00.0") of each local rank's GPU, None for none.
-        local_rank: which of them is this process.
-        allowed: logical CPUs of this process's affinity; None: ask.
-        quota: CPUs' worth of time for all local ranks together; None: no limit.
+        local_rank: index of this process among them.
+        allowed: logical CPUs of this process's affinity; None: query it.
+        quota: CPU quota of all local ranks together, in CPUs; None: no limit.
     """
     mine = os.sched_getaffinity(0) if allowed is None else set(allowed)
     nodes = [_node(gpu, mine, sysfs) for gpu in rank_gpus]
@@ -72,12 +72,12 @@ def plan(
 
 
 def local_plan(rank_gpus: Sequence[str | None] = (None,), local_rank: int = 0) -> CpuPlan:
-    """`plan` for this process on this machine."""
+    """Return `plan` for this process on this machine."""
     return plan(rank_gpus=rank_gpus, local_rank=local_rank, quota=cgroup.cpu_quota())
 
 
 def _count(cores: int, quota: float | None, ranks: int) -> tuple[int, str]:
-    """Threads for so many cores, and what limits them; `ranks` divide the quota."""
+    """Return the threads for `cores` cores, and their limits; `ranks` divide the quota."""
     limits = ""
     if quota is not None and int(quota / ranks) < cores:
         cores = max(int(quota / ranks), 1)
@@ -88,14 +88,14 @@ def _count(cores: int, quota: float | None, ranks: int) -> tuple[int, str]:
 
 
 def _share(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """This rank's contiguous part; ranks beyond the number of cores share one."""
+    """Return this rank's contiguous part; ranks beyond the number of cores share one."""
     if len(cores) < ranks:
         return [cores[rank % len(cores)]]
     return cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks]
 
 
 def physical_cores(cpus: Iterable[int], sysfs: Path) -> list[tuple[int, ...]]:
-    """Logical CPUs by physical core, in the order of their first CPU."""
+    """Return logical CPUs by physical core, in the order of their first CPU."""
     found: dict[object, list[int]] = {}
     for cpu in sorted(cpus):
         found.setdefault(_core_of(cpu, sysfs), []).append(cpu)
@@ -111,7 +111,7 @@ def _core_of(cpu: int, sysfs: Path) -> object:
 
 
 def _node(gpu: str | None, allowed: Collection[int], sysfs: Path) -> int | None:
-    """The GPU's NUMA node, if it has one with CPUs that we may use and is not the only one."""
+    """Return the GPU's NUMA node, if there are several and this process may use its CPUs."""
     file = sysfs / f"bus/pci/devices/{(gpu or '').lower()}/numa_node"
     if not gpu or not file.exists():
         return None

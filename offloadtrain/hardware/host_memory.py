@@ -1,4 +1,4 @@
-"""How much memory the host has left for this process, or is stated to have."""
+"""The memory the host has left for this process, or is stated to have."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ HOST_MEMORY_VARIABLE = "OFFLOADTRAIN_HOST_MEMORY"
 
 
 def available_bytes() -> int:
-    """Host memory that can still be had: the kernel's estimate, or what is stated less what this
-    process holds; capped by the cgroup's limit."""
+    """Return the available host memory: the kernel's estimate, or the stated size minus this
+    process's memory; capped by the cgroup's limit."""
     stated = stated_bytes()
     free = _meminfo_available() if stated is None else max(stated - _held_bytes(), 0)
     return min(free, _cgroup_available(Path("/sys/fs/cgroup")))
 
 
 def stated_bytes() -> int | None:
-    """The host's memory as OFFLOADTRAIN_HOST_MEMORY states it; None: it does not.
+    """Return the host's memory stated in OFFLOADTRAIN_HOST_MEMORY; None: not set.
 
-    For virtual machines whose memory grows as it is used: the kernel knows what they have now.
+    It is for virtual machines whose memory grows on demand: the kernel knows the current size only.
 
     Raises:
         HostMemoryError: it is not a size.
@@ -50,7 +50,8 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_available(mount: Path) -> int:
-    """memory.max - memory.current + reclaimable cache: the least of this cgroup and ancestors."""
+    """Return memory.max - memory.current + reclaimable cache, the least of this cgroup and its
+    ancestors."""
     unlimited = 1 << 62
     return min([_cgroup_room(folder) for folder in cgroup.folders(mount)] or [unlimited])
 
@@ -63,6 +64,6 @@ def _cgroup_room(folder: Path) -> int:
             return unlimited
         current = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:  # the root cgroup and cgroup v1 have no such files: no limit to read
+    except FileNotFoundError:  # the root cgroup and cgroup v1 have no such files
         return unlimited
     return int(limit) - current + int(stat.get("inactive_file", 0))

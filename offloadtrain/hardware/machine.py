@@ -1,7 +1,7 @@
 """The machine that a plan is for: a few constants, measured by `offloadtrain doctor` or shipped.
 
-A machine file is TOML with one key per field of `Machine`. Files that come with offloadtrain are in
-`offloadtrain/hardware/machines`; their first line says what they are.
+A machine file is TOML with one key per field of `Machine`. Shipped files are in
+`offloadtrain/hardware/machines`; their first line is a title.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _FOLDER = Path(__file__).parent / "machines"
 
 
 class MachineError(ConfigError):
-    """A machine that is not known, or a machine file that breaks a rule."""
+    """The machine is unknown, or its file breaks a rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One or more equal hosts, each with so many GPUs. Rates are what is reached, not what is sold.
+    """One or more equal hosts, each with `gpus` GPUs. Rates are sustained, not peak.
 
-    A rate of 0 is one that the machine has not: bf16 on a V100, links between hosts of which there
-    is one.
+    A rate of 0 means unsupported: bf16 on a V100, or links between hosts on a single host.
 
     Attributes:
-        gpu: the device's name as torch tells it; empty: the CPU computes.
-        gpus: on each host; where the CPU computes, ranks that it carries.
-        gpu_memory: of one GPU, as "32 GiB". Where the CPU computes, empty: it is the host's.
-        gpu_reserved: what of it tensors cannot have: context, libraries, fragments.
+        gpu: torch's name of the device; empty: the CPU computes.
+        gpus: GPUs per host; if the CPU computes, its most ranks.
+        gpu_memory: memory of one GPU, such as "32 GiB"; empty if the CPU computes.
+        gpu_reserved: GPU memory unavailable to tensors: context, libraries, fragments.
         host_memory: of one host.
-        peak_tflops: dense 16-bit, of the data sheet; MFU is of this. 0: no MFU.
-        bf16_tflops, fp16_tflops, fp32_tflops: of forward and backward of wide blocks.
+        peak_tflops: dense 16-bit rate of the data sheet, the base of MFU. 0: no MFU.
+        bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of forward and backward of wide
+            blocks.
         half_width: width of a model (the geometric mean of its matrices' sides, about d_model) at
             which half of that is reached: the rate is `tflops * w / (w + half_width)`.
         hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
@@ -46,12 +46,12 @@ class Machine:
         host_link_gbps: of all GPUs of a host together, one way.
         gpu_link_gbps: of one GPU in a collective among GPUs of its host.
         node_link_gbps: of one host in a collective among hosts.
-        dram_gbps: what all cores stream from and to memory together.
-        shared_dram_gbps: the same where several ranks divide the cores.
+        dram_gbps: memory bandwidth of all cores together.
+        shared_dram_gbps: the same if several ranks divide the cores.
         cores: physical, of one host.
         fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
-            parameters per second; 0: as `dram_gbps` allows.
-        disk_gbps: what a checkpoint is written with; 0: not known.
+            parameters per second; 0: derived from `dram_gbps`.
+        disk_gbps: write speed of a checkpoint; 0: unknown.
     """
 
     gpu: str = ""
@@ -95,7 +95,7 @@ class Machine:
         return not self.gpu
 
     def flops(self, precision: str, width: float) -> float:
-        """FLOPs per second of blocks of this width.
+        """Return FLOPs per second of blocks of this width.
 
         Raises:
             MachineError: it does not compute in this precision.
@@ -110,25 +110,25 @@ class Machine:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """In which it computes."""
+        """The precisions it computes in, by key."""
         known: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
         return tuple(p for p in known if getattr(self, f"{p}_tflops"))
 
     @property
     def auto_precision(self) -> Precision:
-        """What `offload.precision = "auto"` becomes: a CPU whose bf16 is slower takes fp32."""
+        """The precision selected by "auto"; a CPU with slow bf16 uses fp32."""
         if self.on_cpu and self.bf16_tflops <= self.fp32_tflops:
             return "fp32"
         return self.precisions[0]
 
 
 def shipped() -> dict[str, Path]:
-    """Machine files that come with offloadtrain, by name."""
+    """Return the shipped machine files by name."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def find(name: str) -> tuple[str, Machine]:
-    """A shipped machine by name, or a machine file by path: (name, machine).
+    """Return (name, machine) of a shipped machine by name, or a machine file by path.
 
     Raises:
         MachineError: neither, or a file that breaks a rule.
@@ -161,7 +161,7 @@ def loads(text: str, origin: str) -> Machine:
 
 
 def dump(machine: Machine, title: str) -> str:
-    """TOML that `loads` reads back to an equal machine; `title` becomes its first line."""
+    """Return TOML that `loads` reads back to an equal machine; `title` becomes its first line."""
     values = {f.name: getattr(machine, f.name) for f in fields(Machine)}
     return f"# {title}\n{toml.emit(values)}"
 

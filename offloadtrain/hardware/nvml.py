@@ -1,7 +1,7 @@
-"""NVIDIA GPUs through NVML: the only door to the module `pynvml`.
+"""NVIDIA GPUs through NVML: the only importer of the module `pynvml`.
 
-Nothing here may fail who asks. A library that is missing, has no driver, or refuses a question is a
-state with a reason. Devices are known by their UUID: NVML's index is not CUDA's.
+Nothing here raises. A missing library or driver, or a refused query, is a state with a reason.
+Devices are known by their UUID: NVML's index is not CUDA's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THROTTLES = {
 }
 
 _NVML_STATES = {
-    4: "NVML: this user may not ask the driver",
+    4: "NVML: this user may not query the driver",
     9: "the NVIDIA driver is not loaded",
     12: "no NVIDIA driver on this machine (libnvidia-ml is missing)",
     13: "the NVIDIA driver is too old for NVML",
@@ -40,7 +40,7 @@ _NVML_STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as NVML tells; None is what it would not tell, `index` is NVML's."""
+    """One NVIDIA GPU as NVML reports it; None: not reported. `index` is NVML's."""
 
     index: int
     name: str
@@ -69,7 +69,7 @@ class Nvml:
         self._module: Any = None
         self._handles: dict[int, Any] = {}
         self._counted: dict[tuple[int, int], tuple[float, int]] = {}
-        """(GPU, field) → when its counter was read last, and what it was."""
+        """(GPU, field) → time and value of the counter's last reading."""
         self.state = self._start(load)
 
     def _start(self, load: Callable[[], Any]) -> str:
@@ -86,7 +86,7 @@ class Nvml:
         return "; ".join(lost) if count else "NVML sees no GPU"
 
     def _open(self, index: int) -> str:
-        """Return why this GPU cannot be asked, "" if it can."""
+        """Return why this GPU cannot be queried, "" if it can."""
         try:
             self._handles[index] = self._module.nvmlDeviceGetHandleByIndex(index)
         except Exception as error:
@@ -94,23 +94,23 @@ class Nvml:
         return ""
 
     def ask(self, function: str, *args: Any) -> Any:
-        """The answer of one NVML call, None where it is not supported."""
+        """Return the result of one NVML call, None if unsupported."""
         if self._module is None:
             return None
         try:
             return getattr(self._module, function)(*args)
-        except Exception:  # a card that does not answer one question answers the others
+        except Exception:  # one unsupported query does not affect the others
             return None
 
     def driver(self) -> str:
         return _text(self.ask("nvmlSystemGetDriverVersion"))
 
     def describe(self) -> tuple[Gpu, ...]:
-        """What does not change."""
+        """Read the constant facts."""
         return tuple(self._describe(i, handle) for i, handle in self._handles.items())
 
     def sample(self) -> tuple[GpuSample, ...]:
-        """Memory, load, power, temperature and link now; takes about a millisecond per GPU."""
+        """Sample memory, load, power, temperature and link; takes about a millisecond per GPU."""
         return tuple(self._sample(i, handle) for i, handle in self._handles.items())
 
     def _describe(self, index: int, handle: Any) -> Gpu:
@@ -124,9 +124,9 @@ class Nvml:
         )
 
     def _pcie_rates(self, index: int, handle: Any) -> tuple[float | None, float | None]:
-        """Bytes per second that the GPU has sent and received since the last sample.
+        """Return the bytes per second the GPU has sent and received since the last sample.
 
-        From the byte counters: NVML's own rate blocks for 20 ms per direction.
+        The byte counters are used because NVML's own rate blocks for 20 ms per direction.
         """
         values = self.ask("nvmlDeviceGetFieldValues", handle, list(_PCIE_COUNTERS))
         if values is None:
@@ -135,7 +135,7 @@ class Nvml:
         return sent, received
 
     def _rate(self, index: int, value: Any) -> float | None:
-        # 32-bit counters wrap several times a second at the speed of a bus: they tell nothing.
+        # 32-bit counters wrap several times a second at the speed of a bus: they are useless.
         if value.nvmlReturn != 0 or value.valueType not in _WIDE:
             return None
         now, count = self._clock(), int(value.value.ullVal)
@@ -147,7 +147,7 @@ class Nvml:
         return (count - before[1]) / (now - before[0])
 
     def _throttle(self, handle: Any) -> str:
-        """Why the clocks are held back, in words; "" if they are not."""
+        """Return why the clocks are throttled; "" if they are not."""
         reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:
             reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)

@@ -1,7 +1,7 @@
-"""What a GPU could do at best: dense 16-bit tensor-core FLOPs per second, by device name.
+"""Peak rates of GPUs: dense 16-bit tensor-core FLOPs per second, by device name.
 
 From NVIDIA's data sheets; with fp32 accumulation, which training uses (GeForce cards run it at half
-the rate that is advertised), and without sparsity.
+the advertised rate), and without sparsity.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """Return FLOPs per second, or None if the device or its rate in this precision is not listed.
 
     Args:
-        device_name: as torch tells it; memory size and form factor may follow the listed name.
+        device_name: torch's name; memory size and form factor may follow the listed name.
         precision: "bf16", "fp16" or "fp32".
     """
     if precision == "fp32" or "Laptop" in device_name:  # a laptop's chip is another one
@@ -48,6 +48,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def _begins_with(device_name: str, name: str) -> bool:
-    """Whole words only: an A10G is no A10."""
+    """Match whole words only: an A10G is not an A10."""
     following = device_name.removeprefix(name)[:1]
     return device_name.startswith(name) and following in ("", " ", "-")

@@ -1,7 +1,7 @@
-"""What the machine is and how it does: the only door to psutil.
+"""Facts and samples of the machine; the only importer of psutil.
 
-Nothing here may fail a run. A GPU library that is missing, has no driver, or refuses a query is a
-state with a reason, shown to the user.
+Nothing here may fail a run. A missing GPU library or driver, or a refused query, is a state with a
+reason, shown to the user.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _UNREADABLE = (psutil.Error, OSError, ValueError, OffloadTrainError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemInfo:
-    """What a run runs on.
+    """The machine of a run.
 
     Attributes:
-        cores_usable: what this process may use, by affinity and cgroup quota.
-        host_memory_bytes: what is there, or the least limit of the cgroups above this process.
+        cores_usable: cores this process may use, by affinity and cgroup quota.
+        host_memory_bytes: installed memory, or the least limit of the cgroups above this process.
         torch: version, "" if it is not installed.
-        gpu_state: "" if the GPUs could be asked, otherwise why not.
+        gpu_state: "" if the GPUs could be queried, otherwise why not.
     """
 
     host: str
@@ -57,7 +57,7 @@ class SystemInfo:
 
 
 def probe(nvml: Nvml | None = None) -> SystemInfo:
-    """Look at this machine; takes milliseconds."""
+    """Probe this machine; takes milliseconds."""
     nvml = nvml or Nvml()
     return SystemInfo(
         host=socket.gethostname(),
@@ -77,7 +77,7 @@ def probe(nvml: Nvml | None = None) -> SystemInfo:
 
 
 class Sampler:
-    """Emits a `System` event every few seconds from a thread of its own."""
+    """Emits a `System` event every few seconds from its own thread."""
 
     def __init__(
         self, emit: Callable[[Event], None], interval_s: float = 5.0, nvml: Nvml | None = None
@@ -86,13 +86,13 @@ class Sampler:
         self._interval_s = interval_s
         self._nvml = nvml or Nvml()
         self._process = psutil.Process()
-        _told(lambda: self._process.cpu_percent(), 0.0)  # the first only sets the reference point
+        _told(lambda: self._process.cpu_percent(), 0.0)  # the first call only sets the reference
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
     def sample(self) -> System:
-        """One sample now; 0 is what the machine does not tell."""
+        """Take one sample; 0: not reported by the machine."""
         return System(
             cpu_percent=_told(lambda: self._process.cpu_percent(), 0.0),
             rss_bytes=_told(lambda: self._process.memory_info().rss, 0),
@@ -114,20 +114,20 @@ class Sampler:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the machine as it is or is stated, or the least limit of the cgroups above this
-    process; 0: unknown."""
+    """Return the installed or stated memory, or the least limit of the cgroups above this process;
+    0: unknown."""
     total = stated_bytes() or _told(lambda: psutil.virtual_memory().total, 0)
     limits = [int(text) for text in _cgroup_files("memory.max") if text.isdigit()]
     return min([total, *limits])
 
 
 def own_bytes() -> int:
-    """Memory that this process holds."""
+    """Return the resident memory of this process."""
     return _told(lambda: psutil.Process().memory_info().rss, 0)
 
 
 def host_available_bytes() -> int:
-    """Memory that can still be had under every limit; 0: unknown."""
+    """Return the memory still available under every limit; 0: unknown."""
     return max(_told(available_bytes, 0), 0)
 
 
@@ -139,7 +139,7 @@ def _told(ask: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _cgroup_cores() -> int:
-    """CPU time that the tightest cgroup allows, in whole cores, at least one."""
+    """Return the tightest cgroup's CPU quota in whole cores, at least one."""
     quota = cgroup.cpu_quota(_CGROUPS, _PROC / "self/cgroup")
     cores = os.cpu_count() or 1
     return cores if quota is None else max(min(int(quota), cores), 1)

@@ -1,14 +1,14 @@
-"""How torch's threads wait for each other; chosen once, before torch is loaded.
+"""The wait policy of torch's threads, chosen once, before torch is loaded.
 
 [Note: Waiting]
-torch cuts each operation into as many parts as it has threads, thousands of times per step, and
-whoever is done first waits for the others. OpenMP lets it spin for milliseconds, which is the
-fastest where each thread has a core of its own. Where another program has one of the cores, the
-thread that shares it is late each time, and the others burn the time that it needs. Asleep they
-leave it. So the cores are looked at before the run, and where there are fewer idle ones than
-threads these wait asleep (OMP_WAIT_POLICY, which OpenMP reads once, when it is loaded). The number
-of threads stays, since bits depend on it: two runs of a job are the same on a busy machine too.
-What comes later only slows the run down, and raises the alert "slower".
+torch divides each operation among its threads, thousands of times per step, and the first thread to
+finish waits for the others. OpenMP lets it spin for milliseconds, which is fastest if each thread
+has its own core. If another program occupies a core, the thread on that core is always late, and
+the spinning threads take the CPU time it needs. Sleeping threads do not. The load is therefore
+measured before the run. With fewer idle cores than threads, the threads sleep while they wait
+(OMP_WAIT_POLICY, which OpenMP reads once, when it is loaded). The number of threads does not
+change, since bits depend on it: two runs of a job are identical on a busy machine too. A program
+started later only slows the run down, and raises the alert "slower".
 
 Measured by `python -m benchmarks.demo_under_load`; see docs/load.md.
 """
@@ -25,14 +25,14 @@ from offloadtrain.hardware import cpus
 
 WINDOW_S = 0.2
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""What a user says wins."""
+"""A user's own settings take precedence."""
 _NOISE, _SPARE = 0.1, 1 / 3
-"""Shares of a core: less is no program; so much may be missing."""
+"""Shares of a core: less is not a program; tolerated shortage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """`cores`: physical, that this process may use; `busy`: how many of them others use."""
+    """`cores`: physical cores this process may use; `busy`: cores other programs use."""
 
     cores: int
     busy: float
@@ -45,7 +45,7 @@ def look(
     sysfs: Path = cpus.SYSFS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Busy:
-    """See for a moment what the cores do while this process sleeps."""
+    """Measure the load of the cores for a moment while this process sleeps."""
     cores = cpus.physical_cores(allowed or os.sched_getaffinity(0), sysfs)
     before = _ticks(stat)
     sleep(WINDOW_S)
@@ -61,15 +61,15 @@ def choose(
     look: Callable[[], Busy] | None,
     quota: float | None = None,
 ) -> str:
-    """Set how to wait in `environ`, and return words for it; "" where it is as OpenMP does.
+    """Set the wait policy in `environ`, and return its description; "" for OpenMP's default.
 
     Args:
-        threads: of torch, as the job says; 0: it does not.
+        threads: torch's threads in the job; 0: not set.
         look: None: choose nothing.
-        quota: CPUs' worth of time that bounds them; None: no limit.
+        quota: CPU quota in CPUs; None: no limit.
     """
     if said := next((name for name in VARIABLES if name in environ), ""):
-        return f"waiting as {said}={environ[said]} says"
+        return f"waiting as set by {said}={environ[said]}"
     if look is None:
         return ""
     found = look()
@@ -82,7 +82,7 @@ def choose(
 
 
 def _first_number(text: str) -> int:
-    """Of "4,2", threads by depth of nesting; 0 where there is none."""
+    """Return the first number of a list such as "4,2" (threads by nesting depth); 0: none."""
     first = text.split(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
@@ -93,7 +93,7 @@ def _ticks(stat: Path) -> dict[int, tuple[int, int]]:
     for line in stat.read_text().splitlines():
         name, *fields = line.split()
         if name.startswith("cpu") and name != "cpu":
-            ticks = [int(field) for field in fields[:8]]  # what follows is counted in these
+            ticks = [int(field) for field in fields[:8]]  # the later fields are included in these
             found[int(name[3:])] = (ticks[3] + ticks[4], sum(ticks))
     return found
 

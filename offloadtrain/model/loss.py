@@ -1,8 +1,9 @@
 """Mean cross-entropy in fp32 over logits of any floating dtype, a few rows at a time.
 
 `torch.nn.functional.cross_entropy` on `logits.float()` holds two fp32 copies of the logits for
-backward: with 8192 tokens and a vocabulary of 128256 that is 8 GiB. Here only the logits as they
-are wait for backward, which makes the softmax again, and fp32 copies exist for some rows at a time.
+backward: with 8192 tokens and a vocabulary of 128256 that is 8 GiB. Here only the original logits
+are saved for backward, which recomputes the softmax, and fp32 copies exist for a few rows at a
+time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 # Shape suffixes: N tokens, V vocab_size, R rows in work at a time.
 
-_ROWS_BYTES_CPU = 4 * 1024**2  # stays in the cache, and the allocator reuses it
+_ROWS_BYTES_CPU = 4 * 1024**2  # fits in the cache, and the allocator reuses it
 _ROWS_BYTES_DEVICE = 64 * 1024**2  # long enough to hide the launch of a kernel
 
 

@@ -33,7 +33,7 @@ class RotaryTables(nn.Module):
         return self.cos_TP[:seq_len], self.sin_TP[:seq_len]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply `fn`, then make again what a dtype conversion or the meta device lost."""
+        """Apply `fn`, then recompute buffers lost to a dtype conversion or the meta device."""
         was_meta = self.cos_TP.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         now = self.cos_TP

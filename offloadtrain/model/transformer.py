@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw every weight as GPT-2 does: normal with deviation 0.02, biases 0, norms 1.
+        """Draw every weight as in GPT-2: normal with deviation 0.02, biases 0, norms 1.
 
         The projections back into the residual stream get 0.02 / sqrt(2 · num_layers), so that
         the variance of the stream does not grow with depth. Draws are fp32 from one CPU
@@ -92,7 +92,8 @@ class Transformer(nn.Module):
             init(module)
 
     def initializer(self, seed: int) -> Callable[[nn.Module], None]:
-        """Return what `init_weights` does to one module; called on each of `modules()` in order."""
+        """Return the initialiser of one module for `init_weights`, called on `modules()` in
+        order."""
         generator = torch.Generator().manual_seed(seed)
         residual = {id(weight) for weight in self._residual_weights()}
         residual_std = _INIT_STD / math.sqrt(2 * self.shape.num_layers)

@@ -1,7 +1,7 @@
 """Optimizers: the update of one bucket, loss scaling, learning rates.
 
-An update rule knows its hyperparameters and calls kernels over flat tensors; when it runs, and on
-what, is the engine's business. A rule of your own needs `rule.py` alone (docs/extending.md).
+An update rule knows its hyperparameters and calls kernels over flat tensors; the engine decides
+when it runs and on which tensors. A custom rule needs `rule.py` only (docs/extending.md).
 Start at `rule.UpdateRule`; `adam.py` is the one that ships.
 """
 

@@ -36,19 +36,19 @@ class Adam:
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse what torch's optimizers are made with: parameters, which `offload` takes."""
+        """Refuse parameters, as torch's optimizers take; `offload` takes them."""
         if args:
             raise TypeError(
-                f"{cls.__name__} takes hyperparameters by name and no parameters: it is a rule, "
-                f"and optimizer = {_usage(cls)} makes the optimizer of a model"
+                f"{cls.__name__} is an update rule: it takes hyperparameters by name and no "
+                f"parameters. Make the optimizer of a model with optimizer = {_usage(cls)}"
             )
         return object.__new__(cls)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused: some trainers (optimizer_cls_and_kwargs) call what makes their optimizer."""
+        """Refuse calls: some trainers (optimizer_cls_and_kwargs) call an optimizer class."""
         name = type(self).__name__
         raise TypeError(
-            f"{name} is a rule and makes no optimizer by itself: give the trainer "
+            f"{name} is an update rule, not an optimizer class: give the trainer "
             f"{_usage(type(self))} as its optimizer (optimizers = (optimizer, None))"
         )
 
@@ -82,7 +82,7 @@ class Adam:
         seed: int,
         out: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """One step of one bucket; see `UpdateRule.update`."""
+        """Update one bucket; see `UpdateRule.update`."""
         beta1, beta2 = group["betas"]
         scalars = kernels.AdamScalars(
             lr=float(group["lr"]),

@@ -21,7 +21,7 @@ class LossScaler:
     The scale stays a power of two in [2^-14, 2^24], so that unscaling is exact.
 
     Attributes:
-        scale: what the loss is multiplied by now.
+        scale: current factor of the loss.
         good_steps: steps without overflow since the scale last changed.
     """
 

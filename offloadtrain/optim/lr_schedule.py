@@ -33,7 +33,7 @@ def learning_rate(
 
 
 def _decay_left(step: int, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:
-    """Return how much of the decay is still to come: 1 at its start, 0 in the last step."""
+    """Return the remaining share of the decay: 1 at its start, 0 in the last step."""
     first, last = max(warmup_steps - 1, 0), total_steps - 1
     progress = (min(step, last) - first) / max(last - first, 1)
     if schedule == "linear":

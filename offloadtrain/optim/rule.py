@@ -1,5 +1,4 @@
-"""What the engine needs to know of an optimizer: which state it keeps and how one bucket is
-updated."""
+"""The engine's interface to optimizers: the state they keep and the update of one bucket."""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ class UpdateRule(Protocol):
 
     @property
     def calls_only_kernels(self) -> bool:
-        """Whether `update` calls only `offloadtrain.runtime.kernels`, which run without Python's
-        interpreter lock."""
+        """`update` calls only `offloadtrain.runtime.kernels`, which run without the GIL."""
         ...
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What is kept per parameter beside the master weight, e.g. ("exp_avg", …)."""
+        """State per parameter besides the master weight, e.g. ("exp_avg", …)."""
         ...
 
     def defaults(self) -> dict[str, Any]:
@@ -49,23 +47,23 @@ class UpdateRule(Protocol):
         seed: int,
         out: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """One step of one bucket, all host tensors of (numel,).
+        """Update one bucket; all tensors are host tensors of (numel,).
 
         Args:
             state: the format's fields for `moments`, updated in place.
             grad: working dtype or fp32; consumed where `working` is the same memory.
-            working: receives the new master rounded to its dtype; None where the state holds it.
-            layout: which elements are which parameter.
+            working: receives the new master rounded to its dtype; None if the state contains it.
+            layout: the elements of each parameter.
             group: the hyperparameters to use.
             step: optimizer step, 1-based.
             grad_scale: multiplied into each gradient first (unscaling times clipping).
             seed: of stochastic rounding.
-            out: other memory of the same fields that receives the new state in place of `state`.
+            out: memory with the same fields that receives the new state instead of `state`.
         """
         ...
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
-        """Take over (numel,) fp32 master weights; moments stay."""
+        """Set the master weights from (numel,) fp32; moments do not change."""
         ...
 
     def convert(
@@ -75,5 +73,5 @@ class UpdateRule(Protocol):
         format: StateFormat,
         state: tuple[Tensor, ...],
     ) -> None:
-        """Take over state of another format, rounded to nearest where this one is narrower."""
+        """Convert state of another format, rounded to nearest if this one is narrower."""
         ...

@@ -1,6 +1,6 @@
-"""What a job needs and how long a step takes, before anything is allocated. No torch.
+"""Memory and step time of a job, before anything is allocated. No torch.
 
 The plan drives the program of `step` with costs in place of functions: memory comes from the spec,
-seconds from machine files. `suggest.py` says what to change where a job does not fit, `sweep.py`
+seconds from machine files. `suggest.py` proposes changes for a job that does not fit, `sweep.py`
 and `baselines/` compare with other systems. Nothing is measured here. Start at `plan.plan`.
 """

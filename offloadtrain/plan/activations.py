@@ -1,8 +1,9 @@
-"""Device memory that torch takes beside the engine: what autograd keeps for backward, the logits
-and their loss, and gradients on their way.
+"""Device memory of torch besides the engine's: activations saved by autograd, logits and loss, and
+gradients in flight.
 
-Counted operation by operation over `model.transformer`. `tests/plan/test_activations.py` holds the
-sums to what torch allocates on the CPU. Per token, D is d_model, F the MLP's width, V the
+They are counted operation by operation over `model.transformer`. `tests/plan/test_activations.py`
+compares the sums with torch's allocations on the CPU. Per token, D is d_model, F the MLP's width, V
+the
 vocabulary, e the bytes of a working weight.
 """
 
@@ -15,19 +16,19 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.plan.placement import Placement
 
 _ROWS_BYTES_CPU, _ROWS_BYTES_GPU = 4 << 20, 64 << 20
-"""fp32 rows of logits that the loss works on at once."""
+"""Bytes of the fp32 rows of logits that the loss processes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes on the device at the moment of a micro-step when they are most.
+    """Device bytes at the peak of a micro-step.
 
     Attributes:
-        saved: what autograd keeps of layers, of all but the one in work.
-        layer: what the layer in work keeps and computes with.
+        saved: saved activations of all layers but the current one.
+        layer: saved activations and temporaries of the current layer.
         logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
-        gradients: of weights, until the engine has taken them.
-        moment: "loss" or "backward", when this is.
+        gradients: gradients of weights, until the engine takes them.
+        moment: time of the peak, "loss" or "backward".
     """
 
     saved: int
@@ -41,7 +42,7 @@ class Activations:
         return self.saved + self.layer + self.logits + self.gradients
 
     def owners(self) -> dict[str, int]:
-        """What there is of it, by the names that a plan shows."""
+        """Return the parts by their names in a plan."""
         named = {
             "activations": self.saved,
             "one layer at work": self.layer,
@@ -52,7 +53,7 @@ class Activations:
 
 
 def activations(placed: Placement, *, on_cpu: bool) -> Activations:
-    """The larger of the two moments: the loss's backward, and the last layer's."""
+    """Return the larger of two moments: the backward of the loss, and of the last layer."""
     return max(_at_loss(placed, on_cpu), _in_backward(placed, on_cpu), key=lambda a: a.total)
 
 
@@ -64,27 +65,27 @@ def _at_loss(placed: Placement, on_cpu: bool) -> Activations:
 
 
 def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
-    """Of the last layer: all layers' activations are there, and its own gradients come."""
+    """Compute the last layer's backward: all activations are saved, and its gradients appear."""
     model, weight = placed.config.model, placed.weight_bytes
     kept = _kept_of_layers(placed, on_cpu)
     if placed.config.offload.activation == "keep" or model.num_layers == 1:
         kept -= _layer_bytes(placed, on_cpu)
     else:
-        kept -= placed.input_bytes  # it is among what the layer keeps
+        kept -= placed.input_bytes  # the layer saves it anyway
     work, gradients = max(_walk(placed, on_cpu), key=sum)
     table = model.vocab_size * model.d_model * weight if model.tie_embeddings else 0
     return Activations(kept, work, 0, gradients + table, "backward")
 
 
 def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
-    """(activations, gradients of weights) of one layer at each operation of its backward."""
+    """Yield (activations, gradients of weights) of one layer at each operation of its backward."""
     model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
     width, hidden = weight * model.d_model, weight * model.ff_width
     norm = _norm(model, weight, on_cpu)
     attention = _attention(model, placed.config.data.seq_len, weight, on_cpu)
     gated = model.mlp == "swiglu"
     qkv = weight * (model.num_heads + 2 * model.kv_heads) * model.head_dim
-    half = norm + attention  # what is left when the MLP is done
+    half = norm + attention  # the rest after the MLP
     mlp = norm + hidden * (4 if gated else 2)
     wide = 4 * model.d_model if model.norm == "rmsnorm" and on_cpu else 0  # fp32 temporaries
     masks = _dropouts(model, weight, on_cpu)
@@ -111,18 +112,18 @@ def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
         return layers * _layer_bytes(placed, on_cpu)
     if policy == "recompute":
         return layers * placed.input_bytes
-    return min(layers, 3) * placed.input_bytes  # leaving, or coming back
+    return min(layers, 3) * placed.input_bytes  # in flight to or from the host
 
 
 def _layer_bytes(placed: Placement, on_cpu: bool) -> int:
-    """What autograd keeps of one layer, its input among it."""
+    """Bytes saved by autograd per layer, including its input."""
     model = placed.config.model
     per_token = saved_per_token(model, placed.config.data.seq_len, placed.weight_bytes, on_cpu)
     return _tokens(placed) * per_token
 
 
 def saved_per_token(shape: ModelShape, seq_len: int, weight: int, on_cpu: bool) -> int:
-    """Bytes that one layer keeps of a token for its backward."""
+    """Return the bytes one layer saves per token for its backward."""
     parts = (
         2 * _norm(shape, weight, on_cpu),
         _attention(shape, seq_len, weight, on_cpu),

@@ -16,7 +16,7 @@ from offloadtrain.plan.suggest import applied
 SEQ_LEN, VOCAB, HEAD_WIDTH = 1024, 50304, 128
 WIDTHS = (1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288)
 LAYERS = (8, 128)
-"""A model of fewer or more layers than this is not what anybody trains at these widths."""
+"""Fewest and most layers that are usual at these widths."""
 
 SHAPE = ModelShape(
     vocab_size=VOCAB,
@@ -34,7 +34,7 @@ SHAPE = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A placement and a state format; `plan` is None where not even a small model fits."""
+    """A placement and a state format; `plan` is None if not even a small model fits."""
 
     working: str
     activation: str
@@ -47,11 +47,11 @@ class Row:
 
 
 def largest(name: str, machine: Machine, ranks: int = 1, micro_batch: int = 1) -> list[Row]:
-    """One row per placement and state format: weights on the device or streamed, layers' inputs
-    kept there or on the host.
+    """Return one row per placement and state format: weights on the device or streamed, layer
+    inputs on the device or the host.
 
     Args:
-        micro_batch: sequences of each rank.
+        micro_batch: sequences per rank.
     """
     precision = machine.auto_precision
     rows = []
@@ -64,7 +64,7 @@ def largest(name: str, machine: Machine, ranks: int = 1, micro_batch: int = 1) -
 
 
 def table(rows: list[Row], machine: Machine) -> str:
-    """One line per row, for people."""
+    """Return the rows as a text table."""
     head = (
         f"{'weights':8} {'state':8} {'parameters':>10} {'layers':>6} {'width':>6} {'device':>10} "
         f"{'host':>10} {'tokens/s':>9}"
@@ -117,7 +117,7 @@ def _largest(job: Config, name: str, machine: Machine, ranks: int) -> Plan | Non
 
 
 def _deepest(job: Config, name: str, machine: Machine, ranks: int) -> Iterator[Plan]:
-    """At each width the plan with most layers that fits."""
+    """Yield for each width the deepest plan that fits."""
 
     def planned(width: int, layers: int) -> Plan:
         heads = width // HEAD_WIDTH

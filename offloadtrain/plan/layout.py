@@ -1,7 +1,7 @@
-"""Blocks and buckets of the shipped transformer, as the engine cuts and pads them, from its shape.
+"""Blocks and buckets of the shipped transformer from its shape, as the engine partitions and pads
+them.
 
-`tests/plan/test_memory.py` holds the spec that is made of them to the one that an engine makes of
-the module.
+`tests/plan/test_memory.py` compares the resulting spec with the engine's spec of the module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Param:
 
 
 def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
-    """All blocks in forward order."""
+    """Return all blocks in forward order."""
     return tuple(
         BlockSpec(name, _buckets(name, params, config, ranks), repeated=repeated)
         for name, params, repeated in _parts(config.model)
@@ -35,12 +35,12 @@ def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
 
 
 def num_tensors(shape: ModelShape) -> int:
-    """How many parameters the model has as tensors; a tied one counts once."""
+    """Return the number of parameter tensors; a tied one counts once."""
     return sum(len(params) for _, params, _ in _parts(shape))
 
 
 def _parts(shape: ModelShape) -> Iterator[tuple[str, list[Param], bool]]:
-    """(name, its parameters, repeated) in the order of registration."""
+    """Yield (name, parameters, repeated) in registration order."""
     table = (shape.vocab_size, shape.d_model)
     yield "embedding", [Param("embedding.weight", table)], False
     if shape.positions == "learned":
@@ -49,7 +49,7 @@ def _parts(shape: ModelShape) -> Iterator[tuple[str, list[Param], bool]]:
     for number in range(shape.num_layers):
         layer = {f"blocks.{number}.{name}": sizes for name, sizes in _layer(shape).items()}
         modules = {name: _named(name, sizes) for name, sizes in layer.items()}
-        if shape.num_layers == 1:  # no list of like ones: every module is a block of its own
+        if shape.num_layers == 1:  # no list of layers: every module is its own block
             yield from ((name, params, False) for name, params in modules.items())
         else:
             yield f"blocks.{number}", [one for many in modules.values() for one in many], True
@@ -59,13 +59,13 @@ def _parts(shape: ModelShape) -> Iterator[tuple[str, list[Param], bool]]:
 
 
 def _named(module: str, sizes: Sequence[tuple[int, ...]]) -> list[Param]:
-    """The weight, and where there are two, the bias."""
+    """Return the weight and, if there is one, the bias."""
     names = (f"{module}.weight", f"{module}.bias")
     return [Param(name, one) for name, one in zip(names, sizes, strict=False)]
 
 
 def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
-    """Module of a layer → sizes of its parameters."""
+    """Return module of a layer → sizes of its parameters."""
     heads = (shape.num_heads + 2 * shape.kv_heads) * shape.head_dim
     up = shape.ff_width * (2 if shape.mlp == "swiglu" else 1)
     return {
@@ -90,8 +90,7 @@ def _linear(shape: ModelShape, width: int, out: int) -> list[tuple[int, ...]]:
 def _buckets(
     name: str, params: Sequence[Param], config: Config, ranks: int
 ) -> tuple[BucketSpec, ...]:
-    """One for what decays and one for what does not, each in one dtype, in the order in which they
-    come."""
+    """Split parameters by weight decay and dtype, in order of appearance."""
     sorted_in: dict[tuple[bool, str], list[int]] = {}
     for param in params:
         key = (config.optim.decay == "all" or len(param.sizes) > 1, _dtype(param, config))
@@ -111,6 +110,6 @@ def _buckets(
 
 
 def _dtype(param: Param, config: Config) -> str:
-    """Of its working weights."""
+    """Dtype of the working weight."""
     kept = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
     return PRECISIONS["fp32" if kept else config.offload.precision]

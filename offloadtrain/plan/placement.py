@@ -1,4 +1,4 @@
-"""Where a job puts its blocks: the job of one rank and the spec of its step."""
+"""The placement of a job: one rank's part of the job and the spec of its step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.spec import StepSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of Adam and AdamW, which are all rules that a job can name."""
+"""State of Adam and AdamW, the only rules a job can name."""
 
 
 class PlanError(OffloadTrainError):
-    """The job cannot be placed as it asks."""
+    """The requested placement is impossible."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A job on so many ranks, as one of them sees it.
+    """One rank's view of a distributed job.
 
     Attributes:
         config: the rank's part of the job (`batch_split.shared`), its precision resolved.
-        spec: of the rank's step.
+        spec: the spec of the rank's step.
     """
 
     config: Config
@@ -36,43 +36,43 @@ class Placement:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a working weight, and of an activation."""
+        """Bytes of a working weight, and of an activation."""
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
 
     @property
     def repeated(self) -> int:
-        """How many blocks are repeated."""
+        """Number of repeated blocks."""
         return sum(block.repeated for block in self.spec.blocks)
 
     @property
     def input_bytes(self) -> int:
-        """Of one layer's input."""
+        """Bytes of one layer's input."""
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 
     def host(self) -> dict[str, int]:
-        """Owner → bytes of one rank's host memory: what its Ledger shows after a step."""
+        """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
         owners = memory.host_owners(self.spec)
         if self.config.offload.activation == "offload":
             _add(owners, [MemoryRequest("block inputs", self.input_bytes, "uint8")] * self.repeated)
         return owners
 
     def device(self) -> dict[str, int]:
-        """The same of one device, without activations and what torch needs."""
+        """Return owner → bytes of one device, without activations and torch's needs."""
         return memory.device_owners(self.spec)
 
 
 def place(config: Config, ranks: int = 1, available_bytes: int | None = None) -> Placement:
-    """Lay the step of one of so many ranks out.
+    """Lay out the step of one rank.
 
     Args:
         config: the rank's part of the job, its precision resolved.
-        available_bytes: of the host, what state and second copies of it may grow into; None:
-            without second copies.
+        available_bytes: host memory for the state and its second copies; None: without second
+            copies.
 
     Raises:
-        PlanError: a limit of the device holds not even the rest and the slots, or the stage does
-            not go with where the weights live.
+        PlanError: a device limit is too small for the slots and the unstreamed part, or the stage
+            contradicts `working`.
     """
     try:
         spec = memory.lay_out(
@@ -89,7 +89,7 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
 
 
 def _add(owners: dict[str, int], requests: Iterable[MemoryRequest]) -> None:
-    """Host memory that is asked for later."""
+    """Host memory that is requested later."""
     for request in requests:
         owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
         padding = request.span_bytes - request.nbytes

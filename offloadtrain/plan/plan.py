@@ -1,4 +1,4 @@
-"""A job on a machine: where every byte lives, how long a step takes, and whether it fits."""
+"""A job on a machine: memory by owner, step time, and whether it fits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from offloadtrain.step.memory import with_second_copies
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20
-"""Of temporaries where Adam runs on a GPU (`kernels.on_device`)."""
+"""Bytes of temporaries where Adam runs on a GPU (`kernels.on_device`)."""
 
 ESTIMATE_FACTOR = 2
-"""Activations are refused for certain where even this part of their estimate is too much. The
-estimate is held to 5 % where it is tested; the rest is for other kernels, and for memory that other
-programs may give back."""
+"""A job is refused if even this share of the estimated activations does not fit. Tests hold the
+estimate to 5 %; the margin is for other kernels, and for memory that other programs may free."""
 
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 3 << 30}
 """Host memory of one process with torch loaded, and CUDA's libraries."""
@@ -33,12 +32,12 @@ PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 3 << 30}
 
 @dataclass(frozen=True)
 class Plan:
-    """What one of the ranks holds and does.
+    """The memory and the step of one rank.
 
     Attributes:
-        job: as it was asked for, its precision resolved.
+        job: as requested, with its precision resolved.
         name: of the machine.
-        hosts: over which the ranks are spread.
+        hosts: number of hosts.
         local_ranks: on each host.
         placed: without second copies of the state.
     """
@@ -62,7 +61,7 @@ class Plan:
 
     @cached_property
     def device(self) -> dict[str, int]:
-        """Owner → bytes on each device, at the moment when they are most."""
+        """Owner → bytes on each device, at the peak."""
         held = self.placed.device() | self.activations.owners()
         if not self.placed.spec.offloaded and not self.machine.on_cpu:
             held["Adam at work"] = UPDATE_BYTES
@@ -70,19 +69,19 @@ class Plan:
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of one rank that is nobody's tensor."""
+        """Host memory of one rank outside tensors."""
         return PROCESS_BYTES["cpu" if self.machine.on_cpu else "cuda"]
 
     @property
     def second_copy_budget(self) -> int:
-        """Host bytes of a rank that second copies of the state may grow into, with the state."""
+        """Host bytes of a rank for the state and its second copies."""
         beside = self.process_bytes + self.built_bytes
         beside += sum(self.device.values()) if self.machine.on_cpu else 0
         return max(self.machine.host_memory_bytes // self.local_ranks - beside, 0)
 
     @cached_property
     def copied(self) -> Placement:
-        """With as many second copies of the state as there is room for."""
+        """The placement with as many second copies of the state as fit."""
         spec = with_second_copies(self.placed.spec, self.second_copy_budget)
         return replace(self.placed, spec=spec)
 
@@ -93,7 +92,7 @@ class Plan:
 
     @cached_property
     def needed(self) -> dict[str, int]:
-        """The same without what is only kept where there is room."""
+        """The same without optional second copies."""
         return self.placed.host() | {PROCESS: self.process_bytes}
 
     @cached_property
@@ -102,7 +101,7 @@ class Plan:
 
     @property
     def device_room(self) -> int:
-        """Bytes that tensors can have on each device; where the CPU computes, see `host_room`."""
+        """Bytes available to tensors on each device; on a CPU see `host_room`."""
         room = self.machine.gpu_memory_bytes - self.machine.gpu_reserved_bytes
         limit = self.job.device.process_memory_limit
         return min(room, parse_bytes(limit)) if limit else room
@@ -114,7 +113,7 @@ class Plan:
     @property
     def host_peaks(self) -> Mapping[str, int]:
         """Bytes of one host, all its ranks: while the model is built, in a step, and while a
-        checkpoint is written, which streams from where the state lies."""
+        checkpoint is written, which streams from the state."""
         return self._peaks(self.host, self.device)
 
     def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
@@ -130,22 +129,21 @@ class Plan:
 
     @property
     def built_bytes(self) -> int:
-        """fp32 weights of the part of the model that is made at once, and a flat copy of the
-        largest of them."""
+        """fp32 weights of the largest part of the model created at once, and a flat copy of its
+        largest tensor."""
         shape = self.placed.config.model
         table = shape.vocab_size * shape.d_model
         return 4 * max(num_block_params(shape), table) + 4 * table
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit; empty where the job can be trained."""
+        """Sentences on what does not fit; empty if the job can be trained."""
         return self._problems(self.needed, self.device)
 
     @property
     def certain_problems(self) -> list[str]:
-        """The same, where no error of the estimates could make it fit: what the engine holds is
-        known to the byte, of activations a part of their estimate is there for sure, and what
-        Python and torch take is left out."""
+        """The problems that no estimation error can explain: engine memory is exact, activations
+        count with a certain share only, and Python and torch are left out."""
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
         guessed = self.activations.owners()
         sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}
@@ -174,7 +172,7 @@ class Plan:
 
 
 def make(job: Config, name: str, machine: Machine, ranks: int = 1) -> Plan:
-    """Plan a job for so many ranks.
+    """Plan a job for `ranks` ranks.
 
     Raises:
         PlanError: the machine cannot run it whatever its memory, or the placement contradicts
@@ -188,15 +186,15 @@ def make(job: Config, name: str, machine: Machine, ranks: int = 1) -> Plan:
 
 
 def resolved(job: Config, machine: Machine) -> Config:
-    """With the precision that "auto" becomes there.
+    """Return the job with "auto" precision resolved for the machine.
 
     Raises:
-        PlanError: device, precision or state format do not go with the machine.
+        PlanError: the machine does not support device, precision or state format.
     """
     kind, where = job.device.kind, machine.gpu or "its CPU"
     if kind != "auto" and (kind == "cpu") != machine.on_cpu:
         raise PlanError(
-            f"device.kind = {kind!r}, and the machine computes on {where}: choose another machine, "
+            f"device.kind = {kind!r}, but the machine computes on {where}: choose another machine, "
             'or set device.kind = "auto"'
         )
     precision = job.offload.precision
@@ -204,13 +202,13 @@ def resolved(job: Config, machine: Machine) -> Config:
         precision = machine.auto_precision
     elif precision not in machine.precisions:
         raise PlanError(
-            f"offload.precision = {precision!r}, which {where} has not: set offload.precision = "
-            f"{' or '.join(machine.precisions)}"
+            f"offload.precision = {precision!r}, but {where} does not support it: set "
+            f"offload.precision = {' or '.join(machine.precisions)}"
         )
     state = job.offload.state
     if precision not in STATE_PRECISIONS[state]:
         raise PlanError(
-            f"offload.state = {state!r} does not go with offload.precision = {precision!r} on "
+            f"offload.state = {state!r} does not support offload.precision = {precision!r} on "
             f"{where}: set offload.state = fp32"
             + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
         )

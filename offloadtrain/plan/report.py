@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SUMS = "gradient sums"
 
 
 def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
-    """The whole plan."""
+    """Return the whole plan as text."""
     parts = [_head(plan), _memory(plan), _step(plan), _verdict(plan, changes)]
     return "\n\n".join(parts)
 
 
 def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
-    """The same as plain values; bytes, seconds."""
+    """Return the plan as plain values in bytes and seconds."""
     spec = plan.placed.spec
     return {
         "job": plan.job.name,
@@ -88,7 +88,7 @@ def _memory(plan: Plan) -> str:
     lines += _rows(plan.host)
     peaks = ", ".join(f"{moment} {format_bytes(n)}" for moment, n in plan.host_peaks.items())
     many = f", {plan.local_ranks} ranks" if plan.local_ranks > 1 else ""
-    beside = ", the device's bytes among them" if plan.machine.on_cpu else ""
+    beside = ", including the device's bytes" if plan.machine.on_cpu else ""
     room = format_bytes(plan.host_room)
     lines.append(f"peaks of a host{many}: {peaks}; it has {room}{beside}")
     return "\n".join(lines)
@@ -98,7 +98,7 @@ def _of(plan: Plan) -> str:
     if plan.machine.on_cpu:
         return " (in the host's memory)"
     reserved = format_bytes(plan.machine.gpu_reserved_bytes)
-    return f" of {format_bytes(plan.device_room)} ({reserved} are CUDA's)"
+    return f" of {format_bytes(plan.device_room)} ({reserved} reserved for CUDA)"
 
 
 def _sum(owners: Mapping[str, int]) -> str:
@@ -149,10 +149,10 @@ def _verdict(plan: Plan, changes: Sequence[Change]) -> str:
         because = f": their sums in fp32 take {format_bytes(sums)}" if sums else ""
         lines += [
             f"No placement or format fits {plan.job.batch_tokens} tokens per step{because}.",
-            f"With fewer tokens ({tokens}, in one microbatch) it does:",
+            f"It fits with fewer tokens ({tokens}, in one microbatch):",
         ]
     else:
-        lines.append("With these it does, the fastest first (--set KEY=VALUE ...):")
+        lines.append("It fits with these settings, the fastest first (--set KEY=VALUE ...):")
     rate = [format_count(change.plan.prediction.tokens_per_s) for change in changes]
     lines += [f"  {r:>6} tokens/s  {one.text}" for r, one in zip(rate, changes, strict=True)]
     return "\n".join(lines)

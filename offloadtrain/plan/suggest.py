@@ -1,4 +1,4 @@
-"""What to change in a job that does not fit, and which placement is the fastest that does."""
+"""Changes that make a job fit, and the fastest placement that fits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved
 
 SIMULATED = 12
-"""Candidates whose time is predicted; each takes a fraction of a second."""
+"""Most candidates with a predicted time; each takes a fraction of a second."""
 
 
 PLACES = ("offload.working", "offload.activation")
 OFFLOAD = (*PLACES, "offload.state", "offload.state_on")
 
 SAME = 0.03
-"""Differences of speed that a prediction does not carry: then fewer changes are better."""
+"""Speed differences below a prediction's accuracy: fewer changes win."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Other values of some keys, and the plan with them.
+    """Changed values of some keys, and the resulting plan.
 
     Attributes:
         keys: dotted key → value.
@@ -41,11 +41,11 @@ class Change:
 
 
 def nearest(job: Config, name: str, machine: Machine, ranks: int, most: int = 5) -> list[Change]:
-    """Changes with which the job fits: the fewest keys that do, the fastest first.
+    """Return changes that make the job fit: the fewest keys, the fastest first.
 
-    Weights and block inputs move between device and host, the state takes another format, the
-    microbatch becomes smaller and more of them; the tokens of a step stay. Where nothing of that
-    does, a step has fewer tokens: as many as fit in one microbatch, which needs no sums.
+    They move weights and block inputs between device and host, change the state format, or use more
+    and smaller microbatches; the tokens of a step stay. If none of these suffices, a step gets
+    fewer tokens: as many as fit in one microbatch, which needs no sums.
     """
     fitting = [one for one in _candidates(job, name, machine, ranks) if one.plan.fits]
     fitting = fitting or _fewer_tokens(job, name, machine, ranks)
@@ -55,8 +55,7 @@ def nearest(job: Config, name: str, machine: Machine, ranks: int, most: int = 5)
 
 
 def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
-    """The fastest placement that fits, among those that change no number: where weights and block
-    inputs live, and what is recomputed.
+    """Return the fastest placement of weights and block inputs that fits and changes no number.
 
     Raises:
         PlanError: none fits.
@@ -67,8 +66,8 @@ def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
         places.append(Change({}, as_it_is))
     if not places:
         raise PlanError(
-            f"{job.name} fits in no placement: {' '.join(as_it_is.problems)}. Take a narrower "
-            'offload.state ("split16", "int8"), a smaller microbatch or a smaller model'
+            f"{job.name} does not fit in any placement: {' '.join(as_it_is.problems)}. Use a "
+            'narrower offload.state ("split16", "int8"), a smaller microbatch or a smaller model'
         )
     best = _fastest(places)[0].plan.prediction.tokens_per_s
     near = [one for one in places if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
@@ -76,7 +75,7 @@ def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
 
 
 def settled(job: Config, name: str, machine: Machine, ranks: int) -> Config:
-    """The job with the placement that "auto" becomes on this machine.
+    """Return the job with "auto" placement resolved for this machine.
 
     Raises:
         PlanError: none fits.
@@ -88,7 +87,7 @@ def settled(job: Config, name: str, machine: Machine, ranks: int) -> Config:
 
 
 def applied(job: Config, keys: dict[str, Any]) -> Config:
-    """The job with other values for dotted keys."""
+    """Return the job with other values for dotted keys."""
     for dotted, value in keys.items():
         section, key = dotted.split(".")
         job = replace(job, **{section: replace(getattr(job, section), **{key: value})})
@@ -103,12 +102,12 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
 
 
 def _within(small: Change, large: Change) -> bool:
-    """Whether the larger change is the smaller one and more."""
+    """Return whether the larger change contains the smaller one."""
     return small is not large and small.keys.items() < large.keys.items()
 
 
 def _fewer_tokens(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
-    """With the largest single microbatch that fits, of those that are a power of two per rank."""
+    """Return the change to the largest single microbatch that fits, a power of two per rank."""
     train = job.train
     most = (train.micro_batch * train.grad_accum_steps - 1) // ranks
     for sequences in (ranks << power for power in reversed(range(most.bit_length()))):
@@ -131,7 +130,7 @@ def _candidates(
     ranks: int,
     free: tuple[str, ...] = (*OFFLOAD, "train.micro_batch"),
 ) -> Iterator[Change]:
-    """Every combination of other values; those that contradict themselves are left out."""
+    """Yield every combination of other values that is free of contradictions."""
     choices = {key: values for key, values in _choices(job).items() if key in free}
     for values in product(*choices.values()):
         keys = {
@@ -165,7 +164,7 @@ def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
 
 
 def _smaller(job: Config) -> tuple[int, ...]:
-    """Halves of the microbatch, whose number then doubles."""
+    """Yield halved microbatches, in doubled number."""
     sizes = [job.train.micro_batch]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
@@ -178,7 +177,7 @@ def _more(job: Config, micro_batch: int) -> int:
 
 
 def _consistent(job: Config, keys: dict[str, Any]) -> Config:
-    """With what follows from the changed keys: the tokens of a step stay as they are."""
+    """Add the consequences of changed keys: the tokens of a step do not change."""
     changed = applied(job, keys)
     train = changed.train
     train = replace(train, grad_accum_steps=_more(job, train.micro_batch))

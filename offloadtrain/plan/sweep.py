@@ -1,4 +1,4 @@
-"""A job on 1, 2, 4 … GPUs, each with the batch that one would have: offloaded and not."""
+"""A job on 1, 2, 4 … GPUs at constant batch per GPU, offloaded and not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offloadtrain.plan.baselines.published import Run, Software, step_times, too
 from offloadtrain.plan.plan import make, resolved
 
 IDEAL = Software(adam_share=1.0, contention=1.0, ring_share=1.0)
-"""Of the analytic rows: a host as fast as its memory, links as fast as they are."""
+"""Software of the analytic rows: hosts and links at full speed."""
 
 
 NO_LINK = "the machine is one host (no node_link_gbps)"
@@ -25,14 +25,14 @@ NO_LINK = "the machine is one host (no node_link_gbps)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One placement on so many GPUs.
+    """One placement on one number of GPUs.
 
     Attributes:
         system: "offloadtrain", or, analytic and with all state on the GPUs, "resident" (ZeRO) and
             the pipeline schedules "gpipe", "flush" and "2bw", a stage on each GPU.
-        stage: of ZeRO; 0 for pipelines.
-        efficiency: tokens per second and GPU, over those of the fewest GPUs on which it fits.
-        problem: why it does not fit; empty where it does.
+        stage: ZeRO stage; 0 for pipelines.
+        efficiency: tokens per second and GPU, relative to the fewest GPUs on which it fits.
+        problem: why it does not fit; empty if it does.
     """
 
     system: str
@@ -48,7 +48,7 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     """Weak scaling: every GPU has the job's batch.
 
     Raises:
-        PlanError, MachineError: as `plan.make` and its prediction.
+        PlanError, MachineError: from `plan.make` and its prediction.
     """
     job = resolved(job, machine)
     rows: list[Point] = []
@@ -65,7 +65,7 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
 
 
 def table(points: Sequence[Point], name: str) -> str:
-    """For people; one line per placement and number of GPUs."""
+    """Return a text table, one line per placement and number of GPUs."""
     head = (
         f"{'system':13} {'stage':>5} {'GPUs':>5} {'tokens/s':>9} {'Tflop/s each':>12} "
         f"{'efficiency':>10}"
@@ -84,7 +84,7 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def plot(points: Sequence[Point], path: str, name: str) -> None:
-    """Tflop/s of each GPU over their number, as SVG or PNG by the path's ending.
+    """Plot Tflop/s per GPU over the number of GPUs, as SVG or PNG by the path's suffix.
 
     Raises:
         ConfigError: `check_plot`, or the file cannot be written.
@@ -113,7 +113,7 @@ def plot(points: Sequence[Point], path: str, name: str) -> None:
 
 
 def check_plot(path: str) -> None:
-    """Raises ConfigError where nothing can be drawn into such a file."""
+    """Raises ConfigError for an unsupported file type or missing matplotlib."""
     if not path.endswith((".svg", ".png")):
         raise ConfigError(f"--plot {path}: give a file that ends in .svg or .png")
     if find_spec("matplotlib") is None:
@@ -160,7 +160,7 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
 
 
 def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
-    """By the model of published systems; activations are recomputed where the job does so."""
+    """Predict with the model of published systems; recompute as in the job."""
     train = job.train
     shape = replace(job.model, max_seq_len=job.data.seq_len)
     run = Run(

@@ -1,16 +1,16 @@
-"""How long a step takes: the schedule that the engine follows, with a machine's rates.
+"""Prediction of a step's time: the engine's schedule with a machine's rates.
 
 [Note: What a step costs]
-Every launch of the program (`step.program`) gets seconds:
+Every launch of the program (`step.program`) gets a duration:
 * forward, backward: FLOPs over the machine's rate at the model's width; backward is twice the
-  forward, and once more where activations are recomputed;
+  forward, and three times with recompute;
 * gather: a copy within the device's memory;
-* d2h, h2d, load: bytes over the link, of which GPUs of one host have no more than their part;
-* reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs; over that among hosts,
-  where there are several;
-* accumulate, norm, adam, show: bytes of memory traffic over DRAM's rate, which ranks of a host
-  divide; Adam as measured, where it was.
-Launching costs nothing, kernels of one lane do not slow those of another.
+* d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
+* reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
+  are several;
+* accumulate, norm, adam, show: bytes of memory traffic over DRAM's rate, divided by the ranks of a
+  host; Adam as measured, if it was.
+Launches are free, and lanes do not slow each other.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Prediction:
 
     Attributes:
         busy_s: lane → seconds of work.
-        exposed_s: lane → seconds that the device waited for it.
+        exposed_s: lane → seconds the device waited for it.
         tokens_per_s: of all ranks.
         tflops: of one rank: 6·N + 12·L·d·T per token, recompute not counted.
         hardware_tflops: of one rank, recompute counted.
-        mfu: share of the data sheet's FLOPs, recompute not counted; None where that is not known.
-        d2h_bytes, h2d_bytes, comm_bytes: of one rank; loads are among `h2d_bytes`.
-        dram_bytes: that the host's part of a step moves through memory, of one rank.
+        mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
+        d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
+        dram_bytes: memory traffic of one rank's host work.
     """
 
     seconds: float
@@ -61,17 +61,17 @@ class Prediction:
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:
-    """Simulate a step of one of `placed.spec.ranks` ranks, which fill one host after the other.
+    """Simulate a step of one of `placed.spec.ranks` ranks, which fill the hosts one by one.
 
     Raises:
-        MachineError: the machine has not the precision or the links.
+        MachineError: the machine does not have the precision or the links.
     """
     costs = _Costs(placed, machine)
     return _prediction(costs, _steady(costs))
 
 
 _MICRO_STEPS = (2, 3)
-"""Simulated in place of more of them: each one beyond takes what the third adds to two."""
+"""Simulated microbatches; each further one takes as long as the third adds to two."""
 
 
 def _steady(costs: _Costs) -> Steady:
@@ -123,7 +123,7 @@ def _prediction(costs: _Costs, found: Steady) -> Prediction:
 
 
 class _Costs:
-    """Seconds of every operation."""
+    """The durations of all operations."""
 
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
@@ -132,15 +132,15 @@ class _Costs:
         self._local = min(self.spec.ranks, machine.gpus)
         if self.spec.ranks > machine.gpus and not machine.node_link_gbps:
             raise MachineError(
-                f"{self.spec.ranks} GPUs are asked for, and the machine has {machine.gpus} on its "
-                "only host: take fewer, or a --machine file with more, or with node_link_gbps"
+                f"{self.spec.ranks} GPUs were requested, but the machine has {machine.gpus} on its "
+                "only host: use fewer, or a --machine file with more GPUs or with node_link_gbps"
             )
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
         self._rate = machine.flops(config.offload.precision, config.model.d_model)
 
     def seconds(self, op: Launch) -> float:
-        """Of one operation."""
+        """Return the seconds of one operation."""
         match op.kind:
             case Kind.DECIDE:
                 return 0.0
@@ -168,13 +168,13 @@ class _Costs:
         flops = {block.name: layers if block.repeated else 0.0 for block in self.spec.blocks}
         last = self.spec.blocks[-1].name
         flops[last] += 2.0 * model.vocab_size * model.d_model
-        if not count:  # one layer, whose modules are blocks: all of it in the last of them
+        if not count:  # one layer, whose modules are blocks: its FLOPs count in the last one
             flops[last] += layers
         return flops
 
     @property
     def recomputed_flops(self) -> float:
-        """Of a microbatch, by blocks that run their forward again."""
+        """The recompute FLOPs of a microbatch."""
         again = (self._flops[name] for name in self._blocks if self._recomputes(name))
         return sum(again) * self._tokens
 
@@ -201,8 +201,8 @@ class _Costs:
         return shard * self._traffic(kind, bucket) / passes / self._dram
 
     def _collective_s(self, nbytes: int) -> float:
-        """A ring over all ranks: among the GPUs of a host, and where there are more, over the
-        links of each host, which its GPUs share."""
+        """Return the rate of a ring over all ranks: among the GPUs of a host, or over the links of
+        each host, shared by its GPUs."""
         ranks, machine = self.spec.ranks, self.machine
         inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
         nodes = ceil(ranks / machine.gpus)
@@ -211,8 +211,8 @@ class _Costs:
         return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))
 
     def _link(self, alone_gbps: float) -> float:
-        """Bytes per second of one rank's way between host and device; where the state is on the
-        device, of a copy within."""
+        """Return one rank's bandwidth between host and device, or within the device if the state is
+        there."""
         if not self.spec.offloaded:
             return 1e9 * self.machine.hbm_gbps / 2
         return self._bus(alone_gbps)
@@ -223,7 +223,7 @@ class _Costs:
 
     @property
     def _dram(self) -> float:
-        """Bytes per second of one rank's cores; of the device where Adam runs there."""
+        """The memory bandwidth of one rank's cores, or of the device if Adam runs there."""
         machine = self.machine
         if not self.spec.offloaded:
             return 1e9 * machine.hbm_gbps
@@ -252,7 +252,7 @@ class _Costs:
 
     @cached_property
     def moved_bytes(self) -> tuple[int, int, int]:
-        """Of a step: down, up, to other ranks."""
+        """The bytes of a step: down, up, to other ranks."""
         spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
         every = sum(bucket.shard_numel * bucket.weight_bytes for bucket in spec.buckets)
         reduced = sum(bucket.shard_numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
@@ -267,8 +267,8 @@ class _Costs:
         return down + inputs, (up if spec.offloaded else 0) + inputs, sent
 
     def _loads_per_step(self) -> int:
-        """Of streamed blocks: forward and backward of every microbatch, but for what the slots
-        still hold from one to the other."""
+        """Return the bytes of streamed blocks in forward and backward of every microbatch, except
+        those still in slots."""
         count, slots = len(self.spec.streamed), self.spec.slots
         if not count:
             return 0
@@ -283,7 +283,7 @@ class _Costs:
 
     @property
     def dram_bytes(self) -> float:
-        """Of the host's kernels in a step; what the bus moves is not among it."""
+        """The memory traffic of the host's kernels in a step, without the bus."""
         spec = self.spec
         return sum(map(self._dram_bytes_of, spec.buckets)) if spec.offloaded else 0.0
 

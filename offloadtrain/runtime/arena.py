@@ -1,12 +1,12 @@
-"""Where the bytes are: the Ledger of every allocation by owner, and the pinned host arena.
+"""Memory: the Ledger of every allocation by owner, and the pinned host arena.
 
 [Note: The arena]
-Everything the host keeps for a run (master weights, moments, gradients, staging) is laid out first
-and mapped once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
+All host memory of a run (master weights, moments, gradients, staging) is laid out first and mapped
+once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
 to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
 very large registrations, and no request crosses a slab, so no copy crosses two registrations.
 Requests are staggered (`step.memory.STAGGER_BYTES`). Nothing protects this memory from an early
-end: the arena lives until `close`, which its owner calls after draining the lanes.
+release: the arena lives until `close`, which its owner calls after draining the lanes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLAB_BYTES = 8 << 30
 
 
 class Tier(StrEnum):
-    """Where bytes live."""
+    """A kind of memory."""
 
     DEVICE = "device"
     HOST = "host"
@@ -42,7 +42,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """Bytes of one owner on one tier, now and at most so far."""
+    """Bytes of one owner on one tier, current and peak."""
 
     owner: str
     tier: str
@@ -51,31 +51,31 @@ class LedgerRow:
 
 
 class Ledger:
-    """Every byte the engine holds has a named owner here."""
+    """Every byte of the engine, by named owner."""
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[str, Tier], tuple[int, int]] = {}
 
     def add(self, owner: str, tier: Tier, nbytes: int) -> None:
-        """Book `nbytes` (negative: give back) to `owner`."""
+        """Add `nbytes` (negative: release) to `owner`."""
         held, peak = self._bytes.get((owner, tier), (0, 0))
         held += nbytes
         assert held >= 0, f"{owner} gave back {-held} bytes more than it held on {tier}"
         self._bytes[owner, tier] = (held, max(peak, held))
 
     def rows(self) -> list[LedgerRow]:
-        """All owners, the largest first."""
+        """Return all owners, the largest first."""
         rows = [LedgerRow(o, t.value, held, peak) for (o, t), (held, peak) in self._bytes.items()]
         return sorted(rows, key=lambda row: -row.bytes)
 
     def total(self, tier: Tier) -> int:
-        """Bytes held on a tier now."""
+        """Return the current bytes of a tier."""
         return sum(held for (_, t), (held, _) in self._bytes.items() if t is tier)
 
     def device_tensor(
         self, owner: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A 1-D tensor of undefined contents on the device, booked to `owner`.
+        """Allocate an uninitialised 1-D tensor on the device for `owner`.
 
         Raises:
             torch.OutOfMemoryError: with the largest owners in its message.
@@ -85,14 +85,14 @@ class Ledger:
         except torch.OutOfMemoryError as error:
             asked = format_bytes(numel * dtype.itemsize)
             raise torch.OutOfMemoryError(
-                f"{owner} asked the device for {asked}. Held by the engine: "
+                f"{owner}: {asked} could not be allocated on the device. Held by the engine: "
                 f"{self.summary()}. {error}"
             ) from error
         self.add(owner, Tier.DEVICE, numel * dtype.itemsize)
         return tensor
 
     def summary(self, limit: int = 5) -> str:
-        """The largest owners in one line."""
+        """Return the largest owners in one line."""
         rows = [row for row in self.rows() if row.bytes][:limit]
         named = [f"{row.owner} {format_bytes(row.bytes)} ({row.tier})" for row in rows]
         return ", ".join(named) or "nothing yet"
@@ -109,14 +109,14 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether every slab is registered with CUDA."""
+        """True if every slab is registered with CUDA."""
         return self.pin and all(slab.pinned for slab in self._slabs)
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        """Map all requests at once; zeroed 1-D tensors in the order of the requests.
+        """Map all requests at once; return zeroed 1-D tensors in the order of the requests.
 
         Raises:
-            HostMemoryError: before anything is mapped, if the host has not that much.
+            HostMemoryError: before anything is mapped, if the host has too little memory.
         """
         self._check_available(requests)
         tensors: list[Tensor] = []
@@ -147,11 +147,11 @@ class Arena:
         available = available_bytes()
         if asked > available:
             raise HostMemoryError(
-                f"offloading asks for {format_bytes(asked)} of host memory and "
+                f"offloading needs {format_bytes(asked)} of host memory, but "
                 f"{format_bytes(available)} is available. Largest: {largest_owners(requests)}. "
-                "Free host memory, take a narrower state ('split16', 'int8') or a smaller model, "
+                "Free host memory, use a narrower state ('split16', 'int8') or a smaller model, "
                 "or set grad_accum_steps = 1 (2 bytes per parameter less). If this machine's "
-                f"memory grows as it is used, state it: {HOST_MEMORY_VARIABLE}=128GiB."
+                f"memory grows on demand, set its maximum: {HOST_MEMORY_VARIABLE}=128GiB."
             )
 
     def _warn_if_pageable(self) -> None:
@@ -164,7 +164,7 @@ class Arena:
 
 
 class DeviceArena(Arena):
-    """The same on the device: for an optimizer state that is not offloaded."""
+    """The same interface on the device, for optimizer state that is not offloaded."""
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         super().__init__(ledger, pin=False)
@@ -172,11 +172,11 @@ class DeviceArena(Arena):
 
     @property
     def pinned(self) -> bool:
-        """Nothing crosses the bus."""
+        """Always False: nothing crosses the bus."""
         return True
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        """Zeroed 1-D tensors in the order of the requests.
+        """Return zeroed 1-D tensors in the order of the requests.
 
         Raises:
             torch.OutOfMemoryError: with the largest owners in its message.
@@ -186,7 +186,7 @@ class DeviceArena(Arena):
 
 
 class MetaArena(Arena):
-    """Books what is asked for and maps nothing: tensors are on the meta device."""
+    """Records requests without mapping them: tensors are on the meta device."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger, pin=False)
@@ -202,10 +202,10 @@ class _Slab:
     def __init__(self, requests: Sequence[MemoryRequest], *, pin: bool) -> None:
         nbytes = span_bytes(requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages: this was to be faster, no more
+        with suppress(OSError):  # a kernel without huge pages: they only improve speed
             mapping.madvise(mmap.MADV_HUGEPAGE)
         if pin:
-            # A fork would copy pinned pages at once: children do not get them.
+            # A fork would copy pinned pages at once: exclude them from children.
             mapping.madvise(mmap.MADV_DONTFORK)
         # The memoryview holds the mapping: torch.frombuffer on the mmap itself would not.
         self._bytes = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
@@ -229,7 +229,8 @@ class _Slab:
 
 
 def _pack(requests: Sequence[MemoryRequest]) -> list[list[MemoryRequest]]:
-    """Consecutive requests into slabs of at most SLAB_BYTES; a larger one is a slab of its own."""
+    """Group consecutive requests into slabs of at most SLAB_BYTES; a larger one gets its own
+    slab."""
     groups: list[list[MemoryRequest]] = []
     room = 0
     for request in requests:

@@ -1,4 +1,4 @@
-"""What the bus between host and device carries at most: measured, in a tenth of a second."""
+"""Measurement of the peak bandwidth between host and device, in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bandwidth:
 
 
 def bandwidth(device: torch.device, nbytes: int = COPY_BYTES) -> Bandwidth:
-    """The best of a few copies each way, from and to page-locked memory where there is a GPU."""
+    """Measure the best of a few copies each way, with page-locked memory if there is a GPU."""
     on_gpu = device.type == "cuda"
     host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
-"""The few calls that go to the CUDA driver itself.
+"""Direct calls to the CUDA driver.
 
-Not to the runtime: a refused cudaHostRegister leaves a pending error behind that a later, unrelated
-operation would report. And torch tells neither of these.
+The runtime does not serve: a refused cudaHostRegister leaves a pending error behind that a later,
+unrelated operation would report. torch exposes neither of these calls.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def register(memory: Tensor) -> bool:
 
 
 def unregister(memory: Tensor) -> None:
-    """Give page-locked memory back."""
+    """Unregister page-locked memory."""
     result = int(_driver().cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr())))
     if result != 0:
         _log.warning("cuMemHostUnregister gave %d: the driver keeps these pages", result)
 
 
 def pci_address(index: int) -> str | None:
-    """Return "0000:3b:00.0" of a visible device, None if the driver does not say."""
+    """Return "0000:3b:00.0" of a visible device, None if the driver does not report it."""
     text = ctypes.create_string_buffer(_PCI_ADDRESS_CHARS)
     result = _driver().cuDeviceGetPCIBusId(text, _PCI_ADDRESS_CHARS, ctypes.c_int(index))
     return text.value.decode().lower() if int(result) == 0 else None
 
 
 def event_synchronize() -> int:
-    """The address of `CUresult cuEventSynchronize(CUevent)`."""
+    """Return the address of `CUresult cuEventSynchronize(CUevent)`."""
     return ctypes.cast(_driver().cuEventSynchronize, ctypes.c_void_p).value or 0
 
 

@@ -1,4 +1,4 @@
-"""This machine as one that a job can be planned for: what can be seen at once, with shipped rates.
+"""This machine as a target for plans: detected sizes, with the rates of a shipped machine.
 
 `offloadtrain doctor` measures them.
 """
@@ -16,14 +16,14 @@ from offloadtrain.runtime.device import cpu_bf16_speedup, cpu_has_bf16
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
 
 EMULATED = 10.0
-"""How many times slower fp16 is than fp32 on a CPU, which has no instructions for it."""
+"""Slowdown of fp16 against fp32 on a CPU, which has no instructions for it."""
 
 
 def here(*, on_gpu: bool) -> tuple[str, Machine]:
-    """(name, machine): its memory as far as it is available to this process now, with what that
-    holds already (a plan counts it); its GPUs' number and size."""
+    """Return (name, machine): the memory available to this process plus its own (a plan counts it),
+    and the number and size of the GPUs."""
     told = probe()
-    free = told.host_available_bytes or told.host_memory_bytes  # it may not be told
+    free = told.host_available_bytes or told.host_memory_bytes  # it may be unknown
     host = f"{free + own_bytes()}"
     if not on_gpu:
         base = find(_CPU)[1]
@@ -51,7 +51,7 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
 
 
 def _nearest(gpu: str) -> str:
-    """The shipped machine whose GPU's name begins most like this one's."""
+    """Return the shipped machine whose GPU's name has the longest common prefix with this one's."""
     names = {name: find(name)[1].gpu for name in shipped()}
     name, other = max(names.items(), key=lambda item: _common(item[1], gpu))
     return name if _common(other, gpu) > len("NVIDIA A") else _UNKNOWN_GPU

@@ -1,4 +1,4 @@
-"""Which device computes, and in which precision."""
+"""The choice of device and precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.offload import Precision
 
 LEAST_SPEEDUP = 1.2
-"""From here on a CPU takes bf16. Nearer to 1, noise would decide, and little would be gained."""
+"""Speedup from which a CPU uses bf16. Closer to 1, noise would decide, for little gain."""
 
 _SIDE, _ROUNDS = 256, 6
 
@@ -21,12 +21,12 @@ def resolve_device(kind: str) -> torch.device:
     """Return the compute device.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none.
+        ConfigError: a GPU was requested and there is none.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             'device.kind = "cuda", but this torch sees no CUDA GPU; set device.kind = "cpu", or '
-            '"auto" to take what is there'
+            '"auto" to use the available device'
         )
     if kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -37,7 +37,7 @@ def resolve_precision(asked: Precision, device: torch.device) -> tuple[Precision
     """Return the precision of the working weights and, for "auto", why it is this one.
 
     Raises:
-        ConfigError: bf16 is asked for on a GPU that has none.
+        ConfigError: bf16 was requested on a GPU without it.
     """
     if device.type == "cuda":
         return _on_gpu(asked, device)
@@ -58,18 +58,18 @@ def _on_gpu(asked: Precision, device: torch.device) -> tuple[Precision, str]:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether bf16 pays on this CPU."""
+    """Return whether bf16 is worthwhile on this CPU."""
     return cpu_bf16_speedup() >= LEAST_SPEEDUP
 
 
 @cache
 def cpu_bf16_speedup() -> float:
-    """How many times as fast as in fp32 a product is in bf16 on this CPU; milliseconds, once.
+    """Measure the speedup of a bf16 product over fp32 on this CPU, once, in milliseconds.
 
-    It is measured, for nothing tells it: oneDNN calls bf16 supported wherever there is AVX-512, and
-    emulates it where the instructions are missing; a limit such as ONEDNN_MAX_CPU_ISA hides them.
-    One thread's own CPU time is taken, so that other programs do not count. No random number is
-    drawn: a job is seeded already.
+    No query reports it: oneDNN calls bf16 supported on any AVX-512 and emulates it if the
+    instructions are missing, and a limit such as ONEDNN_MAX_CPU_ISA hides them. One thread's own
+    CPU time is used, so that other programs do not count. No random number is drawn, since the job
+    is seeded already.
     """
     ones = torch.ones(_SIDE, _SIDE, device="cpu")
     operands = {dtype: ones.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -88,6 +88,6 @@ def cpu_bf16_speedup() -> float:
 
 
 def speedup(seconds: Callable[[torch.dtype], float]) -> float:
-    """fp32's least time over bf16's, measured in turn; each one's first makes its kernels ready."""
+    """Return fp32's least time over bf16's, alternating; the first of each is a warm-up."""
     rounds = [(seconds(torch.float32), seconds(torch.bfloat16)) for _ in range(_ROUNDS)][1:]
     return min(fp32 for fp32, _ in rounds) / min(bf16 for _, bf16 in rounds)

@@ -1,4 +1,4 @@
-"""torch's dtypes by their names, which is how all that knows no torch calls them."""
+"""torch's dtypes by the names that torch-free code uses."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The processes of one job, as torchrun (or a scheduler) has started them: who this one is among
-them, how they meet, and how one that ends tells the others.
+"""The processes of one job, started by torchrun or a scheduler: their ranks, their store, and the
+detection of failed ranks.
 
 [Note: Who failed]
-A rank that dies leaves the others waiting in a collective, for minutes or for ever. So each rank
-has a thread that looks twice a second, through the store and not through collectives: for the
-cause that a failing rank has written down; for processes of the same host that are gone; for hosts
-whose ranks have stopped to say that they live. It names the rank, gives the training thread a few
-seconds to end by itself, and then ends the process.
+A rank that dies leaves the others waiting in a collective, for minutes or forever. Each rank
+therefore has a thread that checks twice a second, through the store and not through collectives:
+the error that a failing rank has written; processes of the same host that have ended; hosts without
+a heartbeat. It names the rank, gives the training thread a few seconds to end by itself, and then
+ends the process.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from offloadtrain.config.errors import ConfigError
 
 LOOK_EVERY_S = 0.5
 SILENT_S = 20.0
-"""Since a rank of another host was last heard of."""
+"""Longest silence of a rank on another host."""
 GRACE_S = 5.0
-"""For the training thread to end after another rank has failed."""
+"""Time for the training thread to end after another rank has failed."""
 LISTEN_S = 3.0
-"""After a failed collective: another rank's cause may still be on its way."""
+"""Time after a failed collective for another rank's error to arrive."""
 _FAILED = "failed"
 
 
 class Store(Protocol):
-    """Keys and values that all ranks see; torch's TCPStore is one."""
+    """Key-value store shared by all ranks, such as torch's TCPStore."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -44,10 +44,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What the environment says of this process.
+    """This process's rank and address, from the environment.
 
     Attributes:
-        attempt: how often the processes were started again.
+        attempt: number of restarts.
     """
 
     rank: int = 0
@@ -58,10 +58,10 @@ class RankInfo:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankInfo:
-        """As torchrun sets it; alone where it does not.
+        """Read torchrun's variables; a single rank if they are not set.
 
         Raises:
-            ConfigError: something else has set a part of it, or other than torchrun would.
+            ConfigError: the variables are incomplete, or not as torchrun sets them.
         """
         if (size := _number(environ, "WORLD_SIZE", 1, least=1)) == 1:
             return cls(attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0))
@@ -101,7 +101,7 @@ class _Peer:
 
     Attributes:
         life: readable once the process has ended; None on another host.
-        beat, heard_s: what it said last, and when that was new.
+        beat, heard_s: its last heartbeat, and the time it was new.
     """
 
     rank: int
@@ -113,7 +113,7 @@ class _Peer:
 
 
 class FailureDetector:
-    """Sees that another rank has failed, and says so to the others if this one does."""
+    """Detects the failure of other ranks, and reports a failure of this one."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class FailureDetector:
         on_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost`: called with the cause where the training thread has not ended in time."""
+        """`on_lost`: called with the cause if the training thread has not ended in time."""
         self._store, self._rank_info, self._clock = store, rank_info, clock
         self._on_lost = on_lost
         self._closed = threading.Event()
@@ -134,20 +134,20 @@ class FailureDetector:
         self._thread.start()
 
     def cause(self, wait_s: float = LISTEN_S) -> str | None:
-        """Why another rank has failed, if it has; waits a moment for that."""
+        """Return why another rank has failed, if it has; waits a moment for it."""
         self._heard.wait(wait_s)
         return self._cause
 
     def fail(self, message: str) -> None:
-        """This rank cannot go on: the others will know."""
+        """Report that this rank has failed."""
         self._closed.set()
-        with suppress(Exception):  # the store may be gone with the rank that kept it
+        with suppress(Exception):  # the store may have ended with the rank that hosts it
             if not self._store.check([_FAILED]):
                 self._store.set(_FAILED, f"rank {self._rank_info.rank}: {message}")
-                time.sleep(3 * LOOK_EVERY_S)  # this process may keep the store: let them read it
+                time.sleep(3 * LOOK_EVERY_S)  # it may host the store: let the others read it
 
     def close(self) -> None:
-        """This rank has done its work; that it ends is no failure."""
+        """Report that this rank is done, so that its end is not a failure."""
         self._closed.set()
         with suppress(Exception):
             self._store.set(f"done{self._rank_info.rank}", "1")
@@ -175,21 +175,21 @@ class FailureDetector:
             self._store.set(f"beat{self._rank_info.rank}", str(time.time_ns()))
             said = self._said()
             lost = [why for peer in self._peers if (why := self._lost(peer))]
-            # A rank may have said why just before it ended.
+            # A rank may have reported its error just before it ended.
             return said or (lost and (self._said() or lost[0])) or None
         except Exception as error:
             ended = [f"{_name(peer)} has ended" for peer in self._peers if _has_ended(peer)]
-            keeper = "rank 0, or the launcher, which keeps it, has ended"
+            keeper = "rank 0, or the launcher that hosts it, has ended"
             return ended[0] if ended else f"the ranks' store does not answer: {keeper} ({error})"
 
     def _said(self) -> str:
-        """The cause that somebody has written down."""
+        """Return the error that a rank has reported."""
         if not self._store.check([_FAILED]):
             return ""
         return self._store.get(_FAILED).decode(errors="replace")
 
     def _lost(self, peer: _Peer) -> str:
-        """Why a rank counts as lost; "" if it does not."""
+        """Return why a rank counts as lost; "" if it does not."""
         if self._store.check([f"done{peer.rank}"]):
             return ""
         if peer.life is not None:
@@ -212,15 +212,15 @@ def _name(peer: _Peer) -> str:
 
 
 def _home() -> list[str]:
-    """Host, boot and the space of its process numbers: the same for processes that see each
-    other."""
+    """Return host, boot and pid namespace: equal for processes that see each other."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return [socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")]
 
 
 def _open_pid(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the kernel has none."""
+    """Return a descriptor that becomes readable when the process ends; None if the kernel has
+    none."""
     try:
         return os.pidfd_open(pid)
     except OSError:

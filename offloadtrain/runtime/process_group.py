@@ -1,15 +1,17 @@
-"""Ranks: the processes that share one model's optimizer state. The only door to process groups.
+"""Ranks: the processes that share one model's optimizer state. The only importer of
+torch.distributed.
 
 [Note: Shards]
-Every flat buffer of a bucket is cut into as many equal *shards* as there are ranks, rank r's at
-elements [r·S, (r+1)·S). Gradients are summed into the shards by a reduce-scatter in place, so that
-each rank sends only its own shard to its host and updates only that; an all-gather in place makes
-every shard whole on every device. Both move (N-1)/N of a bucket out of each rank. One rank has one
+Every flat buffer of a bucket is divided into one equal *shard* per rank, rank r's at elements [r·S,
+(r+1)·S). Gradients are summed into the shards by a reduce-scatter in place, so that
+each rank sends only its own shard to its host and updates only that; an all-gather in place
+assembles all shards on every device. Both move (N-1)/N of a bucket out of each rank. One rank has
+one
 shard and no collective.
 
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`step.prefetch_policy.ReduceOrder`). What goes to the host for a decision has a process group
-of its own, so that it never meets them.
+order (`step.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process group,
+so that they never interfere.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ _T = TypeVar("_T")
 
 
 class RankError(OffloadTrainError):
-    """Ranks do not do the same thing, or one of them cannot go on."""
+    """Ranks differ in what they do, or one of them has failed."""
 
 
 UNTRAINED = "untrained"
-"""What the values of a parameter without state are called beside the fields of a state."""
+"""Field name for the values of a parameter without optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,16 @@ class Ranks:
     """One rank among `size`; alone, every call returns at once.
 
     Attributes:
-        rank: of this process among them.
-        size: how many there are.
+        rank: rank of this process.
+        size: number of ranks.
     """
 
     def __init__(self, group: Group | None = None, device: torch.device | None = None) -> None:
-        """Join the processes of `group`; each of them calls this at the same point.
+        """Join the processes of `group`; each of them must call this at the same point.
 
         Args:
-            group: whose members share the state; None: this process alone.
-            device: where gradients and weights are: NCCL for a GPU, Gloo for the CPU.
+            group: group that shards the state; None: this process alone.
+            device: device of gradients and weights: NCCL for a GPU, Gloo for the CPU.
         """
         self.rank, self.size = 0, 1
         self._groups: list[Group] = []
@@ -80,8 +82,8 @@ class Ranks:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         on_gpu = device is not None and device.type == "cuda"
-        # Others need not call this for a group of some of them. Such a group's name is made of its
-        # ranks and of what is alive: it is kept, or the next one would meet its addresses.
+        # Other ranks need not call this for a subgroup. A subgroup's name is derived from its
+        # ranks and the live groups: keep it, or the next one would reuse its addresses.
         self._of_some = self.size < dist.get_world_size()
         for backend in ("nccl" if on_gpu else "gloo", "gloo"):
             made = dist.new_group(
@@ -91,19 +93,19 @@ class Ranks:
             )
             assert isinstance(made, Group)  # this process is one of them
             self._groups.append(made)
-            if backend == "gloo":  # who is connected may close before the others are: meet first
+            if backend == "gloo":  # a rank may close before others connect: meet first
                 dist.barrier(made)
 
     @classmethod
     def of(cls, group: Group | None, device: torch.device) -> Ranks:
-        """The ranks of `group`; if None, all there are."""
+        """Return the ranks of `group`; None: all ranks."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         return cls(group, device)
 
     @classmethod
     def fake(cls, size: int) -> Ranks:
-        """The first of so many that are not there: for what depends on sizes alone."""
+        """Return rank 0 of `size` virtual ranks, for code that depends on sizes only."""
         ranks = cls()
         ranks.size = size
         return ranks
@@ -114,17 +116,17 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are with those that have no share in this."""
+        """The world size, including ranks outside the group."""
         known = dist.is_available() and dist.is_initialized()
         return max(self.size, dist.get_world_size()) if known else self.size
 
     def shard(self, numel: int) -> tuple[int, int]:
-        """[lo, hi) of this rank among `numel` elements, which `size` divides."""
+        """Return this rank's [lo, hi) of `numel` elements, divisible by `size`."""
         count = numel // self.size
         return self.rank * count, (self.rank + 1) * count
 
     def sent_bytes(self, nbytes: int) -> int:
-        """What this rank sends to others in a reduce-scatter or an all-gather of so many."""
+        """Return the elements or bytes this rank sends in a reduce-scatter or an all-gather."""
         return nbytes // self.size * (self.size - 1)
 
     def reduce_scatter(self, whole: Tensor) -> None:
@@ -134,16 +136,16 @@ class Ranks:
         reduce_scatter_single(whole[lo:hi], whole, group=self._groups[0])
 
     def all_gather(self, whole: Tensor) -> None:
-        """In place: every rank's shard of `whole` (n,) to every rank. In the order of the current
-        stream."""
+        """All-gather in place: every rank's shard of `whole` (n,) to every rank. In the order of
+        the current stream."""
         lo, hi = self.shard(whole.numel())
         all_gather_single(whole, whole[lo:hi], group=self._groups[0])
 
     def all_gather_host(self, row: Sequence[float] | Tensor) -> Tensor:
-        """A few numbers from every rank.
+        """All-gather a few numbers.
 
         Args:
-            row: (k,), as many from every rank.
+            row: (k,), the same size on every rank.
 
         Returns:
             (size, k) fp64 on the host, the same on every rank.
@@ -156,13 +158,14 @@ class Ranks:
         return rows
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values into every rank's `tensor`, which is on the host and contiguous."""
+        """Broadcast rank 0's values into every rank's `tensor`, which is on the host and
+        contiguous."""
         if not self.is_single:
             group = self._groups[1]
             dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
     def broadcast_object(self, value: _T) -> _T:
-        """Rank 0's `value`, which can be pickled."""
+        """Broadcast rank 0's `value`, which can be pickled."""
         if self.is_single:
             return value
         group, told = self._groups[1], [value]
@@ -170,7 +173,7 @@ class Ranks:
         return told[0]
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's `value`, which can be pickled, in the order of ranks."""
+        """Gather every rank's `value`, which can be pickled, in rank order."""
         if self.is_single:
             return [value]
         gathered: list[_T] = [value] * self.size
@@ -178,11 +181,11 @@ class Ranks:
         return gathered
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls this."""
         self.all_gather_host([0.0])
 
     def close(self) -> None:
-        """Let go of the groups; what runs on them must be over. Idempotent."""
+        """Release the groups after their operations are done. Idempotent."""
         while self._groups:
             group = self._groups.pop()
             if not self._of_some and dist.is_initialized():
@@ -190,16 +193,16 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""This process and nobody else."""
+"""A single rank: this process."""
 
 
 def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
     """Make the default process group; return the store that outlives restarts of the ranks.
 
-    Every attempt has keys of its own: what dead ranks have left there must not be read.
+    Every attempt has its own keys, so that values of dead ranks are not read.
 
     Args:
-        on_gpu: NCCL beside Gloo, on the GPU of the local rank.
+        on_gpu: NCCL in addition to Gloo, on the GPU of the local rank.
     """
     on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -215,7 +218,7 @@ def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
         world_size=rank_info.size,
         timeout=timeout,
     )
-    # A connection of its own: one that waits for a key keeps others from asking.
+    # A separate connection: one that waits for a key blocks other requests.
     return TCPStore(host, port, None, False, timeout)
 
 
@@ -229,7 +232,7 @@ def join_through(file: Path, rank: int, size: int, *, on_gpu: bool) -> None:
 
 
 def attempt_store(store: Store, rank_info: RankInfo) -> Store:
-    """Keys of this attempt only."""
+    """Store with keys of this attempt only."""
     prefix = f"offloadtrain/attempt{rank_info.attempt}"
     return PrefixStore(prefix, store)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""From a job to the parts that the loop drives: seeds, device, data, model, optimizer."""
+"""Construction of the training context from a job: seeds, device, data, model, optimizer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingContext:
-    """What the loop drives.
+    """Everything the training loop uses.
 
     Attributes:
-        local: the job of this rank: its part of the global batch.
-        ranks: who trains together; for what the loop itself exchanges.
-        precision: of the working weights, with "auto" resolved.
-        why: how it was chosen, if it was chosen here.
-        plan: of this job on this machine.
+        local: the job of this rank, with its part of the global batch.
+        ranks: the ranks, for the loop's own exchanges.
+        precision: precision of the working weights, with "auto" resolved.
+        why: the reason for the precision, if it was chosen here.
+        plan: the plan of this job on this machine.
         val_tokens: None if nothing is held out.
     """
 
@@ -75,13 +75,13 @@ def assemble(
     """Build everything at the state before the first step. Every rank calls this.
 
     Args:
-        on_prepare, on_verify: told of the bytes of text prepared, and of tokens verified.
-        rank_info: of this process among those of its host; default: alone.
-        resumed: of the checkpoint that the run goes on from; None: a new run.
+        on_prepare, on_verify: called with the progress of preparing text, and of verifying tokens.
+        rank_info: this process among the ranks; default: a single rank.
+        resumed: settings of the checkpoint to resume; None: a new run.
 
     Raises:
-        ConfigError: the job asks for what this machine or the data does not have.
-        DataError, HostMemoryError: from the data, which is verified, and the engine.
+        ConfigError: the machine or the data does not have what the job requests.
+        DataError, HostMemoryError: from the verified data and from the engine.
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
@@ -102,7 +102,7 @@ def assemble(
     ranks.barrier()
     _check_same_job(job, train_tokens, ranks)
     _check_sampling(job, train_tokens)
-    with torch.device("meta"):  # made block by block by `offload`: the whole is never there twice
+    with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
         model = Transformer(config.model)
     return TrainingContext(
         local=config,
@@ -128,7 +128,7 @@ def assemble(
 def _precision(
     asked: Precision, device: torch.device, ranks: Ranks, resumed: ResumedSettings | None
 ) -> tuple[Precision, str]:
-    """One for all ranks and for the whole run: "auto" is measured once, and then kept.
+    """Return the precision for all ranks and the whole run: "auto" is measured once.
 
     Raises:
         ConfigError: this rank's GPU does not compute in it.
@@ -142,7 +142,7 @@ def _precision(
 
 
 def offload_job(model: Transformer, config: Config, device: torch.device) -> OffloadOptimizer:
-    """Offload a model as its job says, whose precision is resolved."""
+    """Offload a model with the options of its job, whose precision is resolved."""
     return offload(
         model,
         _update_rule(config),
@@ -156,7 +156,7 @@ def offload_job(model: Transformer, config: Config, device: torch.device) -> Off
 def _open_together(
     config: Config, on_prepare: Progress | None, ranks: Ranks
 ) -> tuple[TokenFile, TokenFile | None]:
-    """Rank 0 makes the token files where there are none, then the others open them."""
+    """Open the token files on all ranks; rank 0 makes them first if they are missing."""
     if ranks.rank:
         ranks.barrier()
     opened = open_tokens(config, on_prepare)
@@ -168,7 +168,7 @@ def _open_together(
 
 
 def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
-    """Raises RankError where hosts have other job files, overrides or token files."""
+    """Raises RankError if ranks have different job files, overrides or token files."""
     of_ranks = ranks.gather((asdict(job), tokens.header.content))
     for rank, (other, content) in enumerate(of_ranks):
         if other != of_ranks[0][0]:
@@ -179,7 +179,7 @@ def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
 
 
 def _bound_process(limit: str, device: torch.device) -> None:
-    """Let torch refuse what would go beyond the limit, whoever asks for it."""
+    """Let torch enforce the limit for every allocation."""
     if not limit:
         return
     if device.type != "cuda":
@@ -198,7 +198,7 @@ def _bound_process(limit: str, device: torch.device) -> None:
 def open_tokens(
     config: Config, on_prepare: Progress | None = None
 ) -> tuple[TokenFile, TokenFile | None]:
-    """Open the token files of a job, made from its source first if that is what it names."""
+    """Open the token files of a job, made first if the job names a source."""
     data = config.data
     if not data.source:
         return TokenFile(data.train), TokenFile(data.val) if data.val else None
@@ -217,7 +217,7 @@ def open_tokens(
 
 
 def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
-    """Refuse what does not go with the resolved precision.
+    """Refuse options that contradict the resolved precision.
 
     Raises:
         ConfigError: naming both keys.
@@ -245,7 +245,8 @@ def _set_up_torch(
 def _threads(
     config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
 ) -> int:
-    """Of torch: as asked for, or as before since bits depend on it, or what there is room for."""
+    """Return torch's number of threads: as requested, or as in the checkpoint since bits depend on
+    it, or as available."""
     if config.device.threads:
         return config.device.threads
     alone = rank_info.local_size == 1
@@ -259,7 +260,7 @@ def _threads(
 
 
 def _share(rank_info: RankInfo) -> int:
-    """CPUs of each rank of this host, by affinity and quota; at least 1."""
+    """Return the CPUs per rank of this host, by affinity and quota; at least 1."""
     usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
     if quota is not None:
         usable = min(usable, int(quota))
@@ -267,10 +268,10 @@ def _share(rank_info: RankInfo) -> int:
 
 
 def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: Ranks) -> Plan:
-    """Refuse before the first byte is allocated, in place of being killed half-way.
+    """Refuse a job that does not fit before the first byte is allocated.
 
     Raises:
-        PlanError: what the engine itself needs does not fit.
+        PlanError: the engine's own memory does not fit.
     """
     name, machine = here(on_gpu=device.type == "cuda")
     if config.device.machine:
@@ -289,7 +290,7 @@ def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: R
 
 
 def _rates_of(rates: Machine, here: Machine) -> Machine:
-    """This machine's memory with other rates; what these leave open stays as it is here."""
+    """Return this machine's memory with other rates, which keep this machine's values if unset."""
     open_rates = ("bf16_tflops", "fp16_tflops", "fp32_tflops")
     kept: dict[str, Any] = {
         rate: getattr(rates, rate) or getattr(here, rate) for rate in open_rates
@@ -323,14 +324,14 @@ def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]
 
 
 def _check_sampling(config: Config, tokens: TokenFile) -> None:
-    """Raises ConfigError where what is generated after the last step could not be read."""
+    """Raises ConfigError if the text generated after the last step could not be decoded."""
     if not (count := config.train.sample_tokens):
         return
     try:
         tokenizer(tokens.header.tokenizer)
     except DataError as error:
         raise ConfigError(
-            f"train.sample_tokens = {count}, and the text cannot be decoded: {tokens.path} has "
+            f"train.sample_tokens = {count}, but the text cannot be decoded: {tokens.path}: "
             f"{error}; set train.sample_tokens = 0"
         ) from None
 

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: one live line, or a plain one every few seconds.
+"""Console output: one live line, or a plain line every few seconds.
 
 Everything goes to stderr: stdout is for data.
 """
@@ -26,13 +26,13 @@ _BIDI: dict[int, str | None] = dict.fromkeys(
 _RAMP = "▁▂▃▄▅▆▇█"
 
 SILENCE_S = 8.0
-"""After so long without a word there is one on what is under way."""
+"""Silence after which the current activity is printed."""
 _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of one step line; None is left out."""
+    """The figures of one step line; None is omitted."""
 
     step: int
     steps: int
@@ -51,7 +51,7 @@ class StepLine:
 
 
 def format_step(line: StepLine) -> str:
-    """One line, the most important first, so that cutting it off on the right loses least."""
+    """Format one line, the most important first, so that truncation loses least."""
     parts = [
         f"step {line.step}/{line.steps}",
         f"loss {line.loss:.4f}",
@@ -73,7 +73,7 @@ def format_step(line: StepLine) -> str:
 class Console:
     """Writes step lines and messages; a live line is rewritten in place, on a terminal only.
 
-    A terminal that goes away ends the telling, not the run.
+    A closed terminal ends the output, not the run.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Console:
         quiet: bool = False,
     ) -> None:
         """`every_s`: between plain lines; a live line is refreshed ten times a second at most.
-        `quiet`: say nothing: another rank does."""
+        `quiet`: print nothing, since another rank does."""
         self._quiet = quiet
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -99,7 +99,7 @@ class Console:
 
     @contextmanager
     def never_silent(self, what: str) -> Iterator[None]:
-        """Tell from a thread what is under way, at first `what`, wherever nothing else is told."""
+        """Print the current activity, initially `what`, from a thread during silence."""
         self.doing(what)
         over = threading.Event()
 
@@ -116,21 +116,21 @@ class Console:
             thread.join()
 
     def doing(self, what: str) -> None:
-        """From now on this is under way."""
+        """Set the current activity."""
         self._doing, self._doing_since_s = what, self._clock()
 
     def spoken(self) -> None:
-        """Somebody else has said something."""
+        """Note that something else was printed."""
         self._spoke_s = self._clock()
 
     def fill_silence(self) -> None:
-        """Say what is under way if nothing was said for a while."""
+        """Print the current activity after a while of silence."""
         now = self._clock()
         if now - self._spoke_s >= self._silence_s:
             self.say(f"... {self._doing}: {format_duration(now - self._doing_since_s)} so far")
 
     def step(self, line: StepLine, *, force: bool = False) -> None:
-        """Show a step if it is time to, or if forced (the first and the last)."""
+        """Print a step if it is due, or if forced (the first and the last)."""
         now = self._clock()
         if not force and now - self._shown_s < self._interval_s:
             return
@@ -144,12 +144,12 @@ class Console:
             self._write(f"{text}\n")
 
     def say(self, text: str) -> None:
-        """A message on lines of its own; control characters in it are made visible."""
+        """Print a message on its own lines, with visible control characters."""
         self.end_line()
         self._write(f"{sanitize(text)}\n")
 
     def end_line(self) -> None:
-        """Keep the live line as it is and go on below it."""
+        """Keep the live line and continue below it."""
         if self._open:
             self._write("\n")
             self._open = False
@@ -164,15 +164,16 @@ class Console:
 
 
 def sanitize(text: str) -> str:
-    """Without what would move the cursor, write the clipboard or turn the reading direction."""
+    """Remove control sequences that move the cursor, write the clipboard or change the text
+    direction."""
     return text.translate(_CONTROL | _KEPT | _BIDI)
 
 
 def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:
-    """Losses by step as a plot of characters, axes labelled.
+    """Return losses by step as a text plot with labelled axes.
 
     Args:
-        points: (step, loss), steps ascending; losses that are not finite are left out.
+        points: (step, loss), steps ascending; non-finite losses are omitted.
         width, height: of the plot, in characters, without its labels.
     """
     finite = [(step, loss) for step, loss in points if math.isfinite(loss)]

@@ -1,4 +1,4 @@
-"""This process among the ranks of a job: meeting them, opening one run folder, ending together."""
+"""This process as a rank of a job: joining, opening one run folder, ending together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Only a last resort: `failure_detector.FailureDetector` notices a failed rank long before."""
+"""Timeout of last resort: `failure_detector.FailureDetector` notices a failed rank much earlier."""
 _RUN_KEY = "offloadtrain/run"
 
 
 class DistributedRun:
-    """Entered by every rank. A rank that leaves with an error tells the others why, and ends."""
+    """Context of every rank. A rank that leaves with an error reports it to the others, and
+    ends."""
 
     def __init__(self, rank_info: RankInfo, config: Config) -> None:
         """
@@ -52,8 +53,7 @@ class DistributedRun:
     def open_run(
         self, config: Config, run_dir: Path | None, resume: str, say: Callable[[str], None]
     ) -> Opened:
-        """As `resume.open_run`. Ranks that were started again go on in the folder that they were
-        in."""
+        """Open the run folder as `resume.open_run`. Restarted ranks reopen their folder."""
         if self.rank_info.attempt and self._store.check([_RUN_KEY]):
             run_dir, resume = Path(self._store.get(_RUN_KEY).decode()), "auto"
         opened = open_run(config, run_dir=run_dir, resume=resume, say=say, ranks=self.ranks)
@@ -61,13 +61,13 @@ class DistributedRun:
         return opened
 
     def began(self, run: RunFolder) -> None:
-        """Where to go on if the ranks are started again."""
+        """Record the folder for a restart of the ranks."""
         if self.rank_info.rank == 0:
             self._store.set(_RUN_KEY, str(run.path.resolve()))
 
     @contextmanager
     def reporting(self, log: RunLog) -> Iterator[None]:
-        """What fails inside is told to the other ranks, or is another rank's failure by its name.
+        """Report an error inside to the other ranks, or raise another rank's failure.
 
         Raises:
             RankError: another rank has failed first.
@@ -100,8 +100,8 @@ class DistributedRun:
         self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        """No way back: lanes may hang in a collective that others have left, and so would any
-        orderly end."""
+        """End the process at once: lanes may hang in a collective that others have left, and so
+        would an orderly end."""
         self._failures.fail(f"{type(error).__name__}: {error}")
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, OffloadTrainError):
@@ -109,7 +109,8 @@ class DistributedRun:
         self._leave(text)
 
     def _lost(self, cause: str) -> None:
-        """On the watch's thread: another rank has failed, and the training thread does not end."""
+        """Handle, on the detector's thread, a failed rank while the training thread does not
+        end."""
         if self._log is not None:
             self._log.ended("failed", _blamed(cause))
         if self._run is not None:

@@ -1,8 +1,8 @@
-"""A job without its memory: the engine's own layout on the meta device, and a proof of its program.
+"""The dry run of a job: the engine's layout on the meta device, and a proof of its program.
 
-`offloadtrain train JOB --dry-run`. The plan says what the engine will hold; here the engine says
-it, of the whole model, and both must be the same to the byte. The program of its steps is driven
-without the model, at its real size, and proved free of races.
+`offloadtrain train JOB --dry-run`. The engine lays out the whole model, and its bytes must equal
+the plan's. The program of its steps is driven without the model, at real size, and proved free of
+races.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from offloadtrain.train.build import decay_groups
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
-"""Of repeated blocks that are proved: with more, each repeats what another in its place does."""
+"""Limits on the proved repeated blocks; further ones only repeat others."""
 
 
 class DryRunError(OffloadTrainError):
-    """The engine would not do as planned; this is a defect of offloadtrain."""
+    """The engine differs from the plan; this is a defect of offloadtrain."""
 
 
 def check(plan: Plan) -> str:
-    """Lay out and prove; a sentence on what was done.
+    """Lay out and prove; return a sentence on the result.
 
     Raises:
-        DryRunError: the engine's layout is another than the plan's, or its program has a race.
+        DryRunError: the engine's layout differs from the plan's, or its program has a race.
         HostMemoryError, DeviceMemoryError: from the engine, if a limit is too small.
     """
     ledger = laid_out(plan)
@@ -64,10 +64,10 @@ def check(plan: Plan) -> str:
 
 
 def laid_out(plan: Plan) -> Ledger:
-    """The engine's Ledger of the whole model, without its memory.
+    """Return the engine's Ledger of the whole model, without allocating memory.
 
     Raises:
-        DryRunError: the spec of the module is not the plan's, or the Ledger not the spec's.
+        DryRunError: the spec of the module differs from the plan's, or the Ledger from the spec.
     """
     config, planned = plan.placed.config, plan.copied.spec
     ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
@@ -78,7 +78,7 @@ def laid_out(plan: Plan) -> Ledger:
     blocks, _ = make_blocks(partition(model), model, groups, config.offload, ranks, lanes)
     spec = lay_out(model, AdamW(), blocks, config.offload, ranks, plan.second_copy_budget)
     if spec != planned:
-        raise DryRunError(f"laid out and planned differ: {_first_difference(spec, planned)}")
+        raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena = MetaArena(ledger) if spec.offloaded else DeviceArena(ledger, device)
     map_memory(blocks, spec, device, arena=arena, ledger=ledger)
     _compare(ledger, spec)
@@ -94,8 +94,8 @@ def _first_difference(spec: StepSpec, planned: StepSpec) -> str:
 
 
 def _compare(ledger: Ledger, spec: StepSpec) -> None:
-    """Raises DryRunError where the Ledger is not what the spec says; gradients of ZeRO stage 1 are
-    mapped when they first come."""
+    """Raises DryRunError if the Ledger differs from the spec; gradients of ZeRO stage 1 are
+    allocated on first use."""
     device = memory.by_owner(memory.device_requests(spec))
     resident = memory.by_owner(() if spec.offloaded else memory.host_requests(spec))
     expected = {("device", owner): size for owner, size in (device | resident).items()}
@@ -108,10 +108,10 @@ def _compare(ledger: Ledger, spec: StepSpec) -> None:
 
 
 def proved(spec: StepSpec, input_bytes: int = 0) -> tuple[int, list[Fault]]:
-    """(operations, faults) of some steps of the first and of the last rank, at their real size.
+    """Return (operations, faults) of a few steps of the first and the last rank, at real size.
 
     Args:
-        input_bytes: of a repeated block's input, which activation = "offload" moves.
+        input_bytes: bytes of a repeated block's input; activation = "offload" moves it.
     """
     config = replace(
         spec.config,
@@ -128,7 +128,7 @@ def proved(spec: StepSpec, input_bytes: int = 0) -> tuple[int, list[Fault]]:
 
 
 def some_of(spec: StepSpec) -> StepSpec:
-    """Of very many repeated blocks the first ones, in the same proportion on the device."""
+    """Return the spec with fewer repeated blocks, the same share of them resident."""
     pieces = max(len(spec.pieces(bucket)) for bucket in spec.buckets)
     most = max(MOST_PIECES // pieces, FEWEST_BLOCKS)
     repeated = [block.name for block in spec.blocks if block.repeated]

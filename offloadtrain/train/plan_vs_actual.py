@@ -1,4 +1,4 @@
-"""What was planned beside what was measured, at the end of a run."""
+"""Comparison of planned and measured figures at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Tier
 
 APART = 0.10
-"""Beyond which a difference is told."""
+"""Relative difference above which a warning is raised."""
 
 _WARM_STEPS, _STEPS = 3, 200
 _LEAST_S = 1e-3
-"""Of a lane: less is its launches, which a plan does not count."""
+"""Least time of a compared lane; less is its launches, which a plan does not count."""
 
 
 class Hindsight:
-    """Remembers a run's steps; compares them with its plan."""
+    """Records a run's steps and compares them with its plan."""
 
     def __init__(self, plan: Plan, *, measured_rates: bool) -> None:
-        """`measured_rates`: the plan's machine was measured: its times are held to the steps."""
+        """`measured_rates`: the plan's machine was measured, so times are compared too."""
         self._plan = plan
         self._measured_rates = measured_rates
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -32,7 +32,7 @@ class Hindsight:
         self._cold = _WARM_STEPS
 
     def step(self, report: StepReport, step_ms: float) -> None:
-        """One more was done; the first few are not what a plan is for."""
+        """Record a step; the first few are warm-up."""
         if self._cold:
             self._cold -= 1
             return
@@ -40,11 +40,11 @@ class Hindsight:
         self._busy.append(report.busy_ms)
 
     def rows(self, held: Sequence[MemoryRow]) -> tuple[PlanRow, ...]:
-        """Of bytes by tier, and, where there were steps, of times."""
+        """Return rows of bytes by tier and, if there were steps, of times."""
         return (*self._bytes(held), *self._times())
 
     def told(self, rows: Sequence[PlanRow]) -> tuple[str, list[str]]:
-        """A line for all rows, and those that should be warned of."""
+        """Return a line for all rows, and the rows to warn of."""
         shown = ", ".join(f"{row.what} {_ratio(row):.2f}" for row in rows)
         apart = [
             f"{row.what}: planned {_value(row, row.planned)}, found {_value(row, row.measured)}"

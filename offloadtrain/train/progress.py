@@ -1,4 +1,4 @@
-"""How far a run is: the counters that a checkpoint keeps, and the clock of a step."""
+"""Progress of a run: the counters saved in a checkpoint, and the clock of a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ class Progress:
     """Counters of a whole run, over all its starts.
 
     Attributes:
-        step: optimizer steps done; the learning rate follows it: a skipped step repeats its rate.
-        tokens: trained on, skipped steps included: their batches are used up.
+        step: optimizer steps done; the learning rate depends on it: a skipped step repeats its
+            rate.
+        tokens: tokens trained on, including those of skipped steps.
         skipped: steps whose gradients were not finite.
-        skipped_in_a_row: the last of these, if nothing good came after them.
-        seconds: in the loop, evaluation and checkpoints included.
+        skipped_in_a_row: skipped steps since the last good one.
+        seconds: seconds in the loop, including evaluation and checkpoints.
         val_loss: of the last evaluation, nats per token.
     """
 
@@ -43,8 +44,8 @@ class Progress:
 class StepClock:
     """Splits the wall time of a step into phases, as the training thread sees them.
 
-    On a GPU forward and backward only launch work, and what is not finished by then shows up where
-    the thread has to wait, in "optimizer". Nothing is synchronized for the sake of a clock.
+    On a GPU forward and backward only launch work; unfinished work shows up in "optimizer", where
+    the thread waits. The clock never synchronizes.
     """
 
     milliseconds: dict[str, float] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class StepClock:
     _lap: float = field(default_factory=time.perf_counter)
 
     def lap(self, phase: str) -> None:
-        """Book the time since the last lap to `phase`."""
+        """Add the time since the last lap to `phase`."""
         now = time.perf_counter()
         self.milliseconds[phase] = self.milliseconds.get(phase, 0.0) + 1e3 * (now - self._lap)
         self._lap = now
@@ -64,13 +65,12 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What the ranks have told each other of a step.
+    """Figures of a step exchanged among the ranks.
 
     Attributes:
         loss: mean over ranks.
-        own_ms: by rank, what its step would have taken without waiting for slower ranks in
-            collectives; the last to arrive waits least.
-        asks: somebody has requests.
+        own_ms: step time by rank without its waits for slower ranks in collectives.
+        asks: rank 0 has requests.
     """
 
     loss: float
@@ -79,7 +79,7 @@ class StepStats:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> StepStats:
-        """From (loss, step_ms, comm_ms, stop, asks) of each rank."""
+        """Combine (loss, step_ms, comm_ms, stop, asks) of each rank."""
         losses, steps, comms, _, asks = zip(*(map(float, row) for row in rows), strict=True)
         least = min(comms)
         own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))

@@ -1,4 +1,4 @@
-"""How far a command is, on stderr."""
+"""A progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0
 
 
 class ProgressBar:
-    """A bar on stderr if that is a terminal, and a plain line now and then if not."""
+    """A bar on stderr if it is a terminal, otherwise a plain line now and then."""
 
     def __init__(self, label: str, on_shown: Callable[[], None] | None = None) -> None:
-        """`on_shown`: called when something was printed."""
+        """`on_shown`: called after each print."""
         self._label, self._on_shown = label, on_shown
         self._terminal = sys.stderr.isatty()
         self._shown_at = time.monotonic()
@@ -41,7 +41,7 @@ class ProgressBar:
         self.end()
 
     def end(self) -> None:
-        """Leave the line that the bar was drawn on."""
+        """End the line of the bar."""
         if self._terminal and self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

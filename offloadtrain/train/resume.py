@@ -1,4 +1,4 @@
-"""Which run folder a command works in: a new one, or one to go on with."""
+"""The choice of a command's run folder: a new one, or one to resume."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ResumedSettings:
-    """What a run that goes on keeps of the checkpoint, where the job does not set it: its bits
-    depend on it.
+    """Settings a resumed run takes from the checkpoint unless the job sets them, since its bits
+    depend on them.
 
     Attributes:
         precision: of the working weights.
-        ranks: that trained.
-        threads: of torch on each of them; 0: not recorded.
+        ranks: number of ranks.
+        threads: torch's threads on each rank; 0: not recorded.
     """
 
     precision: Precision
@@ -39,8 +39,8 @@ class Opened:
     """A run folder, locked and not yet changed: see [Note: Nothing before it begins].
 
     Attributes:
-        found: the checkpoint to go on from, verified; None: the run begins at step 0.
-        damaged: newer checkpoints of it that were passed over, and what is wrong with each.
+        found: the verified checkpoint to resume from; None: the run begins at step 0.
+        damaged: newer checkpoints that were skipped, and the problem of each.
     """
 
     run: RunFolder
@@ -56,15 +56,15 @@ class Opened:
         return ResumedSettings(state["precision"], len(state["rng"]), state.get("threads", 0))
 
     def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
-        """What it goes on from is accepted: from here on the folder is written. Every rank calls
-        this.
+        """Begin the run after its checkpoint was accepted: from here on the folder is written.
+        Every rank calls this.
 
         Args:
-            job: text of the job as given; a run that goes on keeps its own.
-            resolved: text of the job as run.
+            job: text of the job as given; a resumed run keeps its own.
+            resolved: text of the job as resolved.
 
         Returns:
-            What was done about each damaged checkpoint.
+            A sentence on each damaged checkpoint.
 
         Raises:
             RunFolderError: the folder cannot be made, or another start has begun in it meanwhile.
@@ -82,13 +82,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What `--resume` and `--run-dir` mean, before any checkpoint is verified.
+    """The meaning of `--resume` and `--run-dir`, before any checkpoint is verified.
 
     Attributes:
-        candidates: run folders with checkpoints, the first good one is taken.
-        required: there is no new run where none of them is good.
+        candidates: run folders with checkpoints; the first valid one is used.
+        required: fail if none of them is valid.
         skipped: newer runs without a checkpoint.
-        over: a run without a checkpoint that is started over in its folder.
+        over: a run without a checkpoint to start over in its folder.
     """
 
     candidates: tuple[Path, ...] = ()
@@ -103,13 +103,14 @@ def open_run(
     """Find the run folder and lock it; nothing is written. Every rank calls this; rank 0 decides.
 
     Args:
-        run_dir: a folder asked for by name.
+        run_dir: the requested folder.
         resume: "never", "auto" or a run folder.
 
     Raises:
         ConfigError: `resume` and `run_dir` contradict each other, or there is no such run.
-        CheckpointError: the run asked for has checkpoints, and none of them is good.
-        RunFolderError: the folder is in use, or holds a run that may not be mixed with a new one.
+        CheckpointError: the requested run has checkpoints, and none of them is valid.
+        RunFolderError: the folder is in use, or contains a run that must not be mixed with a new
+            one.
     """
     choice = ranks.broadcast_object(
         _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
@@ -119,12 +120,12 @@ def open_run(
         opened = _verified(path, ranks)
         if opened.found is not None:
             if skipped:
-                say(f"resume auto: skipped {', '.join(skipped)}; going on with {path.name}")
+                say(f"resume auto: skipped {', '.join(skipped)}; resuming {path.name}")
             return opened
         opened.run.close()
         if choice.required:
             raise CheckpointError(_nothing_good(path, opened))
-        skipped.append(f"{path.name} (no good checkpoint)")
+        skipped.append(f"{path.name} (no valid checkpoint)")
     if resume == "auto" and choice.over is None:
         nothing = f"skipped {', '.join(skipped)}" if skipped else f"no checkpoint of {job.name}"
         say(f"resume auto: {nothing} in {run_dir or job.runs_dir}, a new run")
@@ -136,7 +137,7 @@ def open_run(
 
 
 def _verified(path: Path, ranks: Ranks) -> Opened:
-    """Lock it, and read its checkpoints until one is good."""
+    """Lock the folder, and read its checkpoints until one is valid."""
     opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
     try:
         opened.found = checkpoint.newest_good(
@@ -151,8 +152,8 @@ def _verified(path: Path, ranks: Ranks) -> Opened:
 def _nothing_good(path: Path, opened: Opened) -> str:
     told = "".join(f"\n  {why}" for _, why in opened.damaged)
     return (
-        f"{path / 'checkpoints'} holds no good checkpoint to go on from; it was left as it is. To "
-        f"start over, take another --run-dir.{told}"
+        f"{path / 'checkpoints'} has no valid checkpoint to resume from; it was not changed. To "
+        f"start over, use another --run-dir.{told}"
     )
 
 
@@ -177,19 +178,21 @@ def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice
 
 
 def _of_folder(path: Path, say: Say) -> _Choice:
-    """Go on in this folder; a run that ended before its first checkpoint is started over there, and
-    its log goes on."""
+    """Resume in this folder; a run without a checkpoint is started over there, and its log is
+    continued."""
     if checkpoint.find(path / "checkpoints"):
         return _Choice((path,), required=True)
     if not run_folder.holds_run(path):
         return _Choice()
-    say(f"resume auto: {path} has no checkpoint: starting over in it, its log is kept")
+    say(f"resume auto: {path} has no checkpoint: starting over in it; its log is kept")
     return _Choice(over=path)
 
 
 def _named(path: Path, run_dir: Path | None) -> Path:
     if run_dir is not None and run_dir.resolve() != path.resolve():
-        raise ConfigError(f"--resume {path} and --run-dir {run_dir} name two folders; give one")
+        raise ConfigError(
+            f"--resume {path} and --run-dir {run_dir} are different folders; give one"
+        )
     if checkpoint.find(path / "checkpoints"):
         return path
     problem = f"--resume {path}: no checkpoint in {path / 'checkpoints'}; "

@@ -1,4 +1,4 @@
-"""One start of a run: its folder, its log, what trains in it, and how it ended."""
+"""One start of a run: folder, log, training, end."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def run(
     waiting: str,
     console: Console,
 ) -> str:
-    """Train to the end, or until a stop is asked for; the first rank says what came of it.
+    """Train to the end, or until a stop is requested; rank 0 prints the summary.
 
     Args:
         resume: as `offloadtrain train --resume` takes it.
-        team: the other ranks; None where there are none.
+        distributed: the other ranks; None: a single rank.
         waiting: how torch's threads wait, for the log; "" is the default.
 
     Returns:
@@ -59,7 +59,7 @@ def run(
             log.warn("checkpoint-damaged", told)
         if distributed is not None:
             distributed.began(folder)
-        # Only now: what was asked of the run before this start is refused.
+        # Only now: earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
         log.started(context, trainer.progress, waiting)
         outcome = trainer.train(requests)
@@ -79,7 +79,7 @@ def run(
 def _build(
     config: Config, opened: Opened, distributed: DistributedRun | None, console: Console
 ) -> TrainingContext:
-    """Data, model and engine, with a bar for what takes long."""
+    """Build data, model and engine, with a progress bar."""
     console.doing("preparing data and model")
     labels = ("preparing the data", "verifying the tokens")
     preparing, verifying = (ProgressBar(label, on_shown=console.spoken) for label in labels)

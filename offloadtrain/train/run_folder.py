@@ -1,10 +1,10 @@
 """The folder of one run: made, found, locked.
 
 runs/<UTC time>-<name>/
-    run.json            who started it: id, pid, host, command line, schema version
+    run.json            its process: id, pid, host, command line, schema version
     job.toml            the job as given
     resolved.toml       the job as run
-    lock                flock held for the run's life: who can take it knows the run is over
+    lock                flock held for the run's life: it is free once the run is over
     events/rank000.jsonl
     checkpoints/
     control/            requests from outside (control.py)
@@ -40,21 +40,21 @@ _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 
 
 class RunFolderError(OffloadTrainError):
-    """A run folder that cannot be made, found or locked."""
+    """The run folder cannot be made, found or locked."""
 
 
 class RunFolder:
     """A run folder, locked until `close`.
 
     [Note: Nothing before it begins]
-    A start may be refused for many reasons: another model, no memory, no data. So a folder that is
-    there is only locked until `begin`, and a new one is not even made. What `begin` has made is
-    taken away again by `close`, unless a step or a checkpoint is in it (`keep`): only then does
-    runs_dir/latest point to it. A kill at the wrong moment can leave a folder without either; who
-    looks for a run to go on with passes it over (`runs.py`).
+    A start may be refused for many reasons: another model, no memory, no data. An existing folder
+    is therefore only locked until `begin`, and a new one is not created before. `close` removes
+    what `begin` has created, unless there is a step or a checkpoint (`keep`): only then does
+    runs_dir/latest point to it. A kill at the wrong moment can leave a folder without either;
+    `resume.py` skips it.
 
     Attributes:
-        path: the folder; of a new run whose name was taken meanwhile, another one after `begin`.
+        path: the folder; `begin` may change the name of a new run if it was taken meanwhile.
         run_id: its name, which holds the UTC time it was made and the job's name.
     """
 
@@ -62,10 +62,10 @@ class RunFolder:
         """Lock an existing folder.
 
         Raises:
-            RunFolderError: it is no run folder, or a process is running in it.
+            RunFolderError: it is not a run folder, or a process is running in it.
         """
         if not (path / "events").is_dir():
-            raise RunFolderError(f"{path} is no run folder: it has no folder events")
+            raise RunFolderError(f"{path} is not a run folder: it has no folder events")
         self._set_up(path)
         if not (path / "lock").exists():
             self._made.append(path / "lock")
@@ -73,13 +73,13 @@ class RunFolder:
 
     @classmethod
     def new(cls, runs_dir: Path, name: str, path: Path | None = None) -> RunFolder:
-        """One that `begin` is to make.
+        """Choose the folder of a new run, which `begin` makes.
 
         Args:
             path: the folder to make; default: runs_dir/<UTC time>-<name>.
 
         Raises:
-            RunFolderError: `path` holds a run already, or cannot be made.
+            RunFolderError: `path` already contains a run, or cannot be made.
         """
         run = cls.__new__(cls)
         run._set_up(path or runs_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}")
@@ -90,11 +90,11 @@ class RunFolder:
 
     @classmethod
     def of_rank_0(cls, path: Path | None = None) -> RunFolder:
-        """The folder that rank 0 of this job has locked, for another rank to write its log; None:
-        it is not made yet, and `join` will name it.
+        """Open the folder that rank 0 has locked, for another rank's log; None: it is not made yet,
+        and `join` will name it.
 
         Raises:
-            RunFolderError: it is not there: the hosts share no file system at this path.
+            RunFolderError: it is missing: the hosts share no file system at this path.
         """
         run = cls.__new__(cls)
         run._set_up(path or Path())
@@ -118,16 +118,15 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def events(self, rank: int = 0) -> Path:
-        """The event file of one rank."""
+        """Return the event file of one rank."""
         return self.path / "events" / f"rank{rank:03d}.jsonl"
 
     def begin(self, resolved: str, job: str | None = None) -> None:
-        """Make the folder if it is new, and write what this start is to run.
+        """Make the folder if it is new, and write the job of this start.
 
         Args:
-            resolved: text of the job as run; a resume may change keys that do not make it another
-                run.
-            job: text of the job as given; None leaves what is there.
+            resolved: text of the job as run; a resume may change some keys.
+            job: text of the job as given; None: keep the existing one.
 
         Raises:
             RunFolderError: it cannot be made, or another start has begun in it meanwhile.
@@ -147,10 +146,10 @@ class RunFolder:
             raise RunFolderError(f"the run folder cannot be made at {where}") from error
 
     def join(self, path: Path) -> None:
-        """Take the folder that rank 0 has made.
+        """Use the folder that rank 0 has made.
 
         Raises:
-            RunFolderError: it is not there: the hosts share no file system at this path.
+            RunFolderError: it is missing: the hosts share no file system at this path.
         """
         if not (path / "events").is_dir():
             raise RunFolderError(
@@ -160,10 +159,10 @@ class RunFolder:
         self.path = path
 
     def keep(self) -> None:
-        """There is a step or a checkpoint in it: it stays, whatever becomes of this start.
+        """Keep the folder for good: it contains a step or a checkpoint.
 
         Raises:
-            OSError: it stays, and runs_dir/latest cannot be pointed to it.
+            OSError: the folder is kept, but runs_dir/latest cannot point to it.
         """
         if self._kept or self._lock < 0:
             return
@@ -172,7 +171,7 @@ class RunFolder:
             _point_latest(self.path)
 
     def write_run(self, facts: Mapping[str, Any]) -> None:
-        """Write run.json: what starts of this folder share, with `facts` added."""
+        """Write run.json: the facts of this start, with `facts` added."""
         known = {
             "run_id": self.run_id,
             "schema": SCHEMA,
@@ -185,7 +184,7 @@ class RunFolder:
         _write(self.path / "run.json", json.dumps({**known, **facts}, indent=1, default=str) + "\n")
 
     def close(self) -> None:
-        """Take away what holds neither step nor checkpoint, and let go of the lock. Idempotent."""
+        """Remove a folder without step or checkpoint, and release the lock. Idempotent."""
         if not self._kept and not _has_checkpoint(self.path):
             _remove(self._made)
         self._made = []
@@ -200,11 +199,11 @@ class RunFolder:
         self.close()
 
     def _refuse_what_is_taken(self) -> None:
-        """Raises RunFolderError where somebody's run is, or begins."""
+        """Raises RunFolderError if another run is there, or begins."""
         if self._dated or not os.path.exists(self.path):
             return
         if holds_run(self.path):
-            raise RunFolderError(f"{self.path} holds a run already: {how_to_go_on(self.path)}")
+            raise RunFolderError(f"{self.path} already contains a run: {how_to_go_on(self.path)}")
         if (self.path / "events").is_dir():
             RunFolder(self.path).close()
 
@@ -228,18 +227,18 @@ class RunFolder:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun there, however it ended."""
-    return os.path.exists(path / "run.json")  # a name too long for the disk is that of no run
+    """Return whether a run has begun there, however it ended."""
+    return os.path.exists(path / "run.json")  # a name too long for the disk is not a run's
 
 
 def itself(path: Path) -> Path:
-    """The folder that a link such as runs/latest points to now: while a run is in it, another one
-    may begin, and the link points there."""
+    """Return the current target of a link such as runs/latest, which may change when another run
+    begins."""
     return path.resolve() if os.path.islink(path) else path
 
 
 def how_to_go_on(path: Path) -> str:
-    """What to do about a folder that holds a run, by whether there is anything to go on from."""
+    """Return advice on a folder that contains a run: resume it, or start over in it."""
     if _has_checkpoint(path):
         return f"resume it with --resume {path}"
     return f"it has no checkpoint yet; to start over in it: --run-dir {path} --resume auto"
@@ -250,7 +249,7 @@ def _has_checkpoint(path: Path) -> bool:
 
 
 def of_job(runs_dir: Path, name: str) -> list[Path]:
-    """The run folders of the job `name`, the newest first."""
+    """Return the run folders of the job `name`, the newest first."""
     form = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:\+(\d+))?")
     found = [(form.fullmatch(path.name), path) for path in runs_dir.glob("*-*") if path.is_dir()]
     dated = [(match[1], int(match[2] or 0), path) for match, path in found if match]
@@ -258,7 +257,7 @@ def of_job(runs_dir: Path, name: str) -> list[Path]:
 
 
 def _make_dated(path: Path) -> Path:
-    """Make the folder; "+1" follows, which no name ends in, if the name is taken."""
+    """Make the folder; append "+1", which no name ends in, if the name is taken."""
     for suffix in ("", *(f"+{i}" for i in range(1, 100))):
         with suppress(FileExistsError):
             made = path.with_name(f"{path.name}{suffix}")
@@ -268,12 +267,12 @@ def _make_dated(path: Path) -> Path:
 
 
 def _missing(path: Path) -> list[Path]:
-    """The folders above and at `path` that are not there, the highest first."""
+    """Return the missing folders above and at `path`, the highest first."""
     return [] if path.exists() else [*_missing(path.parent), path]
 
 
 def _check_can_be_made(path: Path) -> None:
-    """Refuse now what `begin` could not make minutes later, when the model is built."""
+    """Refuse now a folder that `begin` could not make minutes later."""
     above = next(at for at in (path, *path.absolute().parents) if os.path.exists(at))
     if not above.is_dir():
         code = errno.EEXIST if above == path else errno.ENOTDIR
@@ -287,8 +286,8 @@ def _check_can_be_made(path: Path) -> None:
 
 
 def _remove(made: list[Path]) -> None:
-    """What was made, the last first. What cannot be removed stays: a folder above the run in which
-    another one was made meanwhile, and what a failing disk keeps, without harm to later starts."""
+    """Remove created folders, the last first. A folder that cannot be removed stays: one with
+    another run, or one on a failing disk. It does no harm to later starts."""
     for path in reversed(made):
         if path.name in ("events", "checkpoints", "control"):
             shutil.rmtree(path, ignore_errors=True)
@@ -303,14 +302,14 @@ def _lock(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise RunFolderError(f"{path.parent} is no run folder: {error.strerror}") from error
+        raise RunFolderError(f"{path.parent} is not a run folder: {error.strerror}") from error
     if not _taken(fd):
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise RunFolderError(
-            f"{path.parent} is already running, pid {owner}: stop it, or take another --run-dir"
+            f"{path.parent} is already running, pid {owner}: stop it, or use another --run-dir"
         )
-    if not _is_at(path, fd):  # who held it has taken the file away: a lock that nobody sees
+    if not _is_at(path, fd):  # the last owner has removed the file: nobody else sees this lock
         os.close(fd)
         return _lock(path)
     return fd
@@ -323,7 +322,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _taken(fd: int) -> bool:
-    """Take the lock; tried a few times, because who looks at it holds it for microseconds."""
+    """Take the lock; retry a few times, because readers hold it for microseconds."""
     for _ in range(_LOCK_TRIES):
         with suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,18 +335,18 @@ def _point_latest(folder: Path) -> None:
     """Replace the link in one rename, so that a reader never finds it missing."""
     link, fresh = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     if link.exists() and not link.is_symlink():
-        return  # somebody's own file of that name
+        return  # a file of the user with that name
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
     try:
         fresh.replace(link)
-    except OSError:  # somebody else's link in a folder of all
+    except OSError:  # another user's link in a shared folder
         fresh.unlink()
         raise
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing, for its owner alone."""
+    """Write the file atomically, readable by its owner only."""
     fresh = path.with_name(f".{path.name}.tmp")
     fresh.unlink(missing_ok=True)
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -357,6 +356,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _start_ticks() -> int:
-    """When this process began, in clock ticks since boot: a pid may be somebody else's later."""
+    """Return the start time of this process in clock ticks since boot, since pids are reused."""
     stat = Path("/proc/self/stat").read_text()
     return int(stat.rpartition(")")[2].split()[19])

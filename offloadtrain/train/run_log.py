@@ -1,4 +1,4 @@
-"""What a run tells: one record per event in its log, and a line for the person who watches."""
+"""The log of a run: one record per event, and console lines."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ _MEMORY_CHANGE = 0.005
 
 
 class RunLog:
-    """Turns what happens into events and console lines. Close it by leaving its context."""
+    """Turns a run's progress into events and console lines. Leaving the context closes it."""
 
     def __init__(self, run: RunFolder, config: Config, console: Console, rank: int = 0) -> None:
-        """`rank`: whose log. Steps are judged by rank 0, its own machine by each."""
+        """`rank`: owner of the log. Rank 0 evaluates alerts on steps, each rank those on its
+        machine."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._began_s = time.monotonic()
@@ -83,17 +84,17 @@ class RunLog:
         self._writer.close()
         if (refused := self._writer.error) is not None:
             self._console.say(
-                f"warning: the event log is not complete: {self._writer.dropped} records were lost "
+                f"warning: the event log is incomplete: {self._writer.dropped} records were lost "
                 f"({refused.strerror})"
             )
 
     # ---- start and end
 
     def started(self, context: TrainingContext, progress: Progress, waiting: str = "") -> None:
-        """The run has begun in its folder and is about to train, from `progress.step` on.
+        """Log the start of training from `progress.step` on.
 
         Args:
-            waiting: how torch's threads wait for each other, if not as OpenMP does by itself.
+            waiting: the wait policy of torch's threads, if not OpenMP's default.
         """
         self._progress, self._optimizer = progress, context.optimizer
         config, device = self._config, context.optimizer.device
@@ -124,16 +125,16 @@ class RunLog:
             context.plan, measured_rates=config.device.machine.endswith(".toml")
         )
         if problems := context.plan.problems:
-            self.warn("plan", f"by the plan it may not fit: {' '.join(problems)}")
+            self.warn("plan", f"according to the plan the job may not fit: {' '.join(problems)}")
         if device.type == "cuda" and config.offload.pin_memory and not context.optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
-                "host memory could not be page-locked: transfers are slow and run beside nothing; "
+                "host memory could not be page-locked: transfers are slow and do not overlap; "
                 "raise `ulimit -l` or the container's limit",
             )
 
     def _plan(self, context: TrainingContext) -> dict[str, Any]:
-        """Where this run computes, and the bytes of its model states by tier and owner."""
+        """Return the device of the run, and the planned bytes by tier and owner."""
         device = context.optimizer.device
         plan: dict[str, Any] = {
             "device": str(device),
@@ -174,11 +175,11 @@ class RunLog:
             f"data: {format_count(len(context.train_tokens))} tokens to train on"
             + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
             + f"\nrun: {self._run.path}"
-            + (f", going on after step {self._progress.step}" if self._progress.step else "")
+            + (f"; resuming after step {self._progress.step}" if self._progress.step else "")
         )
 
     def ended(self, status: str, message: str = "") -> None:
-        """The last record of this start."""
+        """Log the last record of this start."""
         self._compare_with_plan()
         self._writer.emit(self._sampler.sample())
         self._writer.emit(
@@ -205,11 +206,11 @@ class RunLog:
     # ---- steps
 
     def doing(self, what: str) -> None:
-        """What is under way from now on: told where it takes long."""
+        """Set the current activity, which is printed if it takes long."""
         self._console.doing(what)
 
     def before_step(self, optimizer: OffloadOptimizer) -> None:
-        """Ask for the lanes' timeline of this step, now and then."""
+        """Request the lanes' timeline of this step, now and then."""
         compiles = not self._recent_ms and kernels.backend().name == "numba"
         why = " (Numba compiles the CPU kernels)" if compiles else ""
         self.doing(f"step {self._progress.step + 1}{why}")
@@ -229,7 +230,7 @@ class RunLog:
         *,
         lr: float,
     ) -> None:
-        """A step was tried; `number` counts from 1, and a skipped one keeps it."""
+        """Log an attempted step; `number` counts from 1, and a skipped step repeats it."""
         tokens_per_s = 1e3 * self._config.batch_tokens / clock.total_ms
         scaling = self._optimizer is not None and self._optimizer.working_dtype is torch.float16
         step = schema.Step(
@@ -268,7 +269,7 @@ class RunLog:
         self._console.step(self._line(step), force=number in (1, self._config.train.steps))
 
     def _keep_run(self) -> None:
-        """A link that a disk has not, or that is somebody else's, is no reason to end."""
+        """Keep the run folder; a missing or foreign link does not end the run."""
         try:
             self._run.keep()
         except OSError as error:
@@ -303,7 +304,7 @@ class RunLog:
         return tokens_per_s * per_token / self._peak_flops
 
     def _memory_rows(self) -> tuple[schema.MemoryRow, ...]:
-        """The engine's ledger and, on a GPU, what torch holds beside it."""
+        """Return the engine's Ledger and, on a GPU, torch's other memory."""
         assert self._optimizer is not None
         rows = [
             schema.MemoryRow(
@@ -325,7 +326,7 @@ class RunLog:
         return tuple(rows)
 
     def _tell_memory(self, number: int) -> None:
-        """Read the rows, and write them if one of them has changed by more than half a percent."""
+        """Read the rows, and log them if one has changed by more than half a percent."""
         self._rows, self._rows_read_s = self._memory_rows(), time.monotonic()
         now = {(row.owner, row.tier): row.peak_bytes for row in self._rows}
         same = now.keys() == self._memory.keys() and all(
@@ -371,10 +372,10 @@ class RunLog:
     def checkpoint_failed(self, step: int, error: CheckpointError) -> None:
         path = self._run.checkpoints
         self._writer.emit(schema.Checkpoint(step=step, path=str(path), state="failed"))
-        self.warn("checkpoint-failed", f"training goes on without a checkpoint: {error}", step)
+        self.warn("checkpoint-failed", f"training continues without a checkpoint: {error}", step)
 
     def control(self, request: Request, state: str, step: int, message: str = "") -> None:
-        """What becomes of a request; `state` as in `schema.Control`."""
+        """Log the state of a request; `state` as in `schema.Control`."""
         text = message or request.refused or request.message
         self._writer.emit(
             schema.Control(
@@ -387,12 +388,12 @@ class RunLog:
         self._writer.emit(schema.Sample(step=step, prompt=prompt, text=text))
 
     def warn(self, code: str, message: str, step: int | None = None) -> None:
-        """Something a person should know; `code` is short and stable."""
+        """Log and print a warning; `code` is short and stable."""
         self._writer.emit(schema.Warning_(code=code, message=message, step=step))
         self._console.say(f"warning: {message}")
 
     def _sampled(self, event: schema.Event) -> None:
-        """On the sampler's thread."""
+        """Log a sample, on the sampler's thread."""
         self._writer.emit(event)
         if isinstance(event, schema.System):
             try:
@@ -407,11 +408,11 @@ class RunLog:
         self._console.say(f"{sign}: {alert.code}: {alert.message}")
 
     def _cannot_write(self, error: OSError) -> None:
-        """On the writer's thread, as the next one."""
+        """Report write errors, on the writer's thread like the next method."""
         self._console.say(
-            f"warning: the event log cannot be written ({error.strerror}): it is tried again until "
-            "the run ends, and training goes on"
+            f"warning: the event log cannot be written ({error.strerror}): training "
+            "continues, and writes are retried until the run ends"
         )
 
     def _writes_again(self, lost: int) -> None:
-        self._console.say(f"the event log is written again; {lost} records were lost")
+        self._console.say(f"the event log is being written again; {lost} records were lost")

@@ -1,4 +1,4 @@
-"""The last words of a run: its loss curve, a sample of its text, where it is and how to go on."""
+"""The summary of a run: loss curve, sample text, folder, next commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offloadtrain.train.console import loss_curve
 
 
 def ended_as(log: Path, since_s: float) -> str | None:
-    """Return the status that an event log gives the last start since a time, in Unix seconds; None
-    where it tells of no end since then."""
+    """Return the status of the last start in an event log since a Unix time; None if no end was
+    logged since then."""
     if not log.exists():
         return None
     ends = [
@@ -25,17 +25,17 @@ def ended_as(log: Path, since_s: float) -> str | None:
 
 
 def words(run: Path, log: Path, config: Config, seconds: float, step: int, *, stopped: bool) -> str:
-    """Return what is said at the end of a run.
+    """Return the text printed at the end of a run.
 
     Args:
-        log: of rank 0.
-        seconds: that it took, in all its starts.
+        log: the log of rank 0.
+        seconds: duration over all its starts.
     """
     took = f"\n{step} steps in {format_duration(seconds)}"
     if not log.exists():
         return (
-            f"{took}\n{run} was removed or renamed while the run was in it: what its log told is "
-            f"gone; what was saved since is in {run / 'checkpoints'}"
+            f"{took}\n{run} was removed or renamed during the run: its log is lost; later "
+            f"checkpoints are in {run / 'checkpoints'}"
         )
     curve = "" if stopped else f"\n{summary(log)}\n"
     return f"{curve}{took}\n{next_commands(run, config, stopped=stopped)}"
@@ -65,24 +65,27 @@ def summary(log: Path) -> str:
         )
     if guesses:
         wrong = guesses.count(False)
-        parts.append(f"speculation: {len(guesses)} steps guessed, {wrong} of them wrong")
+        parts.append(f"speculation: {len(guesses)} steps predicted, {wrong} of them mispredicted")
     if sample is not None:
         parts.append(f"sample\n{_indented(sample.prompt + sample.text)}")
     return "\n\n".join(parts)
 
 
 def next_commands(run: Path, config: Config, *, stopped: bool) -> str:
-    """Return where the run is and what to try next, as lines to copy."""
+    """Return the run folder and next commands, as lines to copy."""
     job, folder = shlex.quote(str(run / "resolved.toml")), shlex.quote(str(run))
     if stopped:
-        return f"run folder: {run}\ngo on: offloadtrain train {job} --resume {folder}"
+        return f"run folder: {run}\nresume: offloadtrain train {job} --resume {folder}"
     longer = 2 * config.train.steps
     lines = [
-        (f"offloadtrain tui {folder}", "look at any step of it"),
-        (f"offloadtrain train {job} --resume {folder} --set train.steps={longer}", "train on"),
-        (f"offloadtrain train {job} --set optim.lr={config.optim.lr / 2:g}", "the same, slower"),
+        (f"offloadtrain tui {folder}", "inspect any step"),
+        (f"offloadtrain train {job} --resume {folder} --set train.steps={longer}", "train longer"),
+        (
+            f"offloadtrain train {job} --set optim.lr={config.optim.lr / 2:g}",
+            "the same job, half the learning rate",
+        ),
         ("offloadtrain ls", "other jobs"),
-        ("offloadtrain cp gpt2_124m", "one of them as a file of your own"),
+        ("offloadtrain cp gpt2_124m", "copy one to edit"),
     ]
     commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
     return f"run folder: {run}\nnext:\n{commands}"

@@ -14,9 +14,9 @@ _STDERR = 2
 class StopRequests:
     """While entered, the first signal is only noted and the second ends the process at once.
 
-    The loop looks at `requested` between two steps, where the state is whole. A run that is ended
-    at once (status 1, nothing is saved) keeps its last checkpoint: a checkpoint is never half
-    written. Outside the main thread signals are left alone, because Python allows no other.
+    The loop checks `requested` between two steps, where the state is consistent. A run that is
+    ended at once (status 1, nothing is saved) keeps its last checkpoint, which is never half
+    written. Outside the main thread signals are not handled, because Python does not allow it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,5 @@ class StopRequests:
             os.write(_STDERR, b"\nended at once; the last checkpoint is intact\n")
             os._exit(1)
         self.requested = signal.Signals(number).name
-        note = (
-            f"\n{self.requested}: stopping after this step, with a checkpoint; again: end at once\n"
-        )
-        os.write(_STDERR, note.encode())
+        note = f"{self.requested}: stopping after this step, with a checkpoint; repeat: end at once"
+        os.write(_STDERR, f"\n{note}\n".encode())

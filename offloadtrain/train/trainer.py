@@ -1,16 +1,16 @@
-"""The loop, in the order in which things happen.
+"""The training loop, in order.
 
-    build     seeds, device, data, model, and the optimizer through `offload` (assembly.py)
-    resume    the newest good checkpoint of the run: from there on every loss is the same, bit for
-              bit, as if the run had never stopped
+    build     seeds, device, data, model, and the optimizer through `offload` (build.py)
+    resume    the newest valid checkpoint of the run; every later loss is the same, bit for bit, as
+              if the run had never stopped
     step      learning rate; per microbatch data, forward, backward; update; one record
-    exchange  ranks tell each other loss, time and whether one was asked to stop
+    exchange  ranks exchange loss, time and stop requests
     between   evaluation, checkpoint, a request to stop
     end       last evaluation, last checkpoint, a sample of text
 
-A step whose gradients are not finite is skipped by the engine: no state changes. Its batch is used
-up, it is counted and shown, and the learning rate stands still, because the schedule follows the
-optimizer steps that were done. After MAX_SKIPS in a row the run ends with a checkpoint.
+A step whose gradients are not finite is skipped by the engine: no state changes. Its batch is
+consumed, the step is counted and shown, and the learning rate does not change, because the schedule
+counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _ADVICE = {
 
 
 class TrainingError(OffloadTrainError):
-    """Training cannot go on: the numbers are not finite any more."""
+    """Training cannot continue: values are no longer finite."""
 
 
 class AbortedError(OffloadTrainError):
-    """Somebody asked to end the run at once."""
+    """An abort was requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a start of a run ended: all steps done, or stopped on request and resumable."""
+    """The end of a start: all steps done, or stopped on request and resumable."""
 
     status: Literal["done", "stopped"]
     step: int
@@ -70,16 +70,16 @@ class Outcome:
 
 
 class Trainer:
-    """One run, from its first or latest step to its last, or until it is asked to stop."""
+    """One run, from its first or latest step to its last, or until a stop is requested."""
 
     def __init__(
         self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
     ) -> None:
-        """`run`: has begun when `train` is called."""
+        """`run`: must have begun when `train` is called."""
         self.config = config
         self._local, self._ranks = context.local, context.ranks
         self.model, self.optimizer = context.model, context.optimizer
-        self.optimizer.warns_of_skips = False  # the run log tells of each
+        self.optimizer.warns_of_skips = False  # the run log reports each one
         self.batches, self.val_tokens = context.batches, context.val_tokens
         self.progress = Progress()
         self._precision = context.precision
@@ -94,7 +94,7 @@ class Trainer:
     # ---- resume
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
-        """Take over the state of a verified checkpoint.
+        """Load the state of a verified checkpoint.
 
         Raises:
             CheckpointError, ConfigError: it is of another model.
@@ -108,39 +108,39 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         if self._ranks.rank < len(state["rng"]):
             rng.restore(state["rng"][self._ranks.rank])
-        else:  # a rank that was not there: numbers that nobody else draws
+        else:  # a new rank: numbers that no other rank draws
             rng.seed_all(self.config.train.seed + self._ranks.rank + found.step * self._ranks.size)
         self._saved_step = found.step
 
     def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
-        """Refuse what makes another run of it, and tell what else was changed."""
+        """Refuse changes that make it another run, and report the others."""
         if self._precision != found.state["precision"]:
             raise ConfigError(
                 f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
-                f"and here it is {self._precision!r}"
+                f"but this run uses {self._precision!r}"
             )
         before, threads = found.state.get("threads"), torch.get_num_threads()
         if before not in (None, threads):
             self._log.warn(
                 "threads-changed",
                 f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
-                "from here on losses may differ in their last digits",
+                "losses may now differ in their last digits",
             )
         changed = _differences(found.state["config"], as_tables(self.config))
         if structural := [line for line in changed if line.startswith("model.")]:
             raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
         if found.state.get("held_out", self._held_out()) != self._held_out():
             changed.append(
-                "the held-out tokens: validation losses do not compare with earlier ones"
+                "the held-out tokens: validation losses are not comparable with earlier ones"
             )
         if changed:
             self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
 
     def check_room(self) -> None:
-        """Before the run begins: whether its checkpoints fit the disk.
+        """Check before the run begins that its checkpoints fit on the disk.
 
         Raises:
-            CheckpointError: not even one does.
+            CheckpointError: not even one fits.
         """
         step, config = self.progress.step, self.config.train
         if step >= config.steps:
@@ -166,11 +166,11 @@ class Trainer:
         """Train from `progress.step` to the job's last step.
 
         Args:
-            requests: from outside; rank 0 answers them.
+            requests: requests from outside, answered by rank 0.
 
         Raises:
             TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved. Or
-                the loss or a weight is not, and none was.
+                the loss or a weight is not finite, and none was saved.
             CheckpointError: the last checkpoint could not be saved.
         """
         config, self._requests = self.config.train, requests
@@ -189,8 +189,8 @@ class Trainer:
         return Outcome("done", self.progress.step, self.progress.val_loss)
 
     def _step(self, stop: StopRequests) -> tuple[bool, bool]:
-        """Try one optimizer step; whether it was not skipped, and whether somebody asks for
-        something."""
+        """Try one optimizer step; return whether it was not skipped, and whether there are
+        requests."""
         clock = StepClock()
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
@@ -198,7 +198,7 @@ class Trainer:
         try:
             self.optimizer.step()
         except LossScaleError:
-            self._save()  # of the step before: what overflows changes nothing
+            self._save()  # of the previous step: an overflow changes nothing
             raise
         clock.lap("optimizer")
         report = self.optimizer.last_step
@@ -215,7 +215,7 @@ class Trainer:
     def _exchange(
         self, loss: float, clock: StepClock, report: StepReport, stop: StopRequests
     ) -> StepStats:
-        """What ranks say to each other of a step; a request to stop counts from any of them."""
+        """Exchange the figures of a step among ranks; any rank may request a stop."""
         comm_ms = report.busy_ms["comm"]
         asks = self._requests is not None and self._requests.waiting()
         noted = not self._ranks.is_single and stop.requested is not None
@@ -224,7 +224,7 @@ class Trainer:
         return StepStats.of(of_ranks)
 
     def _stops(self, stop: StopRequests) -> bool:
-        """Whether the run ends here: ranks end at the step after which all of them know it."""
+        """Return whether the run ends here: all ranks end after the same step."""
         return bool(stop.requested) if self._ranks.is_single else self._all_stop
 
     def _set_learning_rate(self) -> float:
@@ -261,7 +261,7 @@ class Trainer:
         device = self.optimizer.device
         if device.type == "cpu":
             return tokens_BT, targets_BT
-        # From pinned memory the copies are asynchronous; torch keeps it until they are done.
+        # Copies from pinned memory are asynchronous; torch keeps the memory until they are done.
         return (
             tokens_BT.pin_memory().to(device, non_blocking=True),
             targets_BT.pin_memory().to(device, non_blocking=True),
@@ -287,21 +287,21 @@ class Trainer:
             )
 
     def _spoilt(self, problem: str) -> TrainingError:
-        """No step from here on would be of use."""
+        """Return the error of a run whose later steps would be useless."""
         saved = checkpoint.find(self._run.checkpoints)
-        last = f"the last checkpoint, {saved[0].name}, is from before" if saved else "none was yet"
+        last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
         advice = _ADVICE[self._precision]
         if not self.config.offload.skip_nonfinite:
-            advice = f"Go on from there with offload.skip_nonfinite = true, or: {advice}"
-        return TrainingError(f"{problem}. Nothing was saved of it; {last}. {advice}.")
+            advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
+        return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
 
     # ---- between steps
 
     def _answer(self, stop: StopRequests, asked: bool) -> None:
-        """Do what was asked from outside of rank 0, here where the state is whole.
+        """Serve rank 0's requests from outside, here where the state is consistent.
 
         Raises:
-            AbortedError: that is what was asked.
+            AbortedError: an abort was requested.
         """
         if not asked:
             return
@@ -331,7 +331,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Mean loss over the first `eval_batches` of the held-out tokens: always the same ones."""
+        """Evaluate the mean loss over the first `eval_batches` of the held-out tokens, always the
+        same ones."""
         if self.val_tokens is None or not self.config.train.eval_every:
             return
         self._log.doing("validation")
@@ -357,7 +358,7 @@ class Trainer:
         self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)
 
     def _save_or_warn(self) -> None:
-        """Save; a full disk must not end a run whose last checkpoint is good."""
+        """Save; a full disk must not end a run whose last checkpoint is valid."""
         try:
             self._save()
         except CheckpointError as error:
@@ -392,10 +393,10 @@ class Trainer:
         try:
             checkpoint.prune(self._run.checkpoints, self.config.train.keep_last)
         except OSError as error:
-            self._log.warn("prune-failed", f"old checkpoints stay: {error}")
+            self._log.warn("prune-failed", f"old checkpoints were not removed: {error}")
 
     def _state(self) -> Mapping[str, Any]:
-        """Return all that is not a tensor and that the rest of the run depends on."""
+        """Return all state outside tensors that the rest of the run depends on."""
         scaler = self.optimizer.state_dict()["scaler"]
         hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
@@ -414,7 +415,7 @@ class Trainer:
         }
 
     def _held_out(self) -> str | None:
-        """The hash of the tokens that losses are validated on."""
+        """Return the hash of the validation tokens."""
         return None if self.val_tokens is None else self.val_tokens.header.content
 
     # ---- the end
@@ -426,7 +427,7 @@ class Trainer:
             self._sample()
 
     def _sample(self) -> None:
-        """Let the model write on from the prompt."""
+        """Let the model continue the prompt."""
         self._log.doing("writing a sample")
         words = tokenizer(self._tokenizer)
         prompt = self.config.train.sample_prompt
@@ -443,10 +444,10 @@ class Trainer:
 
 
 class _LateLoss:
-    """A loss on its way to the host, read when the step is over instead of stopping the device.
+    """A loss in flight to the host, read after the step so that the device does not stop.
 
-    The copy is launched before backward, and the step waits for gradients, so that `wait` finds it
-    done.
+    The copy is launched before backward, and the step waits for gradients, so `wait` finds it
+    complete.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -209,7 +209,7 @@ def test_a_token_file_that_cannot_be_sampled_from_is_told_before_the_first_step(
     arguments = ["train", "job.toml", "--set", "train.sample_tokens=5", 'train.sample_prompt="a"']
     assert main(arguments) == 2
     out, err = capsys.readouterr()
-    assert "train.sample_tokens = 5" in err and "no tokenizer 'words'" in err
+    assert "train.sample_tokens = 5" in err and "unknown tokenizer 'words'" in err
     assert out == "" and "step 1" not in err
 
 

@@ -96,9 +96,9 @@ def test_a_peer_that_talks_and_fails_is_told_on_stderr(
     ("flags", "said"),
     [
         (["--n", "64X"], "64M"),
-        (["--n", "0"], "is needed"),
-        (["--threads", "1,0"], "from 1 on"),
-        (["--threads", "two"], "from 1 on"),
+        (["--n", "0"], "give a number such as 64M"),
+        (["--threads", "1,0"], "at least 1, separated by commas"),
+        (["--threads", "two"], "at least 1, separated by commas"),
         (["--rounds", "0"], "at least 1"),
         (["--states", "fp32,int4"], "fp32, split16, int8"),
     ],

@@ -135,9 +135,9 @@ def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> N
     wrong = {
         ("--folder", str(tmp_path / "none")): "does not exist",
         ("--folder", str(tmp_path / "notes.toml")): "is not a folder",
-        ("--save", str(tmp_path / "notes.toml")): "is no machine file",
+        ("--save", str(tmp_path / "notes.toml")): "is not a machine file",
         ("--save", str(tmp_path / "mine.json")): "ends in .toml",
-        ("--save", str(tmp_path / "none/mine.toml")): "make it first",
+        ("--save", str(tmp_path / "none/mine.toml")): "create it",
     }
     for flags, said in wrong.items():
         assert doctor("--quick", *flags) == USAGE

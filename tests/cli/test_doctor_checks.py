@@ -124,7 +124,7 @@ def test_bf16_by_emulation_is_none() -> None:
 def test_a_cpu_is_judged_by_what_training_takes() -> None:
     """On a Xeon of which oneDNN says that it has bf16, and which is slower in it."""
     told = checks.check_cpu_bf16(False, "a product in bf16 is 0.23 times as fast")
-    assert told.status is WARN and "takes fp32" in told.advice and "0.23" in told.found
+    assert told.status is WARN and "selects fp32" in told.advice and "0.23" in told.found
     slower = replace(MACHINE, gpu="", bf16_tflops=0.0385, fp32_tflops=0.0803)
     assert speeds.check_compute(slower, False).status is PASS
     contrary = speeds.check_compute(slower, True)
@@ -214,7 +214,7 @@ NODES = {0: range(8), 1: range(8, 16)}
         ({}, range(8), [], [None], PASS, "one node"),
         (NODES, range(16), [0, 1], [], PASS, "no GPU"),
         (NODES, range(16), [0, 1], [1], PASS, "GPU 0 1"),
-        (NODES, range(16), [0, 1], [None], WARN, "does not tell"),
+        (NODES, range(16), [0, 1], [None], WARN, "does not report"),
         (NODES, range(8), [0, 1], [0, 1], WARN, "--cpunodebind=1"),
         (NODES, range(16), [0], [1], WARN, "--membind=1"),
     ],

@@ -65,8 +65,8 @@ def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
     assert events_of(path, schema.RunEnded)[0].status == "stopped"
     assert [e.step for e in events_of(path, schema.Step)] == list(range(1, stopped + 1))
 
-    go_on = next(line for line in err.splitlines() if line.startswith("go on: "))
-    arguments = [*go_on.split()[3:], "--set", f"train.steps={stopped + 3}"]
+    go_on = next(line for line in err.splitlines() if line.startswith("resume: "))
+    arguments = [*go_on.split()[2:], "--set", f"train.steps={stopped + 3}"]
     assert main(arguments) == 0
     assert [e.step for e in events_of(path, schema.Step)] == list(range(1, stopped + 4))
 
@@ -149,14 +149,12 @@ def test_4_when_the_device_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("working weights asked the device for 24.8 GiB")
+        raise torch.OutOfMemoryError("no 24.8 GiB on the device")
 
     monkeypatch.setattr("offloadtrain.train.run.assemble", full)
     arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
     assert main(arguments) == 4
-    assert capsys.readouterr().err == (
-        "OutOfMemoryError: working weights asked the device for 24.8 GiB\n"
-    )
+    assert capsys.readouterr().err == "OutOfMemoryError: no 24.8 GiB on the device\n"
 
 
 def test_an_unknown_exception_is_1_with_its_traceback(

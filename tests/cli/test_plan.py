@@ -218,7 +218,7 @@ def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
         (["demo", "--machine", "h1000"], 2, "did you mean h100"),
         (["demo", "--machine", "no/such.toml"], 2, "cannot be read"),
         (["demo", "--gpus", "0"], 2, "at least 1"),
-        (["demo", "--host-memory", "0"], 2, "more than nothing"),
+        (["demo", "--host-memory", "0"], 2, "give more than 0"),
         (["demo", "--host-memory", "much"], 2, "not a size"),
         (["demo", "--machine", "cpu2", "--gpu-memory", "8GiB"], 2, "has no GPU"),
         (["demo", "--set", "model.d_model=7"], 2, "must be a multiple"),
@@ -228,7 +228,7 @@ def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
         (["demo", "--sweep", "gpus=1", "--plot", "x.gif"], 2, ".svg or .png"),
         (["demo", "--largest"], 2, "leave out demo"),
         (["--largest", "--sweep", "gpus=1"], 2, "leave out"),
-        (["demo", "--plot", "x.svg"], 2, "draws a --sweep"),
+        (["demo", "--plot", "x.svg"], 2, "plots a --sweep"),
         (["gpt_13b_v100", "--machine", "cpu2"], 4, "computes on its CPU"),
     ],
 )

@@ -247,7 +247,7 @@ BAD_TOGETHER = [
     ),
     (
         ["data.val_fraction=0", "train.eval_every=5"],
-        "data.val_fraction = 0.0 holds nothing out; train.eval_every must be 0 then",
+        "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then",
     ),
     (
         ["train.sample_prompt=def"],
@@ -330,8 +330,8 @@ def test_a_bad_text_is_told_in_one_sentence(text: str, start: str) -> None:
         ("optim.lr", "--set 'optim.lr': give section.key=value, for example optim.lr=3e-4"),
         ("=3", "--set '=3': give section.key=value, for example optim.lr=3e-4"),
         ("optim..lr=3", "--set 'optim..lr=3': give section.key=value, for example optim.lr=3e-4"),
-        ("name.x=3", "--set 'name.x=3': name is no table"),
-        ("name.\x1b.x=3", "--set 'name.\\x1b.x=3': name is no table"),
+        ("name.x=3", "--set 'name.x=3': name is not a table"),
+        ("name.\x1b.x=3", "--set 'name.\\x1b.x=3': name is not a table"),
         ("optim.lr.x=3", "--set: optim.lr = {'x': 3} must be a finite number"),
     ],
 )
@@ -370,22 +370,25 @@ sample_prompt = "def "
         (["train.steps=40", "optim.warmup_steps=9"], [], {"optim.warmup_steps": 9}),
         (
             ["train.sample_tokens=0"],
-            ["train.sample_prompt = 'def ' of the job gives way to train.sample_tokens = 0"],
+            ["train.sample_prompt = 'def ' of the job is overridden by train.sample_tokens = 0"],
             {"train.sample_prompt": ""},
         ),
         (
             ["data.train=a.bin", "data.val=b.bin"],
-            ["data.source = 'corpus' of the job gives way to data.train = 'a.bin'"],
+            ["data.source = 'corpus' of the job is overridden by data.train = 'a.bin'"],
             {"data.source": "", "data.train": "a.bin"},
         ),
         (
             ["train.grad_accum_steps=2"],
-            ["train.global_batch_tokens = 4096 of the job gives way to train.grad_accum_steps = 2"],
+            [
+                "train.global_batch_tokens = 4096 of the job is overridden by "
+                "train.grad_accum_steps = 2"
+            ],
             {"train.grad_accum_steps": 2, "train.global_batch_tokens": 0},
         ),
         (
             ["data.val_fraction=0"],
-            ["train.eval_every = 500 of the job gives way to data.val_fraction = 0"],
+            ["train.eval_every = 500 of the job is overridden by data.val_fraction = 0"],
             {"train.eval_every": 0},
         ),
         (["optim.lr=1e-4"], [], {"optim.warmup_steps": 700, "data.source": "corpus"}),
@@ -595,8 +598,12 @@ def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
 @pytest.mark.parametrize(
     ("state", "precision", "said"),
     [
-        ("split16", "fp16", "does not fit 16 bits. Use state = 'int8' or 'fp32', or precision ="),
-        ("split16", "fp32", "as its 16-bit working weight, and precision is 'fp32': use state ="),
+        (
+            "split16",
+            "fp16",
+            "does not fit in 16 bits. Use state = 'int8' or 'fp32', or precision =",
+        ),
+        ("split16", "fp32", "as its 16-bit working weight, but precision is 'fp32': use state ="),
         ("int8", "fp32", "use state = 'fp32', or precision = 'bf16'"),
     ],
 )

@@ -258,7 +258,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     ),
     "a conversation": (
         b'{"messages": []}',
-        r'no field "text" \(nor a text in any other: write each',
+        r'no field "text" \(no other field is a string: write each',
     ),
     "a number in the field": (b'{"text": 5}', 'field "text" is not a string'),
     "null": (b'{"text": null}', 'field "text" is not a string'),
@@ -304,9 +304,9 @@ def test_bad_lines_are_numbered_through_all_pieces(tmp_path: Path, pool: str) ->
 Setup = Callable[[Path], Path]
 FAILURES: dict[str, tuple[Setup, dict[str, object], str]] = {
     "missing": (lambda t: t / "nowhere", {}, "nowhere: no such file or folder"),
-    "empty folder": (lambda t: written(t / "s", {".x": b"1"}), {}, "holds no text"),
-    "empty file": (lambda t: written(t, {"a": b""}) / "a", {}, "holds no text"),
-    "device": (lambda t: Path("/dev/null"), {}, "holds no text"),
+    "empty folder": (lambda t: written(t / "s", {".x": b"1"}), {}, "contains no text"),
+    "empty file": (lambda t: written(t, {"a": b""}) / "a", {}, "contains no text"),
+    "device": (lambda t: Path("/dev/null"), {}, "contains no text"),
     "blank lines": (lambda t: written(t / "s", {"a.jsonl": b"\n\n"}), {}, "no line holds text"),
     "one document": (
         lambda t: written(t / "s", {"a.jsonl": jsonl(["one", "one"])}),
@@ -314,7 +314,7 @@ FAILURES: dict[str, tuple[Setup, dict[str, object], str]] = {
         "a single document",
     ),
     "one byte": (lambda t: written(t, {"a": b"x"}) / "a", {}, "a single document"),
-    "tokenizer": (lambda t: t, {"tokenizer": "words"}, "no tokenizer"),
+    "tokenizer": (lambda t: t, {"tokenizer": "words"}, "unknown tokenizer"),
 }
 WITHOUT_MEANING: dict[str, tuple[dict[str, Any], str]] = {
     "fraction": ({"val_fraction": 1.0}, r"must be in \[0, 1\)"),

@@ -183,5 +183,5 @@ def test_any_bytes_decode_to_some_text(tokens: list[int]) -> None:
 
 
 def test_an_unknown_tokenizer_is_refused() -> None:
-    with pytest.raises(DataError, match="no tokenizer 'words'; there is: bytes"):
+    with pytest.raises(DataError, match="unknown tokenizer 'words'; choose one of: bytes"):
         tokenizer("words")

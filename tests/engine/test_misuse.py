@@ -131,11 +131,11 @@ WRONG_FIRST: dict[str, tuple[Callable[[Chain], object], str]] = {
     ),
     "a rule as torch's optimizers are made": (
         lambda net: ot.AdamW(net.parameters(), lr=1e-3),  # type: ignore[misc]
-        r"AdamW takes hyperparameters by name.*ot\.offload\(model, ot\.AdamW\(lr=",
+        r"AdamW is an update rule.*by name.*ot\.offload\(model, ot\.AdamW\(lr=",
     ),
     "a rule as Trainers call optimizers": (
         lambda net: ot.AdamW()(net, lr=1e-3),  # type: ignore[operator]
-        r"AdamW is a rule.*ot\.offload\(model, ot\.AdamW\(lr=",
+        r"AdamW is an update rule.*ot\.offload\(model, ot\.AdamW\(lr=",
     ),
 }
 

@@ -71,14 +71,14 @@ def test_an_option_beside_the_object_is_refused() -> None:
 
 CONTRADICTIONS = [
     ({"precision": "fp16", "skip_nonfinite": False}, "skip_nonfinite = False and precision"),
-    ({"precision": "fp32", "state": "split16"}, "state = 'split16' keeps the upper half"),
-    ({"precision": "fp16", "state": "split16"}, "state = 'split16' cannot keep fp16 weights"),
+    ({"precision": "fp32", "state": "split16"}, "state = 'split16' stores the upper half"),
+    ({"precision": "fp16", "state": "split16"}, "state = 'split16' cannot store fp16 weights"),
     ({"warmup_steps": 3}, "warmup_steps = 3 and update = 'exact'"),
-    ({"resident_blocks": 2}, "resident_blocks = 2 has a meaning only with working"),
+    ({"resident_blocks": 2}, "resident_blocks = 2 applies only with working"),
     ({"state_on": "device", "state": "int8"}, "state = 'int8' and state_on = 'device'"),
     ({"state_on": "device", "update": "delayed"}, "update = 'delayed' and state_on = 'device'"),
     ({"state_on": "device", "working": "host"}, "working = 'host' and state_on = 'device'"),
-    ({"state_on": "device", "device_memory_limit": 1}, "device_memory_limit decides"),
+    ({"state_on": "device", "device_memory_limit": 1}, "device_memory_limit chooses"),
 ]
 
 
@@ -149,5 +149,5 @@ def test_the_stage_among_ranks(options: dict[str, Any], ranks: int, stage: int) 
     config = ot.OffloadConfig(**options)
     assert config.zero_stage_among(ranks) == stage
     assert config.streams_among(ranks) == (stage == 3 or config.working == "host")
-    with pytest.raises(OptionError, match="among 2 ranks each host copy of the weights is a shard"):
+    with pytest.raises(OptionError, match="with 2 ranks each host holds a shard of the weights"):
         replace(config, working="host", zero_stage=1).zero_stage_among(2)

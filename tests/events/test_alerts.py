@@ -203,7 +203,7 @@ def test_a_bus_below_what_was_measured() -> None:
     assert run.said == [], "small copies say nothing"
     at(30.0, 20)
     assert run.said == [("bus-h2d", "raised")]
-    assert "30.0 GB/s, and 50.0 GB/s were measured" in run.told[0].message
+    assert "30.0 GB/s, but 50.0 GB/s were measured" in run.told[0].message
     at(38.0, 40)
     assert len(run.said) == 1, "better, and not well yet"
     at(45.0, 20)

@@ -122,7 +122,7 @@ def test_a_driver_version_refused_is_no_text() -> None:
     [
         ("NVML_ERROR_LIBRARY_NOT_FOUND", "no NVIDIA driver on this machine"),
         ("NVML_ERROR_DRIVER_NOT_LOADED", "the NVIDIA driver is not loaded"),
-        ("NVML_ERROR_NO_PERMISSION", "this user may not ask the driver"),
+        ("NVML_ERROR_NO_PERMISSION", "this user may not query the driver"),
         ("NVML_ERROR_FUNCTION_NOT_FOUND", "the NVIDIA driver is too old for NVML"),
         ("NVML_ERROR_LIB_RM_VERSION_MISMATCH", "the NVIDIA driver was updated"),
         ("NVML_ERROR_GPU_IS_LOST", "a GPU is lost"),

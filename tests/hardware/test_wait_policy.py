@@ -99,7 +99,7 @@ def test_one_thread_waits_for_nobody() -> None:
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_what_a_user_says_wins(name: str) -> None:
     environ = {name: "7"}
-    assert choose(0, environ, lambda: Busy(2, 2.0)) == f"waiting as {name}=7 says"
+    assert choose(0, environ, lambda: Busy(2, 2.0)) == f"waiting as set by {name}=7"
     assert environ == {name: "7"}
 
 

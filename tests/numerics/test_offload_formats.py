@@ -240,7 +240,7 @@ def test_weights_that_stay_fp32_keep_fp32_state() -> None:
 
 
 def test_split16_refuses_fp16_and_fp32_and_says_why() -> None:
-    with pytest.raises(ValueError, match="does not fit 16 bits"):
+    with pytest.raises(ValueError, match="does not fit in 16 bits"):
         ot.offload(Chain(), device="cpu", precision="fp16", state="split16")
     with pytest.raises(ValueError, match="16-bit working weight"):
         ot.offload(Chain(), device="cpu", precision="fp32", state="int8")

@@ -254,7 +254,7 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
 def test_nothing_makes_it_fit() -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
     assert nearest(small(), "test", tiny, 1) == []
-    with pytest.raises(PlanError, match="fits in no placement"):
+    with pytest.raises(PlanError, match="does not fit in any placement"):
         automatic(small(), "test", tiny, 1)
 
 
@@ -434,7 +434,7 @@ def test_a_plan_that_the_engine_contradicts(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: object, said: str
 ) -> None:
     monkeypatch.setattr(placement, name, wrong)
-    with pytest.raises(DryRunError, match=f"laid out and planned differ: .*{said}"):
+    with pytest.raises(DryRunError, match=f"the layout differs from the plan: .*{said}"):
         check(planned(small()))
 
 

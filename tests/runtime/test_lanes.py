@@ -82,7 +82,7 @@ def test_too_little_memory_is_said_before_anything_is_mapped(
 ) -> None:
     monkeypatch.setattr("offloadtrain.runtime.arena.available_bytes", lambda: 1 << 20)
     arena = Arena(Ledger(), pin=False)
-    with pytest.raises(HostMemoryError, match=r"asks for 4\.0 MiB .* 1\.0 MiB is .*master"):
+    with pytest.raises(HostMemoryError, match=r"needs 4\.0 MiB .* 1\.0 MiB is .*master"):
         arena.map([MemoryRequest("master weights", 1 << 20, "float32")])
     assert not arena._slabs
 

@@ -63,10 +63,10 @@ def put(folder: Path, name: str, data: bytes) -> None:
     [
         (b"", "cannot be read"),
         (b"not json", "cannot be read"),
-        (b"[1]", "no JSON object"),
-        (b'{"action": "rm -rf /"}', "there are only checkpoint"),
-        (b'{"action": 3}', "there are only checkpoint"),
-        (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "no small file"),
+        (b"[1]", "not a JSON object"),
+        (b'{"action": "rm -rf /"}', "the actions are checkpoint"),
+        (b'{"action": 3}', "the actions are checkpoint"),
+        (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "not a small regular file"),
         (b"[" * 50_000, "cannot be read"),
     ],
 )

@@ -161,7 +161,7 @@ def test_the_exit_code_of_ranks_is_not_that_of_an_earlier_start(
     assert run(small_job(tmp_path), tmp_path / "run") == 0
     began_s = time.time()
     assert _exit_code(tmp_path / "run", 0, began_s) == 1
-    assert "does not tell how this start ended" in capsys.readouterr().err
+    assert "does not say how this start ended" in capsys.readouterr().err
     writer = event_writer.EventWriter(tmp_path / "run" / "events" / "rank000.jsonl")
     writer.emit(schema.RunEnded(status="stopped", step=12))
     writer.close()
@@ -180,7 +180,7 @@ def test_a_run_folder_that_is_removed_meanwhile_costs_one_line(
 
     monkeypatch.setattr(Trainer, "_between_steps", removed)
     assert run(small_job(tmp_path), path) == 0
-    assert f"{path} was removed or renamed while the run was in it" in capsys.readouterr().err
+    assert f"{path} was removed or renamed during the run" in capsys.readouterr().err
     assert [saved.name for saved in sorted((path / "checkpoints").iterdir())] == [
         "step-00000009",
         "step-00000012",

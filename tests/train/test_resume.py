@@ -223,5 +223,5 @@ def test_nothing_good_is_an_error(tmp_path: Path, stop_after: StopAfter) -> None
     stop_after(2)
     assert run(small_job(tmp_path), path) == 75
     (path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no good checkpoint"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
         run(small_job(tmp_path), path, resume="auto")

@@ -55,9 +55,9 @@ def test_a_run_dir_is_made_or_gone_on_with(tmp_path: Path, stop_after: StopAfter
     stop_after(2)
     assert run(job, mine, resume="auto") == 75
     assert opened(job, "auto", mine)[1] is True
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="already contains a run"):
         opened(job, "never", mine)
-    with pytest.raises(ConfigError, match="name two folders"):
+    with pytest.raises(ConfigError, match="are different folders"):
         opened(job, str(mine), tmp_path / "other")
 
 

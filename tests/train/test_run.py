@@ -92,7 +92,7 @@ def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     steps = events_of(path, schema.Step)
     assert [step.speculation_hit for step in steps] == [None, *[True] * 11]
     assert all(step.early_buckets > 0 for step in steps[1:])
-    assert "speculation: 11 steps guessed, 0 of them wrong" in capsys.readouterr().err
+    assert "speculation: 11 steps predicted, 0 of them mispredicted" in capsys.readouterr().err
 
 
 def test_the_event_log_is_well_formed(tmp_path: Path) -> None:

@@ -241,10 +241,12 @@ def test_a_named_folder_is_made_once(tmp_path: Path) -> None:
         assert run.path == mine
         assert list((tmp_path / "a b").iterdir()) == [mine], "no link in a folder of the user's"
         run.write_run({})
-    with pytest.raises(RunFolderError, match=r"already: it has no checkpoint yet; .*--resume auto"):
+    with pytest.raises(
+        RunFolderError, match=r"already contains a run: it has no checkpoint yet; .*--resume auto"
+    ):
         made(tmp_path / "runs", path=mine)
     (mine / "checkpoints" / "step-00000001").mkdir()
-    with pytest.raises(RunFolderError, match="holds a run already: resume it with --resume"):
+    with pytest.raises(RunFolderError, match="already contains a run: resume it with --resume"):
         made(tmp_path / "runs", path=mine)
 
 
@@ -294,7 +296,7 @@ def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
 
 def test_what_is_no_run_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(RunFolderError, match="is no run folder"):
+        with pytest.raises(RunFolderError, match="is not a run folder"):
             RunFolder(path)
     assert list(tmp_path.iterdir()) == []
 

@@ -197,7 +197,7 @@ def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
     assert {path: tree(path) for path in left} == left
     said = capsys.readouterr().err
     assert f"{empty.name} (no checkpoint)" in said
-    assert f"{damaged.name} (no good checkpoint)" in said
+    assert f"{damaged.name} (no valid checkpoint)" in said
 
 
 def test_auto_after_a_failed_start_goes_on(tmp_path: Path, stop_after: StopAfter) -> None:
@@ -267,7 +267,7 @@ def test_only_damaged_checkpoints_are_left_for_a_person(
     (mine / "checkpoints" / "step-00000002" / "state.json").write_text("{}")
     before = tree(mine)
     for resume in ("auto", str(mine)):
-        with pytest.raises(CheckpointError, match=r"no good checkpoint .*left as it is"):
+        with pytest.raises(CheckpointError, match=r"no valid checkpoint .*not changed"):
             run(job, mine, resume=resume)
     assert tree(mine) == before
 
@@ -280,7 +280,7 @@ def test_a_folder_taken_while_the_model_was_built_is_left_alone(tmp_path: Path) 
     late = open_run(job, run_dir=mine, resume="never", say=print)
     assert run(job, mine) == 0
     before = tree(mine)
-    with late.run, pytest.raises(RunFolderError, match="holds a run already"):
+    with late.run, pytest.raises(RunFolderError, match="already contains a run"):
         late.begin(job="other", resolved="other")
     assert tree(mine) == before
 
@@ -302,7 +302,7 @@ def test_changed_training_data_is_refused_at_start_and_at_resume(
     before = tree(mine)
     path = flip_training_data(tmp_path)
     for run_dir, resume in ((tmp_path / "new", "never"), (mine, "auto")):
-        with pytest.raises(DataError, match=r"train\.bin: the tokens changed .* hash is \w+, and"):
+        with pytest.raises(DataError, match=r"train\.bin: the tokens changed .* hash is \w+, but"):
             run(job, run_dir, resume=resume)
     assert tree(mine) == before and not (tmp_path / "new").exists()
     path.unlink()

@@ -71,7 +71,7 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "is not there: give a run folder" in capsys.readouterr().err
     assert main(["tui", str(tmp_path / "none"), "--once"]) == 2
     assert main(["tui", "--once", "--screen", "none"]) == 2
-    assert "there are overview" in capsys.readouterr().err
+    assert "choose one of overview" in capsys.readouterr().err
     assert main(["status", "--runs-dir", str(tmp_path)]) == 2
 
 
@@ -80,7 +80,7 @@ def test_ctl_asks_and_hears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with trainer(folder):
         assert main(["ctl", str(folder), "note", "hello", "--wait", "0"]) == 0
         assert main(["ctl", str(folder), "dance"]) == 2
-        assert "'dance' is none of checkpoint" in capsys.readouterr().err
+        assert "'dance' is not one of checkpoint" in capsys.readouterr().err
         asked = Requests(folder).poll()
         assert [(one.action, one.message) for one in asked] == [("note", "hello")]
         assert main(["ctl", str(folder), "checkpoint", "--wait", "0.3"]) == 1

@@ -1,7 +1,7 @@
-"""The monitor: a reader thread's snapshots, one state, nine screens.
+"""The monitor: snapshots from a reader thread, one state, nine screens.
 
-Everything that is seen follows from one `ViewState`. It changes when the reader has news, when the
-clock has moved a second, or when a key is pressed; then the panel that is seen is given it.
+One `ViewState` determines the screen. It changes when the reader has news, every second, and when a
+key is pressed; the visible panel then receives it.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ RUNS_EVERY_S = 3.0
 
 
 class Monitor(RunActions):
-    """Watches runs; the only thing it writes are requests, when a person asks for them."""
+    """Displays runs; it writes only requests, when the user makes them."""
 
     class News(Message):
-        """The reader has read something."""
+        """The reader has news."""
 
     class Sampled(Message):
-        """The machine was looked at."""
+        """The machine was sampled."""
 
         def __init__(self, system: schema.System) -> None:
             super().__init__()
             self.system = system
 
     class Listed(Message):
-        """The folder of runs was looked at."""
+        """The folder of runs was listed."""
 
         def __init__(self, rows: list[RunRow]) -> None:
             super().__init__()
@@ -125,7 +125,7 @@ class Monitor(RunActions):
         watch_machine: bool = True,
         news_s: float = NEWS_S,
     ) -> None:
-        """`news_s`: news of the runs is shown at most so often."""
+        """`news_s`: least interval between updates from the runs."""
         super().__init__()
         self.clock: Clock = clock or LiveClock()
         self.runs_dir = runs_dir
@@ -190,16 +190,16 @@ class Monitor(RunActions):
 
     @property
     def is_settled(self) -> bool:
-        """Everything that was there at the start has been read, and the screen is whole."""
+        """True if everything present at the start has been read, and the screen is complete."""
         sampled = self.shown.machine is not None or not self._watch_machine
         logs = not self.reader.readers or (
             bool(self._snapshots) and all(one.whole for one in self._snapshots)
         )
-        footed = bool(self.query("FooterKey"))  # the footer makes its keys when it can
+        footed = bool(self.query("FooterKey"))  # the footer creates its keys late
         return self._listed and sampled and logs and footed
 
     def settle(self) -> None:
-        """Draw what is known now."""
+        """Draw the current state."""
         self._tick()
 
     def _tick(self) -> None:
@@ -207,7 +207,7 @@ class Monitor(RunActions):
         self._show()
 
     def _look_for_runs(self) -> None:
-        """Off this thread: a folder of a hundred runs on a slow disk takes its time."""
+        """List runs on another thread: a hundred runs on a slow disk take time."""
 
         def look() -> None:
             rows = list_runs(self.runs_dir, self.clock.now_s())
@@ -216,7 +216,7 @@ class Monitor(RunActions):
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 
     def _show(self) -> None:
-        """Bring the screen to the newest state."""
+        """Update the screen to the newest state."""
         if self._snapshots:
             self._selected = min(self._selected, len(self._snapshots) - 1)
             chosen = self._snapshots[self._selected]
@@ -232,7 +232,7 @@ class Monitor(RunActions):
         self._refresh()
 
     def _refresh(self) -> None:
-        if not self.is_running:  # it is ending: widgets go one after the other, timers still fire
+        if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
             return
         variables = self.theme_variables
         colors = {
@@ -297,7 +297,7 @@ class Monitor(RunActions):
         self._change(replace(self.shown, cursor=None))
 
     def action_pause(self) -> None:
-        """A replay stands still; a live run is held at its newest step."""
+        """Pause a replay, or hold a live run at its newest step."""
         if isinstance(self.clock, ReplayClock):
             self.clock.pause(not self.clock.paused)
         elif self.shown.cursor is not None:
@@ -338,7 +338,7 @@ class Monitor(RunActions):
         self.notify(f"saved {self.save_screenshot(filename, path)}")
 
     def action_export(self) -> None:
-        """The sampled steps as a Chrome trace, by the command that makes them."""
+        """Export the sampled steps as a Chrome trace, with the trace command."""
         folder = self.shown.snapshot.folder
         if folder is None:
             self.notify("only a run folder can be exported", severity="warning")
@@ -357,7 +357,7 @@ class Monitor(RunActions):
     # ---- from the panels
 
     def on_chart_picked(self, message: Chart.Picked) -> None:
-        """A click into a chart puts the cursor there, on all of the screen."""
+        """Move the cursor of the whole screen to the clicked position."""
         shown = replace(self.shown, cursor=message.position)
         if isinstance(self.clock, ReplayClock):
             self._replay_to(shown)

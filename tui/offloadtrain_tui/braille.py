@@ -1,4 +1,4 @@
-"""Curves in braille: two by four dots per character, the least and greatest per column of dots."""
+"""Curves in braille: two by four dots per character, minimum and maximum per column of dots."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from offloadtrain_tui.series import NOTHING, Extent
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""By column and row within a character."""
+"""Bits of the dots, by column and row within a character."""
 
 _BARS = tuple(
     tuple(tuple(sum(side[first : last + 1]) for last in range(4)) for first in range(4))
     for side in _DOTS
 )
-"""Dots of a column from row `first` to row `last` of a character."""
+"""Return the dots of a column from row `first` to row `last` of a character."""
 
 _SIGNS = [" ", *(chr(0x2800 + dots) for dots in range(1, 256))]
 
 
 class Canvas:
-    """Characters of `width` by `height`; each holds dots and the number of the curve that drew
-    there last."""
+    """Characters of `width` by `height`; each stores dots and the number of the last curve drawn
+    there."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -29,7 +29,7 @@ class Canvas:
         self._curve = [[-1] * width for _ in range(height)]
 
     def draw(self, extents: Sequence[Extent], low: float, high: float, curve: int) -> None:
-        """A curve of one extent per column of dots (2 * width of them), joined where they touch.
+        """Draw a curve of one extent per column of dots (2 * width of them), joined to the next.
 
         `low` is the lowest row of dots, `high` the highest.
         """
@@ -44,7 +44,7 @@ class Canvas:
             bottom = lowest - _row(least, low, scale, lowest)
             if last is None:
                 self._column(column, top, bottom, curve)
-            else:  # up or down to where the last column ended
+            else:  # up or down to the end of the last column
                 first = min(top, last[1] + 1)
                 self._column(column, first, max(bottom, last[0] - 1), curve)
             last = (top, bottom)
@@ -59,7 +59,7 @@ class Canvas:
             self._curve[y][x] = curve
 
     def row(self, y: int) -> list[tuple[str, int]]:
-        """Runs of characters of one curve: (text, curve), -1 where nothing is drawn."""
+        """Yield runs of characters of one curve: (text, curve), -1 if nothing is drawn."""
         runs: list[tuple[list[str], int]] = []
         for dots, curve in zip(self._dots[y], self._curve[y], strict=True):
             if runs and runs[-1][1] == curve:
@@ -70,7 +70,7 @@ class Canvas:
 
 
 def _row(value: float, low: float, scale: float, highest: int) -> int:
-    """Row of dots, counted from below."""
+    """Return the row of dots, counted from below."""
     if scale == 0.0:
         return highest // 2
     row = int((value - low) * scale + 0.5)
@@ -78,7 +78,7 @@ def _row(value: float, low: float, scale: float, highest: int) -> int:
 
 
 def logarithmic(extent: Extent) -> Extent:
-    """Of what is above zero."""
+    """Return the logarithms of an extent's positive part."""
     low, high = extent
     if high <= 0:
         return NOTHING
@@ -86,7 +86,7 @@ def logarithmic(extent: Extent) -> Extent:
 
 
 def bounds(extents: Sequence[Sequence[Extent]]) -> Extent:
-    """Least and greatest of several curves, a little wider where they are one value."""
+    """Return minimum and maximum of several curves, slightly wider if they are equal."""
     known = [extent for curve in extents for extent in curve if extent != NOTHING]
     if not known:
         return 0.0, 1.0

@@ -7,20 +7,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Unix seconds as the screen knows them."""
+    """The interface of clocks, in Unix seconds."""
 
     def now_s(self) -> float: ...
 
 
 class LiveClock:
-    """The time of the machine."""
+    """The machine's time."""
 
     def now_s(self) -> float:
         return time.time()
 
 
 class ReplayClock:
-    """Runs over a recorded stretch of time, at a speed, and can be paused and moved."""
+    """Runs over a recorded interval at a speed; it can be paused and moved."""
 
     def __init__(self, start_s: float, end_s: float, *, speed: float = 1.0) -> None:
         self.start_s, self.end_s, self.speed = start_s, end_s, speed
@@ -33,7 +33,7 @@ class ReplayClock:
         return min(self._at_s + moved, self.end_s)
 
     def move(self, to_s: float) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self._at_s, self._since = min(max(to_s, self.start_s), self.end_s), time.monotonic()
 
     def pause(self, paused: bool) -> None:
@@ -42,7 +42,7 @@ class ReplayClock:
 
 
 class ManualClock:
-    """Stands still until it is moved."""
+    """Does not advance until it is moved."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.value_s = now_s

@@ -1,4 +1,4 @@
-"""`offloadtrain tui`: Textual is imported here and nowhere before."""
+"""`offloadtrain tui`: the first import of Textual."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ def tui(
     theme: str = "",
     size: str = "",
 ) -> int:
-    """Watch runs: the newest by default, also finished ones and several at once.
+    """Monitor runs: the newest by default, finished ones too, and several at once.
 
-    Without a run it shows this machine and its GPUs. Keys: 1-9 screens, [ ] steps, { } marks, End
+    Without a run, show this machine and its GPUs. Keys: 1-9 screens, [ ] steps, { } marks, End
     live, c checkpoint, S stop, ? help, q quit.
 
     Parameters
     ----------
     run
-        Run folders, folders of runs (their newest is meant), or event files.
+        Run folders, folders of runs (selects the newest), or event files.
     runs_dir
-        Where the list of runs looks.
+        Folder listed on the runs screen.
     once
         Print one frame and exit.
     screenshot
         Write one frame as SVG and exit.
     replay
-        Play a run from its beginning.
+        Replay a run from its beginning.
     speed
-        Of a replay, against the run's own time.
+        Speed of a replay, relative to the run.
     readonly
-        Ask nothing of the run.
+        Disable requests to the run.
     screen
-        The first screen: overview, memory, transfers, timeline, plots, ranks, events, job or runs.
+        Initial screen: overview, memory, transfers, timeline, plots, ranks, events, job or runs.
     theme
-        A theme of Textual, "color-blind-safe", or "ansi-dark" for the terminal's own colors.
+        A Textual theme, "color-blind-safe", or "ansi-dark" for the terminal's own colors.
     size
-        Of the frame for --once and --screenshot, as 160x45.
+        Size of the frame for --once and --screenshot, such as 160x45.
     """
     from offloadtrain_tui.app import PANELS, Monitor
 
     if screen not in PANELS:
-        return _refuse(f"--screen {screen}: there are {', '.join(PANELS)}")
+        return _refuse(f"--screen {screen}: choose one of {', '.join(PANELS)}")
     try:
         found = runs.find(run or [], runs_dir)
     except runs.RunError as error:
@@ -77,7 +77,9 @@ def tui(
     app = Monitor(found, runs_dir=runs_dir, clock=clock, readonly=readonly, news_s=news_s)
     if theme:
         if theme not in (*app.available_themes, "color-blind-safe"):
-            return _refuse(f"--theme {theme}: there are {', '.join(sorted(app.available_themes))}")
+            return _refuse(
+                f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
+            )
         app.call_later(setattr, app, "theme", theme)
     if once or screenshot is not None:
         from offloadtrain_tui.frame import frame
@@ -92,7 +94,7 @@ def tui(
         return 0
     if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws to stderr
         return _refuse(
-            "stdout or stderr is no terminal: use --once, --screenshot, or `offloadtrain status`"
+            "stdout or stderr is not a terminal: use --once, --screenshot, or `offloadtrain status`"
         )
     app.first_panel = screen
     app.run()
@@ -110,7 +112,7 @@ def _parsed(size: str) -> tuple[int, int]:
         return ONCE_SIZE
     width, _, height = size.partition("x")
     if not (width.isdigit() and height.isdigit()):
-        raise SystemExit(_refuse(f"--size {size}: give columns and lines as 160x45"))
+        raise SystemExit(_refuse(f"--size {size}: give columns and lines, such as 160x45"))
     return min(max(int(width), 40), 400), min(max(int(height), 12), 200)
 
 

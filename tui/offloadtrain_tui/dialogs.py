@@ -1,4 +1,4 @@
-"""Questions and long texts over the screen."""
+"""Dialogs: questions and long texts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from offloadtrain_tui.text import clean
 
 
 class Confirm(ModalScreen[str]):
-    """Asks once; the answer is the chosen button's name, "" for none."""
+    """A question; the result is the chosen button's name, "" for none."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
 
     def __init__(self, question: str, choices: dict[str, str]) -> None:
-        """`choices`: answer → what its button says; the first one is the least harmful."""
+        """`choices`: answer → button text; the first one is the least harmful."""
         super().__init__()
         self._question = question
         self._choices = choices
@@ -45,7 +45,7 @@ class Confirm(ModalScreen[str]):
 
 
 class Ask(ModalScreen[str]):
-    """A line of text; "" for none."""
+    """An input of one line; the result is "" for none."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
 
@@ -63,7 +63,7 @@ class Ask(ModalScreen[str]):
 
 
 class Raw(ModalScreen[None]):
-    """A record as it is in the log."""
+    """The raw record of the log."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "dismiss", "close")]
 
@@ -78,7 +78,7 @@ class Raw(ModalScreen[None]):
 
 
 def pretty(raw: bytes) -> str:
-    """JSON on several lines; whatever else it is, as it is."""
+    """Return JSON on several lines, anything else unchanged."""
     try:
         text = json.dumps(json.loads(raw), indent=2, ensure_ascii=True)
     except (ValueError, RecursionError):

@@ -24,6 +24,6 @@ async def frame(app: Monitor, screen: str, width: int, height: int) -> tuple[str
 
 
 def screen_text(app: Monitor) -> str:
-    """The screen as lines of text."""
+    """Return the screen as lines of text."""
     strips = app.screen._compositor.render_strips()
     return "\n".join(strip.text.rstrip() for strip in strips)

@@ -1,6 +1,6 @@
-"""What a rank's log says, folded into columns and lists that only grow.
+"""A rank's log as append-only columns and lists.
 
-Who has a `View` has a run as it was at one moment: it never changes, however the log goes on.
+A `View` is an immutable snapshot: it does not change when the log grows.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
 _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
 SAMPLES = ("rss_bytes", "host_available_bytes", "cpu_percent", "swap_used_bytes", "gpu_bytes")
 SAMPLED_STEPS = 256
-"""Timelines that are kept: the newest."""
+"""Number of newest timelines kept."""
 
 _T = TypeVar("_T")
 _BULK = (schema.Step, schema.System)
-"""Read without their classes: by the hundred thousand."""
+"""Kinds read without their classes, since there are hundreds of thousands."""
 _SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
-"""The beginning of a span's line as the trainer writes it: spans are read when they are shown."""
+"""Prefix of a span's line; spans are parsed only for display."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened, as a line of the event list.
+    """A line of the event list.
 
     Attributes:
         level: "info", "good", "warning" or "error".
@@ -62,18 +62,18 @@ class Moment:
 
 @dataclass(slots=True)
 class Timed:
-    """Values with the time from which each one holds."""
+    """Values with the time from which each is valid."""
 
     times: list[float] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
     def add(self, time_s: float, value: Any) -> None:
-        # A clock that was set back must not make the newest value unreachable.
+        # A clock set back must not make the newest value unreachable.
         self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
         self.values.append(value)
 
     def count(self, time_s: float) -> int:
-        """How many values hold at a time."""
+        """Return the number of values valid at a time."""
         return bisect_right(self.times, time_s)
 
     def at(self, time_s: float, default: _T) -> _T | Any:
@@ -82,15 +82,15 @@ class Timed:
 
 
 class History:
-    """One rank's log, folded."""
+    """The parsed log of one rank."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.steps = Timed()
-        """Step numbers; position i in it is position i in every series."""
+        """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
         self.samples: dict[str, Series] = {name: Series() for name in SAMPLES}
-        """One number per sample of the machine: as long as `systems`."""
+        """One number per sample of the machine, as long as `systems`."""
         self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
         self.smoothed = {
             name: Smoothed(self.series[name], span=20.0) for name in ("loss", "tokens_per_s")
@@ -114,7 +114,7 @@ class History:
         self.unreadable = 0
 
     def feed_lines(self, lines: Iterable[bytes]) -> None:
-        """Lines of the log; those that cannot be read are counted."""
+        """Add lines of the log; unreadable ones are counted."""
         for line in lines:
             self._feed_line(line)
         self._flush()
@@ -140,7 +140,7 @@ class History:
             self.feed(record, line)
 
     def feed(self, record: Record, line: bytes = b"") -> None:
-        """A record that is no step."""
+        """Add a record other than a step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
         if isinstance(record.event, schema.LaneSpan):
             self._span(record.event.step, record.time_s, record.event)
@@ -159,11 +159,11 @@ class History:
     # ---- one kind each
 
     # [Note: Columns]
-    # Steps come by the hundred thousand. They stay parsed JSON until the lines at hand are read,
-    # and then go into the columns a column at a time.
+    # There may be 100,000 steps. They stay parsed JSON until the current lines are read,
+    # and then enter the columns, one column at a time.
 
     def _step(self, values: Json, line: bytes) -> bool:
-        """Take up a step; False if it is none after all."""
+        """Add a step; False if it is not valid."""
         number, time_s = values.get("step"), _number(values.get("t"))
         if type(number) is not int or time_s is None or not math.isfinite(time_s):
             return False
@@ -188,13 +188,13 @@ class History:
         self._derive(len(rows))
         times, last = [], self.steps.times[-1] if self.steps.times else 0.0
         for row in rows:
-            last = max(last, row["t"])  # a clock that is set back does not hide what came before
+            last = max(last, row["t"])  # a clock set back does not hide earlier steps
             times.append(last)
         self.steps.values += [row["step"] for row in rows]  # the length that others go by is that
         self.steps.times += times  # of the times, and now all else is there
 
     def _derive(self, count: int) -> None:
-        """Columns that follow from others, of the last `count` steps."""
+        """Compute derived columns of the last `count` steps."""
         of = {name: self.series[name].values[-count:] for name in _DERIVED_FROM}
         worked = {lane: series.values[-count:] for lane, series in self.busy.items()}
         up_ms = [
@@ -207,7 +207,7 @@ class History:
         self.series["host_ms"].extend(list(worked["host"]))
 
     def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
-        """Skipped steps and losses that are no numbers are marked and told."""
+        """Mark and list skipped steps and non-finite losses."""
         loss = _number(values.get("loss"))
         finite = loss is not None and math.isfinite(loss)
         if finite and values.get("skipped") is not True:
@@ -221,7 +221,7 @@ class History:
         self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
 
     def _system(self, values: Json) -> bool:
-        """Take up a sample of the machine, read when it is shown; False if it is none after all."""
+        """Add a sample of the machine, parsed only for display; False if it is not valid."""
         time_s, gpus = _number(values.get("t")), values.get("gpus", [])
         if time_s is None or not math.isfinite(time_s) or not isinstance(gpus, list):
             return False
@@ -244,7 +244,7 @@ class History:
         self.last_time_s = max(self.last_time_s, time_s)
 
     def spans(self, step: int) -> list[schema.LaneSpan] | None:
-        """Of a sampled step; None if it is none, or too old to be kept."""
+        """Return the timeline of a sampled step; None if it was not sampled, or is too old."""
         kept = self._spans.get(step)
         if kept is None:
             return None
@@ -258,7 +258,7 @@ def _read_span(line: bytes) -> schema.LaneSpan | None:
 
 
 def _number(value: Any) -> float | None:
-    """Of parsed JSON, where what is not finite is a string."""
+    """Convert parsed JSON, in which non-finite numbers are strings."""
     if type(value) is float or type(value) is int:
         try:
             return float(value)
@@ -268,7 +268,7 @@ def _number(value: Any) -> float | None:
 
 
 def _transposed(rows: list[Json], keys: Sequence[str]) -> list[Sequence[Any]]:
-    """A column per key; None where a row has none."""
+    """Return a column per key; None for missing values."""
     try:
         return list(zip(*map(itemgetter(*keys), rows), strict=True))
     except KeyError:
@@ -276,7 +276,7 @@ def _transposed(rows: list[Json], keys: Sequence[str]) -> list[Sequence[Any]]:
 
 
 def _floats(values: Sequence[Any]) -> array[float]:
-    """NaN where there is no number."""
+    """Convert values to numbers, NaN for missing ones."""
     try:
         return array("d", values)
     except (TypeError, OverflowError):
@@ -285,7 +285,7 @@ def _floats(values: Sequence[Any]) -> array[float]:
 
 
 def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:
-    """Element by element; NaN where nothing was spent."""
+    """Divide element by element; NaN for zero time."""
     pairs = zip(over, under, strict=True)
     return [factor * a / b if b > 0 else math.nan for a, b in pairs]
 
@@ -309,7 +309,7 @@ _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
 
 
 def _moment(record: Record, line: bytes) -> Moment | None:
-    """The line of the event list that a record makes, if it makes one."""
+    """Return the line of the event list for a record, if any."""
     tell = _TOLD.get(type(record.event))
     if tell is None:
         return None
@@ -322,7 +322,7 @@ def _moment(record: Record, line: bytes) -> Moment | None:
 
 
 def _told_start(event: schema.RunStarted) -> tuple[str, str]:
-    what = "started" if not event.start_step else f"goes on after step {event.start_step}"
+    what = "started" if not event.start_step else f"resumes after step {event.start_step}"
     return "good", f"{event.name} {what}, pid {event.pid}"
 
 
@@ -363,7 +363,7 @@ _TOLD: dict[type, Callable[[Any], tuple[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A rank as it was at `time_s`: positions [0, length) of its series have happened."""
+    """A rank at `time_s`: positions [0, length) of its series have happened."""
 
     history: History
     time_s: float
@@ -371,7 +371,7 @@ class View:
 
     @classmethod
     def at(cls, history: History, time_s: float | None = None) -> View:
-        """None: the newest."""
+        """Return the view at a time; None: the newest."""
         if time_s is None:
             return cls(history, float("inf"), len(history.steps.times))
         return cls(history, time_s, history.steps.count(time_s))
@@ -392,7 +392,7 @@ class View:
 
     @property
     def end(self) -> schema.RunEnded | None:
-        """How the newest start ended, if it has."""
+        """The end of the newest start, if it has ended."""
         ends, starts = self.history.ends, self.history.starts
         ended, started = ends.count(self.time_s), starts.count(self.time_s)
         if not ended or (started and ends.times[ended - 1] < starts.times[started - 1]):
@@ -424,7 +424,7 @@ class View:
 
     @property
     def spans(self) -> list[schema.LaneSpan]:
-        """Of the newest sampled step."""
+        """The timeline of the newest sampled step."""
         sampled = self.history.sampled
         for step in reversed(sampled.values[: sampled.count(self.time_s)]):
             if (found := self.history.spans(step)) is not None:
@@ -437,14 +437,14 @@ class View:
         return moments.values[: moments.count(self.time_s)]
 
     def last(self, name: str) -> float | None:
-        """Of a series; None if the last step had none."""
+        """Return the last value of a series; None if the last step had none."""
         return self.history.series[name].last(self.length)
 
     def busy_ms(self, lane: str) -> float:
         return self.history.busy[lane].last(self.length) or 0.0
 
     def active_alerts(self) -> list[schema.Alert]:
-        """Raised, not cleared, and not acknowledged, the newest last."""
+        """Active alerts: raised, not cleared, not acknowledged, the newest last."""
         alerts = self.history.alerts
         active: dict[str, tuple[float, schema.Alert]] = {}
         for index in range(alerts.count(self.time_s)):
@@ -456,7 +456,7 @@ class View:
         return [alert for code, (at_s, alert) in active.items() if seen.get(code, -1.0) < at_s]
 
     def _acknowledged(self) -> dict[str, float]:
-        """Code of an alert → when somebody last said that it was seen."""
+        """Code of an alert → time of its last acknowledgement."""
         controls = self.history.controls
         pairs = zip(controls.times, controls.values[: controls.count(self.time_s)], strict=False)
         return {
@@ -470,13 +470,13 @@ class View:
         return sorted(values)[len(values) // 2] if values else None
 
     def median_own_ms(self, of: int = 50) -> float | None:
-        """The rank's own part of a step; all of it where nothing is known of waiting."""
+        """The rank's own step time, without waits; the whole step if waits are unknown."""
         values = self.history.series["own_ms"].values[max(self.length - of, 0) : self.length]
         known = sorted(value for value in values if value > 0)
         return known[len(known) // 2] if known else self.median_step_ms(of)
 
     def seconds_left(self) -> float | None:
-        """By the median of the last steps."""
+        """Return the time left, by the median of the last steps."""
         total, step_ms = self.total_steps, self.median_step_ms()
         if total is None or step_ms is None:
             return None
@@ -484,7 +484,7 @@ class View:
 
 
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:
-    """A whole log."""
+    """Read a whole log."""
     history = History(rank)
     history.feed_lines(lines)
     return history

@@ -1,4 +1,4 @@
-"""A line per run of a folder, from the ends of their logs."""
+"""The list of a folder's runs, from the ends of their logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offloadtrain_tui.log_reader import glance
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as a list shows it; None is what its log does not tell."""
+    """A row of the list; None: not in the log."""
 
     folder: Path
     state: str
@@ -25,12 +25,12 @@ class RunRow:
 
 
 def list_runs(runs_dir: Path, now_s: float, most: int = 200) -> list[RunRow]:
-    """The runs of a folder, the newest first."""
+    """Return the runs of a folder, the newest first."""
     return [row_of(folder, now_s) for folder in runs.all_runs(runs_dir)[:most]]
 
 
 def row_of(folder: Path, now_s: float) -> RunRow:
-    """From the first and the last records of rank 0."""
+    """Build a row from the first and the last records of rank 0."""
     logs = runs.open_run(folder).logs
     view = View.at(glance(logs[0]) if logs else History())
     return RunRow(

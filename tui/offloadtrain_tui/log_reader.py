@@ -1,4 +1,4 @@
-"""From run folders to snapshots: one thread reads, everybody else gets what it has read."""
+"""Snapshots of run folders, read by one thread for all others."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from offloadtrain_tui.tail import Tail
 
 POLL_S = 0.17
 NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0
-"""News comes at most so often: twelve charts take some 20 ms to draw, and 30 KB to send."""
+"""Least interval between news: twelve charts take some 20 ms to draw, and 30 KB to send."""
 
 _LINES_AT_ONCE = 5000
 _LOOK_FOR_RANKS_S = 2.0
 _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
 _LONG_BYTES = 4 << 20
-"""A log of this length is shown by its last megabyte while the rest is read."""
+"""For a longer log, the last megabyte is shown while the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment: what every widget is drawn from.
+    """A run at one moment, the input of every widget.
 
     Attributes:
-        name: of its folder or file.
-        views: by rank; rank 0, or the least that has a log, first.
+        name: name of its folder or file.
+        views: views by rank; rank 0, or the lowest with a log, first.
         state: one word of `runs.STATES`.
-        whole: whether the logs have been read to their end.
+        whole: True if the logs have been read to their end.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Snapshot:
 
     @property
     def changed(self) -> tuple[object, ...]:
-        """Equal as long as nothing in the logs has changed."""
+        """A key that is equal until the logs change."""
         return (
             self.state,
             self.whole,
@@ -71,7 +71,7 @@ class RunReader:
     _looked_s: float = 0.0
 
     def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
-        """Take up new lines of every rank; whether there were any."""
+        """Read new lines of every rank; return whether there were any."""
         self._find_ranks()
         found = False
         self.whole = True
@@ -90,7 +90,7 @@ class RunReader:
         return found
 
     def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
-        """`at_s`: as it was then; None: the newest."""
+        """Return the run at the time `at_s`; None: the newest."""
         known = {**self.histories, **self._glances}
         ordered = sorted(known.values(), key=lambda history: history.rank)
         views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
@@ -114,7 +114,7 @@ class RunReader:
 
 
 def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
-    """A log by its first and its last records: at once, however long it is."""
+    """Read the first and the last records of a log, in constant time."""
     history = History(rank)
     with suppress(OSError), open(path, "rb") as log:
         size = os.fstat(log.fileno()).st_size
@@ -133,7 +133,7 @@ def _rank_of(path: Path) -> int:
 
 
 class Reader:
-    """Reads runs on a thread of its own and tells when there is news: once, until it is taken."""
+    """Reads runs on its own thread and reports news once, until it is taken."""
 
     def __init__(
         self,
@@ -158,13 +158,13 @@ class Reader:
         self._thread.start()
 
     def take(self) -> list[Snapshot]:
-        """The newest snapshot of each run; news after this is told again."""
+        """Return the newest snapshot of each run, and report later news again."""
         with self._lock:
             self._told = False
             return list(self._snapshots)
 
     def add(self, run: RunPath) -> None:
-        """Read this one too, from now on."""
+        """Also read this run from now on."""
         if all(reader.run.folder != run.folder for reader in self.readers):
             self.readers = [*self.readers, RunReader(run)]
             self._wake.set()
@@ -176,11 +176,11 @@ class Reader:
             self._thread.join(timeout=2.0)
 
     def read_newest(self) -> list[Snapshot]:
-        """As far as the thread has read, now."""
+        """Return snapshots of everything the thread has read so far."""
         return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
 
     def read_once(self) -> list[Snapshot]:
-        """Everything there is, on this thread."""
+        """Read everything on this thread."""
         for reader in self.readers:
             while reader.read() or not reader.whole:
                 pass
@@ -192,7 +192,7 @@ class Reader:
             busy = any([reader.read() and not reader.whole for reader in self.readers])
             if time.monotonic() - published_s >= self._news_s and self._publish():
                 published_s = time.monotonic()
-            (gc.disable if busy else gc.enable)()  # a long log makes lists of lists, and no cycles
+            (gc.disable if busy else gc.enable)()  # a long log creates many lists, but no cycles
             if not busy:
                 self._wake.wait(POLL_S)
                 self._wake.clear()
@@ -201,7 +201,7 @@ class Reader:
             reader.close()
 
     def _publish(self) -> bool:
-        """Whether there was any news."""
+        """Publish snapshots; return whether there was any news."""
         snapshots = self.read_newest()
         with self._lock:
             news = [one.changed for one in snapshots] != [one.changed for one in self._snapshots]

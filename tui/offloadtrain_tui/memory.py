@@ -1,4 +1,4 @@
-"""The Ledger's rows as bars: owners by tier, beside what was planned and what the machine has."""
+"""The Ledger's rows as bars: owners by tier, with the plan and the machine's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNATTRIBUTED = "unattributed"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One owner in one tier; `planned` is None where there was no plan."""
+    """One owner in one tier; `planned` is None without a plan."""
 
     tier: str
     owner: str
@@ -24,7 +24,7 @@ class Row:
 
 
 def rows(view: View) -> list[Row]:
-    """Owners by tier, the largest first; planned ones that hold nothing yet too."""
+    """Return owners by tier, the largest first, including planned ones without memory yet."""
     plan = planned(view)
     found = [
         Row(row.tier, row.owner, row.num_bytes, row.peak_bytes, plan.get((row.tier, row.owner)))
@@ -36,7 +36,7 @@ def rows(view: View) -> list[Row]:
 
 
 def planned(view: View) -> dict[tuple[str, str], int]:
-    """(tier, owner) → bytes, from the plan that the run began with."""
+    """Return (tier, owner) → bytes of the run's initial plan."""
     memory: Any = view.start.plan.get("memory") if view.start else None
     if not isinstance(memory, dict):
         return {}
@@ -50,9 +50,9 @@ def planned(view: View) -> dict[tuple[str, str], int]:
 
 
 def host(view: View, machine: schema.System | None) -> Tier:
-    """What this run holds of the host; what else is taken there; what is free.
+    """Return the bar of host memory: this run's, others', free.
 
-    `machine`: this one, shown where there is no run that has told of its own.
+    `machine`: this one, shown if the run has no samples.
     """
     parts = _parts(view, "host")
     system = view.system or machine
@@ -68,12 +68,12 @@ def host(view: View, machine: schema.System | None) -> Tier:
 
 
 def devices(view: View, machine: schema.System | None) -> list[Tier]:
-    """One bar per GPU that is known, that of the run first, with the run's own parts."""
+    """Return one bar per known GPU, the run's first, with the run's own parts."""
     parts = _parts(view, "device")
     system = machine or view.system
     gpus = system.gpus if system else ()
     if not gpus:
-        if parts and _is_on_cpu(view):  # why no GPU could be asked is nothing to it
+        if parts and _is_on_cpu(view):  # the GPU's state does not matter here
             return [Tier("DEVICE (CPU)", parts)]
         return [Tier("DEVICE", parts, note=system.gpu_state if system else "")]
     bars, uuid = [], view.start.plan.get("gpu_uuid") if view.start else None

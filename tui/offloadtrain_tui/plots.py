@@ -1,4 +1,4 @@
-"""Which charts there are, built from what is shown."""
+"""The charts, built from the view state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Kind:
     """A chart of one or more series of the steps.
 
     Attributes:
-        fields: (series, label, color, mirrored) of each curve.
-        log: whether `y` makes its axis logarithmic.
+        fields: (series, label, color, mirrored) for each curve.
+        log: True if `y` makes its axis logarithmic.
         smoothed: the first curve gets a moving average over it.
     """
 
@@ -73,7 +73,7 @@ KINDS: dict[str, Kind] = {
         form=milliseconds,
     ),
     "bus": Kind(
-        "bus while it worked",
+        "bus while busy",
         (("h2d_gbps", "up", "primary", False), ("d2h_gbps", "down", "warning", True)),
         unit=" GB/s",
     ),
@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
 
 
 def plot(name: str, shown: ViewState) -> Plot:
-    """A chart of the steps of rank 0."""
+    """Return a chart over the steps of rank 0."""
     kind, view = KINDS[name], shown.newest
     series = view.history.series
     curves = [
@@ -115,7 +115,7 @@ def plot(name: str, shown: ViewState) -> Plot:
 
 
 def _of_others(field: str, shown: ViewState) -> list[Curve]:
-    """The same series of the other runs, by position."""
+    """Return the same series of the other runs, by position."""
     found = []
     for number, other in enumerate(shown.others):
         view = other.first
@@ -125,10 +125,10 @@ def _of_others(field: str, shown: ViewState) -> list[Curve]:
 
 
 def sample_plot(title: str, names: dict[str, str], view: View, now_s: float) -> Plot:
-    """A chart over the samples of the machine.
+    """Return a chart over the samples of the machine.
 
     Args:
-        names: of the samples → their labels.
+        names: name of a sample → its label.
     """
     systems = view.history.systems
     length = systems.count(view.time_s)

@@ -1,4 +1,4 @@
-"""What the monitor knows, as text and JSON: `status`, `runs`, `events`, `ctl`. No Textual."""
+"""The monitor's data as text and JSON: `status`, `runs`, `events`, `ctl`. No Textual."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def status(
     live: Flag = False,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Print how a run is: the newest by default.
+    """Print the status of a run, by default the newest.
 
     Parameters
     ----------
     run
         A run folder, a folder of runs, or an event file.
     runs_dir
-        Where the newest run is looked for.
+        Folder searched for the newest run.
     live
         Print a line every second until the run ends.
     json_
-        Print JSON; with --live a line each time.
+        Print JSON; with --live one line per second.
     """
     found = _find(run, runs_dir)
     if found is None:
@@ -79,7 +79,7 @@ def list_all(
     runs_dir
         The folder.
     json_
-        Print a line of JSON for each.
+        Print one line of JSON per run.
     """
     rows = list_runs(runs_dir, time.time())
     if not rows:
@@ -97,18 +97,18 @@ def show_events(
     follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative="")] = False,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Print what happened in a run: starts, checkpoints, alerts, notes, its end.
+    """Print the events of a run: starts, checkpoints, alerts, notes, its end.
 
     Parameters
     ----------
     run
         A run folder, a folder of runs, or an event file.
     runs_dir
-        Where the newest run is looked for.
+        Folder searched for the newest run.
     follow
-        Go on until the run ends.
+        Follow the run until it ends.
     json_
-        Print the records as they are in the log, steps and samples too.
+        Print the raw records of the log, including steps and samples.
     """
     found = _find(run, runs_dir)
     if found is None:
@@ -126,17 +126,18 @@ def ctl(
     *,
     wait: Annotated[float, Parameter(name="--wait")] = _ANSWER_S,
 ) -> int:
-    """Ask a running job for something, and print its answer.
+    """Send a request to a running job, and print its answer.
 
     Parameters
     ----------
     run
-        A run folder, or a folder of runs: its newest.
+        A run folder, or a folder of runs (selects the newest).
     action
-        checkpoint: save one after this step. stop: after this step, with a checkpoint. abort: end
-        now, without. note: write MESSAGE into the log. acknowledge: the alert named MESSAGE.
+        checkpoint: save one after this step. stop: stop after this step, with a checkpoint. abort:
+        end now, without a checkpoint. note: write MESSAGE into the log. acknowledge: confirm the
+        alert with the code MESSAGE.
     message
-        Of a note, or the code of an alert.
+        Text of a note, or code of an alert.
     wait
         Seconds to wait for the answer; 0: do not wait.
     """
@@ -159,7 +160,7 @@ def ctl(
 
 
 def facts(snapshot: Snapshot) -> dict[str, Any]:
-    """A snapshot as plain data, units in the names."""
+    """Return a snapshot as plain data, with units in the names."""
     view = snapshot.first
     steps = {name: view.last(name) for name in view.history.series}
     end = view.end
@@ -182,7 +183,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def line(snapshot: Snapshot) -> str:
-    """A snapshot in one line."""
+    """Return a snapshot as one line."""
     view = snapshot.first
     total = f"/{view.total_steps}" if view.total_steps else ""
     parts = [
@@ -199,7 +200,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def report(snapshot: Snapshot) -> str:
-    """A snapshot in a few lines."""
+    """Return a snapshot as a few lines."""
     view = snapshot.first
     lines = [clean(snapshot.name), line(snapshot)]
     if view.val_loss is not None:
@@ -220,7 +221,7 @@ def report(snapshot: Snapshot) -> str:
 
 
 def told(moment: Moment) -> str:
-    """An event in one line."""
+    """Return an event as one line."""
     try:
         time_text = datetime.fromtimestamp(moment.time_s).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
@@ -257,7 +258,7 @@ def _read(reader: RunReader) -> Snapshot:
 
 
 def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
-    """Every moment once, the oldest first; `raw`: every record."""
+    """Yield every moment once, the oldest first; `raw`: every record."""
     if raw:
         yield from _raw(reader.run, follow=follow)
         return
@@ -292,7 +293,7 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
 
 
 def _answer(run: RunPath, asked: str, wait_s: float) -> int:
-    """Print what becomes of a request until it is settled."""
+    """Print the states of a request until it is done or refused."""
     reader, shown = RunReader(run), 0
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
@@ -309,6 +310,6 @@ def _answer(run: RunPath, asked: str, wait_s: float) -> int:
             break
         time.sleep(_FOLLOW_EVERY_S)
     if wait_s > 0:
-        print("no answer yet: it comes after the step in progress", file=sys.stderr)
+        print("no answer yet: the run answers after the step in progress", file=sys.stderr)
         return FAILED
     return DONE

@@ -1,4 +1,4 @@
-"""Requests to a run: files in its folder, which the trainer looks for between steps."""
+"""Requests to a run: files in its folder, which the trainer reads between steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ LONGEST_NOTE = 1000
 
 
 class RequestError(Exception):
-    """A request that cannot be made."""
+    """The request cannot be made."""
 
 
 def write(folder: Path, action: str, message: str = "") -> str:
-    """Ask the run in `folder` for something; returns the request's id, which its answers carry.
+    """Send a request to the run in `folder`; return its id, which the answers carry.
 
     Raises:
         RequestError: there is no such action, or the folder cannot be written.
     """
     if action not in ACTIONS:
-        raise RequestError(f"'{action}' is none of {', '.join(ACTIONS)}")
+        raise RequestError(f"'{action}' is not one of {', '.join(ACTIONS)}")
     name = f"{time.time_ns()}-{secrets.token_hex(4)}"
     asked = {"action": action, "message": message[:LONGEST_NOTE], "time_s": time.time()}
     control = folder / "control"

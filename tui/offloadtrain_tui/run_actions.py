@@ -1,4 +1,4 @@
-"""What a person can ask of a run: dialogs, and a request in the run's folder."""
+"""Requests to a run: dialogs, and a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offloadtrain_tui.view_state import ViewState
 
 
 class RunActions(App[None]):
-    """The part of the monitor that writes: requests, when a person confirms them."""
+    """The part of the monitor that writes: requests confirmed by the user."""
 
     shown: ViewState
 
@@ -46,7 +46,7 @@ class RunActions(App[None]):
     def _may_ask(self) -> bool:
         snapshot = self.shown.snapshot
         if self.shown.readonly:
-            self.notify("--readonly: nothing is asked of the run", severity="warning")
+            self.notify("--readonly: requests are disabled", severity="warning")
         elif snapshot.folder is None or snapshot.state not in runs.ALIVE:
             self.notify(f"the run is not running ({snapshot.state})", severity="warning")
         else:
@@ -62,4 +62,4 @@ class RunActions(App[None]):
         except requests.RequestError as error:
             self.notify(str(error), severity="error")
         else:
-            self.notify(f"{action}: asked; the answer is an event")
+            self.notify(f"{action}: requested; the answer appears as an event")

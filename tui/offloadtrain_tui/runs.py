@@ -1,6 +1,6 @@
-"""Run folders: where they are, and whether somebody is at work in them.
+"""Run folders: search, and the state of their processes.
 
-A run folder is data of somebody: nothing in it is believed, run or followed out of it.
+A run folder is untrusted data: nothing in it is executed, and no link out of it is followed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from offloadtrain_tui.history import View
 
 SLOW_S, SLOW_FACTOR = 30.0, 4.0
-"""A run is slow after this long without a step, and this many times its median step."""
+"""A run is slow after this time without a step, and this many times its median step."""
 
 SILENT_S = 60.0
-"""On another host, where no lock can be seen: silent for this long is not known to live."""
+"""A run on another host, whose lock is invisible, is unknown after this silence."""
 
 _RUN_JSON_BYTES = 1 << 20
 
@@ -29,12 +29,12 @@ STATES = (*ALIVE, "done", "stopped", "failed", "killed", "unknown")
 
 
 class RunError(Exception):
-    """What was asked for is no run."""
+    """The argument is not a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPath:
-    """A run folder, or one log by itself."""
+    """A run folder, or a single log."""
 
     folder: Path | None
     logs: tuple[Path, ...]
@@ -45,10 +45,10 @@ class RunPath:
 
 
 def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
-    """The runs that were asked for; without arguments the newest of `runs_dir`, or none.
+    """Return the requested runs; without arguments the newest of `runs_dir`, or none.
 
     Args:
-        arguments: run folders, folders of runs (their newest is meant), or event files.
+        arguments: run folders, folders of runs (selects the newest), or event files.
 
     Raises:
         RunError: one of them is none of these.
@@ -59,7 +59,7 @@ def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
 
 
 def all_runs(runs_dir: Path) -> list[Path]:
-    """The run folders in a folder, the newest first."""
+    """Return the run folders in a folder, the newest first."""
     with suppress(OSError):
         found = [path for path in runs_dir.iterdir() if is_run(path) and not path.is_symlink()]
         return sorted(found, key=lambda path: path.name, reverse=True)
@@ -89,7 +89,7 @@ def _named(path: Path) -> RunPath:
 
 
 def facts(folder: Path | None) -> dict[str, Any]:
-    """What run.json says; {} if nothing that can be read."""
+    """Return the contents of run.json; {} if it cannot be read."""
     if folder is None:
         return {}
     with suppress(OSError, ValueError, RecursionError), open(folder / "run.json", "rb") as file:
@@ -99,10 +99,10 @@ def facts(folder: Path | None) -> dict[str, Any]:
 
 
 def is_alive(folder: Path | None) -> bool | None:
-    """Whether the process that runs in the folder lives; None if that cannot be told from here.
+    """Return whether the run's process is alive; None if unknown here.
 
-    The lock alone would not do: a child that was forked off keeps the lock of an owner that was
-    killed. So where the owner is of this machine, its pid and its start time must be there too.
+    The lock alone is not enough: a forked child keeps the lock of a killed owner. If the owner is
+    on this machine, its pid and start time must match too.
     """
     if folder is None:
         return None
@@ -118,7 +118,7 @@ def is_alive(folder: Path | None) -> bool | None:
 
 
 def state_of(view: View, alive: bool | None, now_s: float) -> str:
-    """One word of `STATES` for a run as its log and its lock show it."""
+    """Return one of `STATES` for a run, from its log and its lock."""
     if view.end is not None:
         return view.end.status if view.end.status in STATES else "failed"
     if alive is False:
@@ -152,14 +152,14 @@ def _is_locked(path: Path) -> bool:
 
 
 def _owner(lock: Path) -> int | None:
-    """The pid that took the lock last."""
+    """Return the pid of the lock's last owner."""
     with suppress(OSError, ValueError), open(lock, "rb") as file:
         return int(file.read(32))
     return None
 
 
 def _runs(pid: int, start_ticks: int) -> bool:
-    """Whether this very process is there, and not only waiting to be reaped."""
+    """Return whether this process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

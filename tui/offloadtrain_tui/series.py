@@ -1,10 +1,10 @@
-"""Numbers over steps: append-only columns, and the least and greatest of any stretch of them.
+"""Numbers over steps: append-only columns with minimum and maximum of any range.
 
 [Note: Pyramids]
-A chart asks for the least and the greatest value of each of its columns of pixels, whatever the
-zoom. Level k of a pyramid keeps these for every 16^k values, made when they are asked for first, so
-that a chart of 100,000 steps reads some hundred numbers. Columns only grow: who holds a length has
-an immutable view, while a reader thread appends.
+A chart needs the minimum and the maximum of each of its pixel columns at any zoom. Level k of a
+pyramid stores these for every 16^k values, computed on first use, so that a chart of 100,000 steps
+reads some hundred numbers. Columns only grow: a length is an immutable view while a reader thread
+appends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FACTOR = 16
 _GRAINS = 64
 
 Extent = tuple[float, float]
-"""Least and greatest finite value; (inf, -inf) if there is none."""
+"""Return the least and the greatest finite value; (inf, -inf) if there is none."""
 
 NOTHING: Extent = (math.inf, -math.inf)
 
 
 class Series:
-    """One number per step; NaN where there is none."""
+    """A column of one number per step; NaN if missing."""
 
     __slots__ = ("_all_finite", "_levels", "values")
 
@@ -48,18 +48,19 @@ class Series:
         self.values.extend(fresh)
 
     def last(self, length: int) -> float | None:
-        """The newest number of the first `length`; None if there is none."""
+        """Return the newest number of the first `length`; None if there is none."""
         for index in range(length - 1, max(length - 64, 0) - 1, -1):
             if not math.isnan(self.values[index]):
                 return self.values[index]
         return None
 
     def extent(self, lo: int, hi: int) -> Extent:
-        """Of values [lo, hi)."""
+        """Return minimum and maximum of values [lo, hi)."""
         return self._extent(0, lo, hi)
 
     def _extent(self, level: int, lo: int, hi: int) -> Extent:
-        """Of entries [lo, hi) of a level: their ends by themselves, the middle a level higher."""
+        """Return minimum and maximum of entries [lo, hi) of a level, using the next level for the
+        middle."""
         if hi - lo <= 2 * FACTOR:
             return self._least_greatest(level, lo, hi)
         first, last = -(-lo // FACTOR), hi // FACTOR
@@ -95,7 +96,7 @@ class Series:
 
 
 class Smoothed(Series):
-    """Exponential moving average of another series, extended when it is looked at.
+    """Exponential moving average of another series, extended on access.
 
     Started without bias (as Adam's moments): the first value is the first average.
     """
@@ -110,7 +111,7 @@ class Smoothed(Series):
         self._mean = self._weight = 0.0
 
     def catch_up(self, length: int) -> None:
-        """Up to `length` values of the source."""
+        """Extend to `length` values of the source."""
         for value in self._of.values[len(self.values) : length]:
             if math.isfinite(value):
                 self._mean = self._decay * self._mean + (1.0 - self._decay) * value
@@ -120,21 +121,21 @@ class Smoothed(Series):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Values [lo, hi) of every series, as a chart shows them."""
+    """The displayed values [lo, hi) of every series."""
 
     lo: int
     hi: int
 
     @property
     def size(self) -> int:
-        """A little more than there is: a chart that grows by one value is cut as before, and only
-        its newest columns are drawn anew."""
+        """The size with a margin, so that a chart that grows by one value only redraws its newest
+        columns."""
         count = self.hi - self.lo
         grain = 1 << max((count // _GRAINS).bit_length() - 1, 0)
         return -(-count // grain) * grain
 
     def columns(self, count: int) -> list[tuple[int, int]]:
-        """The window cut into `count` stretches; several are one value where it is shorter."""
+        """Split the window into `count` ranges; they repeat values if it is shorter."""
         size = self.size
         if size <= 0:
             return []

@@ -1,4 +1,4 @@
-"""The lines on top of every screen: which run, how far, how fast, how long still."""
+"""The header of every screen: run, progress, speed, time left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ColorOf = dict[str, str]
 
 
 def headline(shown: ViewState, colors: ColorOf) -> Text:
-    """Name, state, step, time left, and the newest numbers, in one or two lines."""
+    """Return name, state, step and time left."""
     view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f" {clean(shown.snapshot.name)} ", "bold")
@@ -41,7 +41,7 @@ def headline(shown: ViewState, colors: ColorOf) -> Text:
 
 
 def numbers(shown: ViewState) -> Text:
-    """The newest step in numbers."""
+    """Return the figures of the newest step."""
     view = shown.view
     text = Text(no_wrap=True, overflow="ellipsis")
     if not view.length:
@@ -63,7 +63,7 @@ def numbers(shown: ViewState) -> Text:
 
 
 def when(shown: ViewState) -> Text:
-    """Where in time the screen is: live, at a step, in a replay; and what is wrong."""
+    """Return the screen's position in time (live, at a step, in a replay) and active alerts."""
     text = Text(no_wrap=True, overflow="ellipsis")
     alerts = shown.view.active_alerts()
     if not shown.is_live:
@@ -80,7 +80,7 @@ def when(shown: ViewState) -> Text:
 
 
 def trend(view: View) -> str:
-    """An arrow: the mean of the last ten losses against the ten before."""
+    """Return an arrow: the mean of the last ten losses against the ten before."""
     values = [v for v in view.history.series["loss"].values[max(view.length - 20, 0) : view.length]]
     if len(values) < 20:
         return ""

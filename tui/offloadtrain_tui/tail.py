@@ -10,14 +10,14 @@ _LONGEST_LINE = 1 << 22
 
 
 class Tail:
-    """Reads what was appended since the last call; a torn last line waits for its end.
+    """Reads lines appended since the last call; an incomplete last line waits for its end.
 
-    A file that was replaced (another inode) or cut is read again from its beginning. Nothing of the
-    file is believed: a line that never ends is dropped and counted.
+    A file that was replaced (another inode) or truncated is read again from its beginning. The file
+    is untrusted: an endless line is dropped and counted.
 
     Attributes:
         dropped: bytes of lines longer than 4 MiB.
-        restarts: how many times the file was replaced or cut.
+        restarts: number of times the file was replaced or truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class Tail:
         self._torn = b""
 
     def poll(self, most: int = 16 * _CHUNK) -> list[bytes]:
-        """Whole lines, at most about `most` bytes of them; [] if there is nothing new."""
+        """Return complete lines, at most about `most` bytes; [] if there is nothing new."""
         if not self._ready():
             return []
         lines: list[bytes] = []
@@ -45,7 +45,7 @@ class Tail:
 
     @property
     def left_bytes(self) -> int:
-        """Not read yet."""
+        """Bytes not read yet."""
         return max(os.fstat(self._fd).st_size - self._offset, 0) if self._fd >= 0 else 0
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Tail:
             self._fd = -1
 
     def _ready(self) -> bool:
-        """Open the file, or open it again where another one has its name."""
+        """Open the file, or reopen it if it was replaced."""
         try:
             now = os.stat(self.path)
         except OSError:

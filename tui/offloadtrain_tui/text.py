@@ -1,4 +1,4 @@
-"""Text of others made safe to show, and numbers made short."""
+"""Sanitizing of foreign text, and short formats of numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _KEPT = {"\n", "\t"}
 
 
 def clean(text: str, limit: int = 2000) -> str:
-    """Without control characters, terminal escapes and marks that turn the writing direction.
+    """Remove control characters, terminal escapes and marks that change the text direction.
 
-    Logs, names and messages come from files that anything may have written.
+    Logs, names and messages are untrusted.
     """
     shown = []
     for character in text[:limit]:
@@ -25,7 +25,7 @@ def clean(text: str, limit: int = 2000) -> str:
 
 
 def short(value: float | None) -> str:
-    """Four digits or so: 2.314, 0.0003 → "3e-4", 65536 → "65.5k"; "-" if there is none."""
+    """Format about four digits: 2.314, 0.0003 → "3e-4", 65536 → "65.5k"; "-" if there is none."""
     if value is None:
         return "-"
     if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Themes of the monitor's own: colors that everybody can tell apart."""
+"""The monitor's own theme, for color-blind users."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from textual.theme import Theme
 
 COLOR_BLIND = Theme(
     name="color-blind-safe",
-    # The palette of Okabe and Ito (2008): told apart with any color vision.
+    # The palette of Okabe and Ito (2008), distinguishable with any color vision.
     primary="#56B4E9",
     secondary="#CC79A7",
     accent="#E69F00",

@@ -1,6 +1,6 @@
-"""This machine, looked at by the monitor itself: host memory, and GPUs through NVML; no torch.
+"""Samples of this machine by the monitor itself: host memory, and GPUs through NVML; no torch.
 
-On a thread of its own: drivers answer late, or never.
+They run on their own thread, since drivers answer late, or never.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ SAMPLE_S = 1.0
 
 
 class MachineSampler:
-    """Hands a sample to `on_sample` every second; nothing that fails here reaches the screen's
-    thread."""
+    """Calls `on_sample` every second; no failure here reaches the screen's thread."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class MachineSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Does not wait for a driver that hangs."""
+        """Stop sampling, without waiting for a hanging driver."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -48,7 +47,7 @@ class MachineSampler:
 
 
 def sample(nvml: Nvml) -> System:
-    """The machine now; of this process only what belongs to no run: nothing."""
+    """Sample the machine, without figures of a process."""
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     return System(
         cpu_percent=psutil.cpu_percent(),

@@ -1,4 +1,4 @@
-"""What the screen shows: a run, the moment, and how the charts are looked at."""
+"""The state of the screen: a run, a moment, and chart settings."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """Equal states of this give equal screens.
+    """Everything that determines the screen: equal states give equal screens.
 
     Attributes:
-        snapshot: of the run that is looked at, the newest.
-        others: runs whose curves are drawn beside it.
+        snapshot: newest snapshot of the displayed run.
+        others: runs whose curves are overlaid.
         now_s: the clock.
-        cursor: a position in the steps of rank 0 that is looked at; None: the newest.
-        at_s: in a replay, the moment that has been reached.
+        cursor: selected position in the steps of rank 0; None: the newest.
+        at_s: in a replay, its current time.
         zoom: index into ZOOMS.
         log: charts of positive numbers have a logarithmic axis.
         smooth: moving averages are drawn over the raw curves.
-        machine: what the monitor itself has measured of this machine last.
+        machine: the monitor's last sample of this machine.
     """
 
     snapshot: Snapshot
@@ -46,7 +46,7 @@ class ViewState:
 
     @property
     def newest(self) -> View:
-        """Rank 0, with all that has happened (in a replay: until now)."""
+        """Rank 0 with everything so far."""
         first = self.snapshot.first
         return first if self.at_s is None else View.at(first.history, self.at_s)
 
@@ -66,7 +66,7 @@ class ViewState:
 
     @property
     def state(self) -> str:
-        """One word of `runs.STATES`, at the moment that is looked at."""
+        """One of `runs.STATES`, at the selected moment."""
         moment = self.moment_s
         if moment is None or moment >= self.snapshot.first.history.last_time_s:
             return self.snapshot.state
@@ -74,7 +74,7 @@ class ViewState:
 
     @property
     def window(self) -> Window:
-        """Positions that charts show: the end of the run, or around the cursor."""
+        """The displayed positions: the end of the run, or around the cursor."""
         length = self.newest.length
         size = max(length // ZOOMS[self.zoom], min(length, 16))
         hi = length
@@ -83,13 +83,13 @@ class ViewState:
         return Window(max(hi - size, 0), hi)
 
     def of(self, view: View) -> View:
-        """A rank at the moment that is looked at."""
+        """Return a rank at the selected moment."""
         moment = self.moment_s
         return view if moment is None else View.at(view.history, moment)
 
     @property
     def moment_s(self) -> float | None:
-        """None: the newest."""
+        """The selected time; None: the newest."""
         if self.cursor is None or not self.newest.length:
             return self.at_s
         position = min(self.cursor, self.newest.length - 1)
@@ -98,7 +98,7 @@ class ViewState:
     # ---- moving
 
     def moved(self, by: int) -> ViewState:
-        """The cursor `by` steps on; beyond the newest it is live again."""
+        """Move the cursor by `by` steps; beyond the newest it is live again."""
         length = self.newest.length
         if not length:
             return self
@@ -106,7 +106,7 @@ class ViewState:
         return replace(self, cursor=None if position >= length - 1 else max(position, 0))
 
     def jumped(self, direction: int) -> ViewState:
-        """To the next or the last mark."""
+        """Move the cursor to the next or the previous mark."""
         found = sorted({position for position, _, _ in marks(self.newest)})
         here = self.newest.length - 1 if self.cursor is None else self.cursor
         if direction < 0:
@@ -116,7 +116,7 @@ class ViewState:
         return replace(self, cursor=found[index] if index < len(found) else None)
 
     def to_time(self, time_s: float) -> ViewState:
-        """The cursor on the step that was the newest at a time."""
+        """Move the cursor to the newest step at a time."""
         count = self.newest.history.steps.count(time_s)
         return replace(self, cursor=max(min(count, self.newest.length) - 1, 0))
 
@@ -125,9 +125,9 @@ class ViewState:
 
 
 def marks(view: View, window: Window | None = None) -> list[tuple[int, str, str]]:
-    """(position, sign, color) of what happened beside steps, until the moment of the view.
+    """Return (position, sign, color) of events until the moment of the view.
 
-    What there is too much of in a window is thinned out evenly, or, if it is good, left out.
+    If a window has too many marks, they are thinned out evenly, or omitted for good events.
     """
     window = window or Window(0, view.length)
     history, times = view.history, view.history.steps.times

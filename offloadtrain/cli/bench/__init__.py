@@ -1,1 +1,1 @@
-"""Measurements that ship with the product: what a figure of the README is reproduced with."""
+"""Benchmarks shipped with the product, which reproduce figures of the README."""

@@ -32,12 +32,12 @@ DISPATCH_CALLS = 5000
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One bucket of one parameter, in every form that a case needs.
+    """One bucket of one parameter, with the buffers of every case.
 
     Attributes:
         grad, working: (n,) bf16.
-        wide: (n,) fp32: gradients for those that want them so, and the sum of microbatches.
-        out: fp32 state that the double-buffered form writes.
+        wide: (n,) fp32: gradients for cases that need fp32, and the sum of microbatches.
+        out: fp32 state written by the out-of-place form.
     """
 
     states: dict[str, State]
@@ -56,10 +56,11 @@ class Buffers:
 
 
 def allocate(numel: int, states: Sequence[str]) -> Buffers:
-    """Staggered in one arena, on huge pages, touched first by the threads that use them.
+    """Allocate staggered buffers in one arena, on huge pages, first touched by the threads that use
+    them.
 
     Raises:
-        HostMemoryError: if the host has not that much.
+        HostMemoryError: the host has too little memory.
     """
     fields = {
         name: FORMATS[name].fields(MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
@@ -93,7 +94,7 @@ def _fill(buffers: Buffers) -> None:
 
 
 def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
-    """Every format in every backend, then what only the preferred one is measured in."""
+    """Return cases: every format in every backend, then those of the preferred backend only."""
     b, found = buffers, dict[Label, Case]()
     for backend in backends:
         name = f"{backend.name} {backend.isa}".removesuffix(" -")
@@ -136,7 +137,7 @@ def _under(backend: Backend, run: Callable[[], object]) -> Case:
 
 
 def peer_cases(b: Buffers) -> dict[Label, Case]:
-    """torch and DeepSpeed: 28 bytes for the step, 48 for the path."""
+    """Return the cases of torch and DeepSpeed: 28 bytes for the step, 48 for the path."""
     arguments = (b.fp32, b.grad, b.working, b.wide, SCALARS)
     found: dict[Label, Case] = {}
     for backend, cases in (("torch", torch_cases), ("deepspeed", deepspeed_cases)):
@@ -147,7 +148,7 @@ def peer_cases(b: Buffers) -> dict[Label, Case]:
 
 
 def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
-    """The native traffic loop; nothing where the extension is not installed."""
+    """Return the native traffic loop; nothing without the extension."""
     if backends[0].name != "native":
         return {}
     run = partial(kernels.traffic, b.fp32, b.grad, b.working)
@@ -155,7 +156,8 @@ def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
 
 
 def backends_measured() -> list[Backend]:
-    """All but plain torch, which is the oracle, and a baseline where there is better."""
+    """Return the backends without plain torch, the oracle, and without baseline if there is a
+    better one."""
     found = [backend for backend in kernels.available() if backend.name != "torch"]
     native = [backend for backend in found if backend.name == "native"]
     return [b for b in found if b.isa != "baseline" or len(native) == 1]
@@ -168,7 +170,7 @@ def run(
     states: Sequence[str],
     on_round: Callable[[int, int], None],
 ) -> list[Row]:
-    """Measure; `on_round(threads, round)` tells the progress."""
+    """Measure; `on_round(threads, round)` reports the progress."""
     buffers = allocate(numel, states)
     peers = peer_cases(buffers)
     rows: list[Row] = []
@@ -195,7 +197,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 def dispatch_us() -> float:
-    """A call on a bucket of 16 elements: checks, dispatch and little else."""
+    """Time a call on a bucket of 16 elements: mainly checks and dispatch."""
     small = allocate(16, ["fp32"])
     step = partial(kernels.adam, small.fp32, small.grad, SCALARS, working=small.working)
     with kernels.use(backends_measured()[0]):

@@ -1,6 +1,6 @@
-"""What our kernels are compared with: torch's fused AdamW, and DeepSpeed's CPU Adam where it is.
+"""Competitors of our kernels: torch's fused AdamW, and DeepSpeed's CPU Adam if installed.
 
-The whole path of each is what it needs from 16-bit gradients to 16-bit weights with clipping: cast,
+A whole path starts from 16-bit gradients and ends with 16-bit weights, with clipping: cast,
 multiply, step, cast.
 """
 
@@ -29,7 +29,7 @@ def torch_cases(
     """torch.optim.AdamW(fused=True), called as the optimizer calls it.
 
     Args:
-        wide: (n,) fp32, for the gradients that it wants.
+        wide: (n,) fp32, for its gradients.
     """
     step = torch.tensor(float(scalars.step))
 
@@ -56,12 +56,12 @@ def torch_cases(
 def deepspeed_cases(
     state: Fp32State, grad: Tensor, working: Tensor, wide: Tensor, scalars: AdamScalars
 ) -> dict[str, Case]:
-    """DeepSpeedCPUAdam; empty, with one line on stderr, where it cannot be loaded or built."""
+    """DeepSpeedCPUAdam; empty, with one line on stderr, if it cannot be loaded or built."""
     param = torch.nn.Parameter(state.master)
     param.grad = wide
     try:
         adam = _quietly(lambda: _deepspeed_adam(param, scalars))
-    except Exception as error:  # its compiler run raises what it likes
+    except Exception as error:  # its compiler run may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
             return {}
         print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
@@ -71,7 +71,7 @@ def deepspeed_cases(
 
 
 def deepspeed_version() -> str | None:
-    """The version that was loaded, None if none was."""
+    """Return the loaded version, None if none was."""
     return getattr(sys.modules.get("deepspeed"), "__version__", None)
 
 
@@ -106,7 +106,7 @@ def _deepspeed_adam(param: torch.nn.Parameter, scalars: AdamScalars) -> Any:
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
-    """Its import and its compiler's processes print to stdout, which is ours for data."""
+    """Redirect stdout, which is for data: its import and its compiler print there."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

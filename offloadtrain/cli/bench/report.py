@@ -19,8 +19,8 @@ class Row:
     """One case on one number of threads.
 
     Attributes:
-        x_limit: times the time of moving the 28 bytes of fp32 Adam.
-        x_deepspeed_path, x_deepspeed_step, x_torch_path: how many times faster than these.
+        x_limit: time relative to moving the 28 bytes of fp32 Adam.
+        x_deepspeed_path, x_deepspeed_step, x_torch_path: speedups over these.
     """
 
     case: str
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a case is."""
+    """The identity of a case."""
 
     case: str
     backend: str
@@ -54,7 +54,7 @@ class Label:
 
 
 def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> list[Row]:
-    """Compare every case with the limit and the peers measured beside it."""
+    """Compare every case with the limit and the peers of the same run."""
     by_case = {label.case: seconds[label.key] for label in labels}
 
     def row(label: Label) -> Row:
@@ -77,7 +77,7 @@ def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows, for people."""
+    """Return all rows as a text table."""
     head = (
         f"{'case':30} {'backend':14} {'state':8} thr ns/param B/param  x limit"
         "  x DS path  x DS step  x torch path"
@@ -100,7 +100,7 @@ def _told(value: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure to reach: `found` at most or at least `bound`; None: nothing to compare with."""
+    """A goal: `found` at most or at least `bound`; None: not measured."""
 
     what: str
     found: float | None
@@ -117,7 +117,7 @@ class Goal:
 
 
 def goals(rows: Sequence[Row], dispatch_us: float) -> list[Goal]:
-    """What this project wants of its kernels, for every number of threads that was measured."""
+    """Return the goals of the kernels, for every measured number of threads."""
     found: list[Goal] = []
     counts = sorted({row.threads for row in rows})
     for threads in counts:
@@ -139,7 +139,7 @@ def goals(rows: Sequence[Row], dispatch_us: float) -> list[Goal]:
 
 
 def _best(rows: Sequence[Row], state: str, threads: int, backend: str = "native") -> Row | None:
-    """The first such row: backends come in the order of preference."""
+    """Return the first such row: backends are in order of preference."""
     for row in rows:
         same = (row.case, row.state, row.threads) == (ONE_PASS, state, threads)
         if same and row.backend.startswith(backend):

@@ -1,6 +1,7 @@
-"""The demo model offloaded and resident, in turn: what offloading costs in time, and in bits.
+"""The demo model offloaded and resident, alternating: the cost of offloading in time and bits.
 
-Resident is what one writes without offloading: working weights in the compute dtype, fp32 master
+The resident loop is the usual one without offloading: working weights in the compute dtype, fp32
+    master
 weights and `torch.optim.AdamW(fused=True)` on the device, the norm clipped by torch.
 """
 
@@ -46,7 +47,7 @@ class ResidentRow:
     Attributes:
         step_ms: median.
         x_resident: median of the ratios of its step to the resident one of the same round.
-        exposed_ms: median time that compute waited for transfers and the host; None: resident.
+        exposed_ms: median exposed time; None: resident.
     """
 
     case: str
@@ -59,7 +60,7 @@ class ResidentRow:
 
 
 def run(rounds: int, on_round: Callable[[str], None]) -> list[ResidentRow]:
-    """Train all of them in turn, a step each per round."""
+    """Train all cases alternately, a step each per round."""
     device = resolve_device("auto")
     dtype = PRECISIONS[resolve_precision("auto", device)[0]]
     model = Transformer(SIZES["demo"], seed=0)
@@ -144,7 +145,7 @@ def _offloaded(
 
 
 def table(rows: Sequence[ResidentRow]) -> str:
-    """All rows, for people."""
+    """Return all rows as a text table."""
     lines = [f"{'case':26} {'ms per step':>12} {'x resident':>11} {'exposed ms':>11}"]
     for row in rows:
         waited = "-" if row.exposed_ms is None else f"{row.exposed_ms:.1f}"

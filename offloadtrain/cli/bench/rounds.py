@@ -15,11 +15,11 @@ Seconds = dict[str, list[float]]
 """Case → seconds, one entry per round."""
 
 SETTLE_S = 0.02
-"""torch's threads spin for a while after their last loop, which would slow the next case."""
+"""Pause before each case: torch's threads spin for a while after their last loop."""
 
 
 def measure(cases: Mapping[str, Case], rounds: int, on_round: Callable[[int], None]) -> Seconds:
-    """Seconds by case and round; a first round compiles and faults pages in, and is not counted."""
+    """Return seconds by case and round; an uncounted first round compiles and touches pages."""
     seconds: Seconds = {name: [] for name in cases}
     for number in range(rounds + 1):
         on_round(number)
@@ -33,7 +33,7 @@ def measure(cases: Mapping[str, Case], rounds: int, on_round: Callable[[int], No
 
 
 def ratio(above: list[float] | None, below: list[float] | None) -> float | None:
-    """Median of the ratios within rounds; None where one of them is absent."""
+    """Return the median of the ratios within rounds; None if a case is absent."""
     if not above or not below:
         return None
     return statistics.median(a / b for a, b in zip(above, below, strict=True))

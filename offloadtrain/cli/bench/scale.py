@@ -1,11 +1,11 @@
-"""How a step shrinks, or a batch grows, with ranks: `offloadtrain bench scale`.
+"""Scaling of a step with ranks: `offloadtrain bench scale`.
 
-Two measurements, both with the same work per rank (weak scaling), so that the ideal is the same
-time for a step on any number of ranks:
-* *paced* ([Note: Paced lanes] in `bench.step`): real processes, real Gloo collectives, and every
-  operation made to take a time: copies and Adam one N-th of what they take alone, collectives
-  (N-1)/N of theirs. What is left over is the engine, and what ranks wait for each other.
-* *demo*: the demo model on the devices that are there, one rank each; on a CPU one thread each.
+Two measurements with the same work per rank (weak scaling); the ideal is the same step time on any
+number of ranks:
+* *paced* ([Note: Paced lanes] in `bench.step`): real processes, real Gloo collectives, and a fixed
+  time for every operation: copies and Adam one N-th of their time alone, collectives (N-1)/N of
+  theirs. The rest is the engine and waits between ranks.
+* *demo*: the demo model on the available devices, one rank each; on a CPU one thread each.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ CASES: dict[str, dict[str, Any]] = {
     "demo": {"clip_norm": 1.0},
 }
 SHARED = (Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD, Kind.ADAM, Kind.NORM, Kind.PUBLISH)
-"""Operations of which each rank has one N-th."""
+"""Operations divided by the number of ranks."""
 COLLECTIVE_MS = 4.0
-"""Of a block, if a rank sent all of it; it sends (N-1)/N."""
+"""Time of a block's collective if a rank sent all of it; it sends (N-1)/N."""
 WARM_STEPS, BATCH, LENGTH = 3, 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRow:
-    """One case on so many ranks.
+    """One case on one number of ranks.
 
     Attributes:
         step_ms: median over rounds of the slowest rank's median step.
         efficiency: the step of one rank over this one, median over rounds.
-        predicted: the same by the schedule, where launching costs nothing; None where operations
-            are not paced.
+        predicted: efficiency by the schedule, with free launches; None if operations are not paced.
     """
 
     case: str
@@ -69,7 +68,7 @@ class ScaleRow:
 def run(
     counts: Sequence[int], *, layers: int, steps: int, rounds: int, say: Callable[[str], None]
 ) -> list[ScaleRow]:
-    """Every case on every number of ranks, in turn; `counts` begins with 1."""
+    """Run every case on every number of ranks, alternating; `counts` begins with 1."""
     found: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds):
         for count in counts:
@@ -80,7 +79,7 @@ def run(
 
 
 def table(rows: Sequence[ScaleRow]) -> str:
-    """All rows, for people."""
+    """Return all rows as a text table."""
     lines = [
         f"{row.case:30} {row.ranks:5}  {row.step_ms:8.1f} ms  {row.efficiency:10.3f}  "
         + ("-" if row.predicted is None else f"{row.predicted:.3f}")
@@ -90,7 +89,7 @@ def table(rows: Sequence[ScaleRow]) -> str:
 
 
 def predicted(case: str, count: int, layers: int) -> float | None:
-    """Efficiency by the schedule, for operations that take what they are made to take."""
+    """Return the efficiency by the schedule with the paced times."""
     if case == "demo":
         return None
     alone, here = (_scheduled_s(case, n, layers) for n in (1, count))
@@ -103,7 +102,7 @@ def _scheduled_s(case: str, count: int, layers: int) -> float:
 
 
 def _pace(kind: Kind, count: int) -> float:
-    """Milliseconds that an operation is made to take."""
+    """Return the paced time of an operation in milliseconds."""
     if kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
         return COLLECTIVE_MS * (count - 1) / count
     return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
@@ -122,7 +121,7 @@ def _row(case: str, count: int, found: dict[tuple[str, int], list[float]], layer
 
 
 def _measured(count: int, layers: int, steps: int) -> dict[str, float]:
-    """Case → median step of the slowest rank, milliseconds."""
+    """Return case → median step of the slowest rank, in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (count, folder, layers, steps)
         multiprocessing.spawn(_rank, args=arguments, nprocs=count)  # type: ignore

@@ -1,9 +1,9 @@
-"""A step against its schedule: what the engine itself costs, and the same model in plain torch.
+"""Comparison of a step with its schedule, and with the same model in plain torch.
 
 [Note: Paced lanes]
-The lanes run on threads of the CPU, and every operation and every block's compute is given a time
-to take. Then the schedule says how long a step should be, to the microsecond, and what the measured
-step takes more is the engine: Python, hand-over between threads, waits.
+The lanes run on CPU threads, and every operation and every block's compute is padded to a fixed
+time. The schedule then predicts the step to the microsecond, and the excess of the measured step is
+the engine's overhead: Python, hand-over between threads, waits.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ MILLISECONDS = {
     Kind.LOAD: 5.0,
     Kind.PUBLISH: 1.0,
 }
-"""What an operation of a block is made to take: a machine whose host keeps up with its device."""
+"""Paced times of a block's operations, for a machine whose host keeps up with its device."""
 
 WARM_STEPS = 3
 WIDTH = 1024
-"""Weights of a layer."""
+"""Number of weights of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class StepRow:
     """One mode and placement; milliseconds per step.
 
     Attributes:
-        busiest_ms: work of the busiest lane, which no schedule can beat.
-        schedule_ms: by the schedule, where launching costs nothing.
+        busiest_ms: work of the busiest lane, the lower bound of any schedule.
+        schedule_ms: by the schedule, with free launches.
         measured_ms: median over steps.
         x_schedule: median of measured over schedule.
     """
@@ -79,7 +79,7 @@ class StepRow:
 
 
 class _Paced(torch.autograd.Function):
-    """Takes its time in both directions; the gradient is one number."""
+    """Sleeps in forward and backward; the gradient is one number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _Paced(torch.autograd.Function):
 
 
 class PacedLayer(nn.Module):
-    """A block that takes its time and has next to no weights."""
+    """A block that takes a fixed time and has few weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def _offloaded(mode: Mode, streamed: bool, layers: int) -> tuple[OffloadOptimize
 
 
 def paced_lanes(layers: int, ms: Callable[[Kind], float]) -> ThreadLanes:
-    """Lanes on which each operation of so many layers takes as long as its kind says."""
+    """Return lanes that pace each operation by its kind."""
     least = {f"{kind.value} {layer}": ms(kind) for kind in Kind for layer in range(layers)}
     return ThreadLanes(pace=lambda name: least.get(name, 0.0))
 
@@ -159,7 +159,7 @@ def _ms(kind: Kind) -> float:
 
 
 def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
-    """Of so many paced layers, offloaded with these options."""
+    """Return the scheduled step of a number of paced layers with these options."""
     kept, numel = format_for("fp32", "float32"), padded([WIDTH], ranks)
     buckets = (BucketSpec(f"{n}", numel, WIDTH, "float32", kept, ranks) for n in range(layers))
     return lay_out(
@@ -173,7 +173,7 @@ def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
 
 
 def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]:
-    """Every mode, with weights on the device and streamed."""
+    """Run every mode, with weights on the device and streamed."""
     rows = []
     for streamed in (False, True):
         for mode in OPTIONS:
@@ -183,7 +183,7 @@ def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]
 
 
 def table(rows: Sequence[StepRow]) -> str:
-    """All rows, for people."""
+    """Return all rows as a text table."""
     head = (
         f"{'mode':12} {'weights':8} {'busiest lane':>13} {'schedule':>10} {'measured':>10}  ratio"
     )

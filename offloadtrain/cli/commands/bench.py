@@ -26,18 +26,18 @@ def adam(
     states: str = ",".join(STATES),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Measure CPU Adam against the memory's limit, torch and, if installed, DeepSpeed.
+    """Compare CPU Adam with the memory limit, torch and, if installed, DeepSpeed.
 
-    All cases run in one process, in turn; ratios are medians of ratios within a round.
+    All cases alternate in one process; ratios are medians of ratios within a round.
 
     Parameters
     ----------
     n
-        Parameters: 64M is 64 * 2^20. About 55 bytes of host memory each.
+        Number of parameters: 64M is 64 * 2^20. Each takes about 55 bytes of host memory.
     threads
         Numbers of threads to measure, separated by commas.
     rounds
-        How often every case runs.
+        Number of times every case runs.
     states
         State formats to measure, separated by commas: fp32, split16, int8.
     as_json
@@ -45,7 +45,7 @@ def adam(
     """
     numel, counts = _numel(n), _threads(threads)
     if rounds < 1:
-        raise ConfigError(f"--rounds {rounds}: at least 1 is needed")
+        raise ConfigError(f"--rounds {rounds}: give at least 1")
     chosen = _states(states)
 
     from offloadtrain.cli.bench import adam as bench
@@ -67,20 +67,20 @@ def step(
     thread: Annotated[bool, Parameter(negative=())] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Measure a step against its schedule, and against the same model in plain torch.
+    """Compare a step with its schedule, and with the same model in plain torch.
 
-    First on threads, with times that every operation is made to take: what the engine itself costs.
-    Then the demo model, offloaded and resident in turn, on the device that is there. With --thread,
-    neither: what the engine costs the training thread per layer, where lanes do nothing.
+    The first part runs on threads, with a fixed time for every operation, and measures the engine's
+    overhead. The second part alternates the demo model offloaded and resident on the device. With
+    --thread, neither runs: lanes do nothing, and the engine's cost to the training thread is measured.
 
     Parameters
     ----------
     layers
         Blocks of the paced model.
     steps
-        Steps measured of it.
+        Measured steps of the paced model.
     rounds
-        How often the demo model runs, offloaded and resident.
+        Number of times the demo model runs, offloaded and resident.
     thread
         Measure the training thread's time in small models of 24 and 40 layers.
     as_json
@@ -88,7 +88,7 @@ def step(
     """
     for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
         if value < 1:
-            raise ConfigError(f"{flag} {value}: at least 1 is needed")
+            raise ConfigError(f"{flag} {value}: give at least 1")
     if thread:
         _thread(steps, as_json)
         return
@@ -129,28 +129,28 @@ def scale(
     rounds: int = 3,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Measure how a step scales with ranks, each with the same work.
+    """Measure how a step scales with ranks at constant work per rank.
 
-    First on threads, with times that every operation is made to take: what ranks cost. Then the
-    demo model, one rank per GPU; without a GPU, one thread each.
+    The first part runs on threads, with a fixed time for every operation, and measures the cost of
+    ranks. The second part trains the demo model, one rank per GPU; without a GPU, one thread each.
 
     Parameters
     ----------
     ranks
-        Numbers of ranks, separated by commas, from 1 on.
+        Numbers of ranks, at least 1, separated by commas.
     layers
         Blocks of the paced model.
     steps
-        Steps measured of each case.
+        Measured steps of each case.
     rounds
-        How often every number of ranks has its turn.
+        Number of times every number of ranks runs.
     as_json
         Print one JSON object instead of the table.
     """
     counts = sorted({1, *_counts("--ranks", ranks)})
     for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
         if value < 1:
-            raise ConfigError(f"{flag} {value}: at least 1 is needed")
+            raise ConfigError(f"{flag} {value}: give at least 1")
 
     import torch
 
@@ -213,7 +213,7 @@ _NUMEL = re.compile(r"([1-9][0-9]*)([KMG]?)", re.IGNORECASE)
 def _numel(text: str) -> int:
     match = _NUMEL.fullmatch(text)
     if match is None:
-        raise ConfigError(f"--n {text}: a number such as 64M (64 * 2^20), 1G or 1000 is needed")
+        raise ConfigError(f"--n {text}: give a number such as 64M (64 * 2^20), 1G or 1000")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
@@ -224,7 +224,7 @@ def _threads(text: str) -> list[int]:
 def _counts(flag: str, text: str) -> list[int]:
     counts = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
-        raise ConfigError(f"{flag} {text}: numbers from 1 on, separated by commas, are needed")
+        raise ConfigError(f"{flag} {text}: give numbers of at least 1, separated by commas")
     return counts
 
 

@@ -27,20 +27,20 @@ def doctor(
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
     folder: Path = Path(),
 ) -> int:
-    """Check and measure this machine: PASS, WARN or FAIL per line, and what to do.
+    """Check and benchmark this machine: PASS, WARN or FAIL per line, with the remedy.
 
-    Exit code 1 if a check is FAIL.
+    The exit code is 1 if a check is FAIL.
 
     Parameters
     ----------
     save
-        Write what was measured to this machine file, for `offloadtrain plan --machine FILE`.
+        Write the measurements to this machine file, for `offloadtrain plan --machine FILE`.
     quick
-        Measure nothing that takes more than a second: neither Adam nor the disk.
+        Skip measurements that take more than a second: Adam and the disk.
     as_json
         Print one JSON object instead of the lines.
     folder
-        Where checkpoints will be: its free space and speed are looked at.
+        Folder for checkpoints; its free space and speed are checked.
     """
     _check_folder(folder)
     if save is not None:
@@ -59,28 +59,28 @@ def doctor(
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         kind = "is not a folder" if folder.exists() else "does not exist"
-        raise ConfigError(f"--folder {folder} {kind}: give one where checkpoints will be")
+        raise ConfigError(f"--folder {folder} {kind}: give the folder for checkpoints")
 
 
 def _check_target(path: Path) -> None:
-    """Refuse before anything is measured what could not be written then.
+    """Refuse before any measurement a file that could not be written afterwards.
 
     Raises:
-        ConfigError: something else than a machine file is there, or its folder is not.
+        ConfigError: the path is not a machine file, or its folder does not exist.
     """
     from offloadtrain.hardware.machine import MachineError, find
 
     if path.suffix != ".toml":
         raise ConfigError(f"--save {path}: a machine file ends in .toml")
     if not path.parent.is_dir():
-        raise ConfigError(f"--save {path}: the folder {path.parent} does not exist: make it first")
+        raise ConfigError(f"--save {path}: the folder {path.parent} does not exist: create it")
     if not os.path.lexists(path):
         return
     try:
         find(str(path))
     except MachineError:
         raise ConfigError(
-            f"--save {path}: it is there and is no machine file: remove it, or give another name"
+            f"--save {path}: it exists and is not a machine file: remove it, or give another name"
         ) from None
 
 
@@ -88,7 +88,7 @@ def _save(path: Path, report: Report, quick: bool) -> None:
     from offloadtrain.hardware.machine import dump
 
     if report.machine is None:
-        print(f"{path} is not written: nothing is measured where a check fails", file=sys.stderr)
+        print(f"{path} is not written: a failed check stops the measurements", file=sys.stderr)
         return
     what = "quickly measured" if quick else "measured"
     text = dump(report.machine, f"{what} by offloadtrain doctor on {date.today()}".capitalize())
@@ -100,7 +100,7 @@ def _save(path: Path, report: Report, quick: bool) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all: a machine file of before stays until the new one is durable."""
+    """Write atomically: the old machine file stays until the new one is durable."""
     from offloadtrain.hardware.atomic_io import sync_folder
 
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -121,7 +121,7 @@ def _as_json(report: Report) -> str:
 
 
 def _quiet(check: Check) -> None:
-    """With --json all checks are told at the end."""
+    """Print nothing with --json, which prints all checks at the end."""
 
 
 def _say(what: str) -> None:

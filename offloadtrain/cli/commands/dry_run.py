@@ -18,7 +18,7 @@ from offloadtrain.train.dry_run import check
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:
-    """What a job will need, and whether it fits: on the machine that it names, else on this one."""
+    """Return the needs of a job and whether it fits, on its machine or else on this one."""
     name, machine = _machine(config)
     plan = make(settled(config, name, machine, ranks), name, machine, ranks)
     lines = [report.text(plan), _formats(plan), check(plan)]
@@ -32,13 +32,13 @@ def _machine(config: Config) -> tuple[str, Machine]:
         return here(on_gpu=resolve_device(config.device.kind).type == "cuda")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; or name in device.machine the machine that it is for: "
+            f"{error}; or set device.machine to the machine the job is for: "
             f"{', '.join(shipped())}, or a file of offloadtrain doctor"
         ) from None
 
 
 def _formats(plan: Plan) -> str:
-    """What the host needs in each state format that goes with the precision."""
+    """Return the host's needs in each state format that supports the precision."""
     job, precision = plan.job, plan.job.offload.precision
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():

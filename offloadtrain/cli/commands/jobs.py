@@ -1,4 +1,4 @@
-"""`offloadtrain ls` and `offloadtrain cp`, and finding the job that a command line names."""
+"""`offloadtrain ls` and `offloadtrain cp`, and the search for a job by name."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _FOLDER = Path(__file__).parent.parent / "jobs"
 
 
 class JobExistsError(OffloadTrainError):
-    """A file is in the way of the copy."""
+    """The target of the copy exists already."""
 
 
 def list_jobs() -> None:
-    """List the jobs that come with offloadtrain: name, a tab, what it is."""
+    """List the shipped jobs: name, tab, description."""
     for name, path in shipped_jobs().items():
         with path.open(encoding="utf-8") as file:
             print(f"{name}\t{file.readline().lstrip('# ').strip()}")
 
 
 def copy_job(name: str, dest: Path | None = None, /) -> None:
-    """Copy a job that comes with offloadtrain, to make it yours.
+    """Copy a shipped job into a file to edit.
 
     Parameters
     ----------
     name
-        One of the names of `offloadtrain ls`.
+        A name listed by `offloadtrain ls`.
     dest
-        A file, or a folder to put it in. Default: NAME.toml here.
+        Target file or folder. Default: NAME.toml in the current folder.
     """
     source = _shipped(name)
     target = dest or Path()
@@ -49,12 +49,12 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
 
 
 def say_on_stderr(line: str) -> None:
-    """What became of a job's keys, for the person who has overridden one."""
+    """Print on stderr how overrides changed other keys of a job."""
     print(sanitize(line), file=sys.stderr)
 
 
 def find_job(job: str) -> Path:
-    """Return the file that a command line means: a path, or the name of a shipped job.
+    """Return the job file named on a command line: a path, or the name of a shipped job.
 
     Raises:
         ConfigError: neither.

@@ -16,14 +16,14 @@ from offloadtrain.cli.exit_codes import STOPPED
 from offloadtrain.train.run_summary import ended_as
 
 STOP_WITHIN_S = 600
-"""For the checkpoint of a run that is asked to stop."""
+"""Time for the checkpoint of a run that was asked to stop."""
 
 
 def launch(ranks: int, max_restarts: int, arguments: Sequence[str]) -> int:
-    """Run `offloadtrain` with these arguments on so many ranks; return the exit code.
+    """Run `offloadtrain` with these arguments on `ranks` ranks; return the exit code.
 
-    The ranks' standard output is passed on. Ctrl-C and SIGTERM reach them as one SIGTERM: from the
-    terminal every process would get its own, and the second one ends a rank at once.
+    The ranks' standard output is forwarded. Ctrl-C and SIGTERM reach them as one SIGTERM: from the
+    terminal every process would get its own, and a second one ends a rank at once.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
@@ -55,7 +55,7 @@ def launch(ranks: int, max_restarts: int, arguments: Sequence[str]) -> int:
 
 
 def _echo(process: subprocess.Popen[str]) -> Path | None:
-    """Pass standard output on; its last line is the run folder."""
+    """Forward standard output; its last line is the run folder."""
     assert process.stdout is not None
     last = ""
     with process.stdout:
@@ -66,19 +66,19 @@ def _echo(process: subprocess.Popen[str]) -> Path | None:
 
 
 def _exit_code(run: Path | None, code: int, began_s: float) -> int:
-    """torchrun ends with 1 where its ranks were asked to stop and did: the log knows better."""
+    """Return the exit code from the log: torchrun ends with 1 if its ranks stopped on request."""
     if run is None:
         return code or 1
     log = run / "events" / "rank000.jsonl"
     status = ended_as(log, began_s)
     if status is None:
-        print(f"{log} does not tell how this start ended: taken for failed", file=sys.stderr)
+        print(f"{log} does not say how this start ended: it counts as failed", file=sys.stderr)
     if status == "stopped":
         return STOPPED
     return 0 if status == "done" and code in (0, 1) else code or 1
 
 
 def _has_shutdown_timeout() -> bool:
-    """Since torch 2.13."""
+    """Return whether torchrun has the option, new in torch 2.13."""
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offloadtrain.hardware.machine import Machine
 
 STAND_IN = "rtx4090"
-"""Whose rates are taken for a GPU of which only the memory is told."""
+"""Machine with the rates for a GPU of which only the memory is given."""
 
 
 def plan(
@@ -37,34 +37,35 @@ def plan(
     plot: str = "",
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
-    """Print where every byte of a job will be, how long a step takes, and whether it fits.
+    """Print the memory of a job by owner, the time of a step, and whether the job fits.
 
-    Nothing is allocated. Exit code 4 if the job does not fit; then the nearest changes with which
-    it does are printed, the fastest first.
+    Nothing is allocated. If the job does not fit, the exit code is 4 and the smallest changes that
+    make it fit are printed, the fastest first.
 
     Parameters
     ----------
     job
         A job file, or the name of a shipped job (`offloadtrain ls`).
     overrides
-        KEY=VALUE ...: values that win over the job's.
+        KEY=VALUE ...: values that override the job's.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
         v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx3090, rtx4090, rtx5090, gh200, cpu2.
-        Default: this machine, with the rates of the shipped one that is most like it.
+        Default: this machine, with the rates of the most similar shipped one.
     gpus
-        Ranks, one per GPU, which share the job's batch; with --largest, a sequence for each.
+        Number of ranks, one per GPU. They divide the job's batch; with --largest each has one
+        sequence.
     gpu_memory
-        Of each GPU, such as 32GiB, in place of the machine's.
+        Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
-        Of each host, such as 128GiB, in place of the machine's.
+        Memory of each host, such as 128GiB, instead of the machine's.
     largest
-        Without a job: the largest GPT that trains on the machine, per placement and state format.
+        Print the largest GPT that trains on the machine, per placement and state format (no JOB).
     sweep
-        gpus=1,2,4,...: the job on so many GPUs, each with the whole batch of the job, with the
-        optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
+        gpus=1,2,4,...: plan the job for each number of GPUs, each GPU with the whole batch of the
+        job, with the optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
     plot
-        With --sweep: also draw it into this file, .svg or .png.
+        With --sweep: also plot the result into this file, .svg or .png.
     as_json
         Print one JSON object.
     """
@@ -77,7 +78,7 @@ def plan(
     parse_ranks("--gpus", str(gpus))
     name, target = chosen_machine(machine, gpu_memory, host_memory)
     if plot and not sweep:
-        raise ConfigError(f"--plot {plot}: it draws a --sweep")
+        raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
     if largest:
         if job or sweep or overrides:
             raise ConfigError(
@@ -137,12 +138,12 @@ def _counts(text: str) -> list[int]:
 
     key, _, values = text.partition("=")
     if key != "gpus":
-        raise ConfigError(f"--sweep {text[:40]}: give gpus=1,2,4 or the like")
+        raise ConfigError(f"--sweep {text[:40]}: give, for example, gpus=1,2,4")
     return sorted({parse_ranks("--sweep gpus=1,2,4:", part) for part in values.split(",")})
 
 
 def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:
-    """A machine by name, by file, or this one; with other memory sizes where they are given."""
+    """Return the named machine, the file's, or this one, with the given memory sizes."""
     from offloadtrain.hardware.machine import find
 
     if name:
@@ -170,4 +171,4 @@ def _size(flag: str, text: str) -> str:
             return text
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    raise ConfigError(f"{flag} {text}: more than nothing is needed")
+    raise ConfigError(f"{flag} {text}: give more than 0")

@@ -31,19 +31,19 @@ def prepare(
     source
         A text or JSONL file, a folder of them, or "python-stdlib".
     out
-        Folder for the token files; made if missing.
+        Folder for the token files; created if missing.
     val_fraction
         Share of the documents held out for validation; 0: none.
     tokenizer
-        How text becomes tokens.
+        Tokenizer that converts the text.
     field
-        Of each JSONL object: the field with the text.
+        Field of each JSONL object that contains the text.
     bad_lines
-        What to do about a JSONL line without text.
+        Action for a JSONL line without text.
     jobs
-        Workers; 0: as many as there are CPUs.
+        Number of worker processes; 0: one per CPU.
     quiet
-        No progress bar.
+        Print no progress bar.
     """
     from offloadtrain.data import prepare as preparing
 

@@ -8,14 +8,14 @@ from pathlib import Path
 def report(
     folder: Path = Path("benchmarks/results"), /, *, steps: bool = False, plot: Path | None = None
 ) -> None:
-    """Print tables of what was measured on GPUs, from results files and nothing else.
+    """Print tables of the GPU measurements, from results files only.
 
     Parameters
     ----------
     folder
-        With the results files of `make gpu`.
+        Folder with the results files of `make gpu`.
     steps
-        Every step that was measured, and what could not be.
+        Print every measured step, and every failed measurement.
     plot
         Also draw ratios, rates, exposed time and losses as SVG files into this folder.
     """

@@ -10,7 +10,7 @@ from offloadtrain.config.errors import OffloadTrainError
 
 
 def trace(run: Path, out: Path | None = None) -> None:
-    """Write what each lane did when, in the steps that were sampled, as a Chrome trace.
+    """Write the timeline of each lane in the sampled steps as a Chrome trace.
 
     Parameters
     ----------

@@ -35,32 +35,31 @@ def train(
 ) -> int:
     """Train a job and print the run folder.
 
-    Ctrl-C or SIGTERM stops after the current step with a checkpoint (exit code 75); a second one
-    ends the process at once (exit code 1), and the last checkpoint is intact.
+    Ctrl-C or SIGTERM stops after the current step with a checkpoint (exit code 75). A second one
+    ends the process at once (exit code 1); the last checkpoint stays intact.
 
     Parameters
     ----------
     job
         A job file, or the name of a shipped job (`offloadtrain ls`).
     overrides
-        KEY=VALUE ...: values that win over the job's, for example optim.lr=3e-4. What of the job
-        they leave without a meaning (a warm-up longer than the run) gives way, and is printed.
+        KEY=VALUE ...: values that override the job's, for example optim.lr=3e-4. Keys of the job
+        that no longer apply (a warm-up longer than the run) are adapted, and the change is printed.
     run_dir
         Folder of this run. Default: runs/<UTC time>-<name>.
     resume
-        never: a new run. auto: go on with the newest run of this job that has a good checkpoint; a
-        new run where there is none, or where that run is complete. With --run-dir: go on in that
-        folder, or start over in it where it has no checkpoint yet. Otherwise: the run folder to go
-        on with.
+        never: start a new run. auto: resume the newest run of this job with a valid checkpoint;
+        start a new run if there is none, or if that run is complete. auto with --run-dir: resume
+        in that folder, or start over in it if it has no checkpoint yet. A run folder: resume it.
     nproc
-        Ranks on this host: a number, or auto: one per GPU. The global batch stays what the job
-        says. With --dry-run: what each of them needs. On several hosts: torchrun ... -m
+        Ranks on this host: a number, or auto (one per GPU). The global batch stays as set in the
+        job. With --dry-run: plan for this number of ranks. On several hosts: torchrun ... -m
         offloadtrain train JOB.
     max_restarts
-        With --nproc: how often to start again from the newest checkpoint after a rank has failed.
+        With --nproc: number of restarts from the newest checkpoint after a rank has failed.
     dry_run
-        Train nothing. Print the plan, lay every buffer out without its memory, prove the program
-        of a step free of races, and print the resolved job. Exit code 4 if it does not fit.
+        Do not train. Print the plan, lay out every buffer without allocating it, prove the program
+        of a step free of races, and print the resolved job. Exit code 4 if the job does not fit.
     """
     from offloadtrain.config import job as jobs
 
@@ -83,7 +82,7 @@ def train(
         arguments += ["--set", *overrides] if overrides else []
         return launch(_ranks_wanted(nproc, config), max_restarts, arguments)
     if rank_info.size == 1 and max_restarts:
-        raise ConfigError("--max-restarts starts ranks again: it needs --nproc")
+        raise ConfigError("--max-restarts restarts ranks: it needs --nproc")
     text = path.read_text(encoding="utf-8")
     if rank_info.size == 1:
         return run_job(config, text, run_dir=run_dir, resume=resume, waiting=waiting)
@@ -93,7 +92,7 @@ def train(
 
 
 def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
-    """Before torch is loaded. Ranks would see each other: they do as their launcher has chosen."""
+    """Choose before torch is loaded. Ranks would see each other's load: their launcher chooses."""
     from offloadtrain.hardware import cgroup, wait_policy
 
     alone = rank_info.size == 1 and "torch" not in sys.modules
@@ -102,7 +101,7 @@ def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
 
 
 def _another_rank_says(line: str) -> None:
-    """The first of the ranks, which are all started with the same arguments."""
+    """Print nothing: rank 0, started with the same arguments, prints the line."""
 
 
 def _preview(config: Config, ranks: int) -> int:
@@ -116,7 +115,7 @@ def _preview(config: Config, ranks: int) -> int:
 
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
-    """Check before anything is started that the job can be shared out."""
+    """Check before any rank starts that the batch can be divided."""
     from offloadtrain.config.batch_split import parse_ranks, shared
 
     if nproc == "auto":
@@ -164,7 +163,7 @@ def run_job(
     distributed: DistributedRun | None = None,
     waiting: str = "",
 ) -> int:
-    """Open the run folder, train in it, say how it ended; return the exit code."""
+    """Open the run folder, train in it, report the end; return the exit code."""
     from offloadtrain.train.console import Console
 
     console = Console(
@@ -175,5 +174,5 @@ def run_job(
         from offloadtrain.train.run import run
 
         status = run(config, job_text, run_dir, resume, distributed, waiting, console)
-    # torchrun takes any other code than 0 for a failure, and starts again
+    # torchrun treats any code other than 0 as a failure, and restarts
     return STOPPED if status == "stopped" and distributed is None else DONE

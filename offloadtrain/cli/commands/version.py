@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 
 
 def version() -> None:
-    """Print the versions that matter in a report."""
+    """Print the versions to include in a bug report."""
     print(f"offloadtrain {package_version()}")
     print(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("torch", "numba"):

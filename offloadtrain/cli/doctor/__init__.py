@@ -1,1 +1,1 @@
-"""What is right and what is wrong with this machine for training, and how fast it is."""
+"""Checks and measurements of this machine."""

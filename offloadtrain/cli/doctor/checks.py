@@ -1,6 +1,6 @@
-"""One judgement per function: facts in, PASS, WARN or FAIL out. They look at nothing themselves.
+"""One check per function: facts in; PASS, WARN or FAIL out. Checks probe nothing themselves.
 
-WARN: training works, but slower or smaller than it could. FAIL: it does not work as it is.
+WARN: training works, but slower or smaller than possible. FAIL: it does not work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """The result of a check."""
 
     PASS = "PASS"
     WARN = "WARN"
@@ -42,8 +42,8 @@ class Check:
     """One line of the report.
 
     Attributes:
-        found: what is there.
-        advice: what to do about it; "" where there is nothing to do.
+        found: the finding.
+        advice: the remedy; "" if none is needed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Check:
 
 
 def check_versions(versions: Mapping[str, str]) -> Check:
-    """Package → version; torch must be among them."""
+    """Check package → version; torch must be included."""
     found = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
     if _numbers(versions["torch"])[:2] < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
@@ -71,29 +71,29 @@ def check_versions(versions: Mapping[str, str]) -> Check:
 def check_gpu(
     names: Sequence[str], seen: Sequence[str], *, cuda: str | None, reason: str, hidden: bool
 ) -> Check:
-    """Whether torch can use the GPUs that are there.
+    """Check whether torch can use the installed GPUs.
 
     Args:
-        names: of the GPUs that torch sees, each with what is to be told of it.
-        seen: names of those that NVML sees.
-        cuda: version that torch was built for.
+        names: descriptions of the GPUs that torch sees.
+        seen: names of the GPUs that NVML sees.
+        cuda: CUDA version of this torch build.
         reason: why torch or NVML sees none.
-        hidden: by CUDA_VISIBLE_DEVICES.
+        hidden: GPUs are hidden by CUDA_VISIBLE_DEVICES.
     """
     if names:
         return Check("gpu", Status.PASS, "; ".join(names))
     there = ", ".join(seen)
     if seen and hidden:
-        advice = "The CPU computes. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
+        advice = "Training will use the CPU. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
         return Check("gpu", Status.WARN, "hidden by CUDA_VISIBLE_DEVICES", advice)
     if not seen and cuda is None:
-        advice = "The CPU computes. A GPU needs NVIDIA's driver and a CUDA build of torch."
+        advice = "Training will use the CPU. A GPU needs NVIDIA's driver and a CUDA build of torch."
         return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
     if not seen:
-        advice = "The CPU computes. A GPU needs NVIDIA's driver."
+        advice = "Training will use the CPU. A GPU needs NVIDIA's driver."
         return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
     if cuda is None:
-        advice = "Install a CUDA build of torch: the one that is here is for CPUs only."
+        advice = "Install a CUDA build of torch: the installed one is for CPUs only."
         return Check("gpu", Status.FAIL, f"{there}, but this torch is built without CUDA", advice)
     advice = f"Install a driver for CUDA {cuda} or newer, or a torch build for an older CUDA."
     return Check("gpu", Status.FAIL, f"{there}, but torch cannot use it: {reason}", advice)
@@ -102,7 +102,7 @@ def check_gpu(
 def check_arch(
     name: str, capability: tuple[int, int], arch_list: Sequence[str], torch_version: str
 ) -> Check:
-    """Whether this torch build has kernels for a card: torch itself only warns."""
+    """Check whether this torch build has kernels for a card; torch itself only warns."""
     card = f"sm_{capability[0]}{capability[1]}"
     if any(_runs_on(arch, capability) for arch in arch_list):
         return Check("torch kernels", Status.PASS, f"{name}: torch {torch_version} has {card}")
@@ -112,39 +112,40 @@ def check_arch(
         return Check("torch kernels", Status.FAIL, found, f"Install a torch build with {card}.")
     advice = (
         f"Install a torch build with {card} kernels, such as the CUDA 12.6 build of torch 2.9: "
-        "torch 2.11 and newer has none for it in builds for later CUDA versions."
+        "builds of torch 2.11 and newer for later CUDA versions have none."
     )
     return Check("torch kernels", Status.FAIL, found, advice)
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Code runs on its own card and later minor versions; PTX on all later cards."""
+    """Return whether code runs: on its own card and later minor versions; PTX on all later
+    cards."""
     match = _ARCH.fullmatch(arch)
     if match is None:
         return False
     kind, built = match[1], (int(match[2]), int(match[3]))
-    if match[4] == "a":  # uses what only this card has
+    if match[4] == "a":  # uses features of this card only
         return built == capability
     return built <= capability and (kind == "compute" or built[0] == capability[0])
 
 
 def check_bf16(name: str, supported: bool, fallback: str) -> Check:
-    """`supported`: by the hardware; what torch emulates is many times slower."""
+    """Check bf16; `supported`: by the hardware, since emulation is many times slower."""
     if supported:
         return Check("bf16", Status.PASS, f"{name} computes in bf16")
-    advice = f'offload.precision = "auto" takes {fallback}.'
+    advice = f'offload.precision = "auto" selects {fallback}.'
     return Check("bf16", Status.WARN, f"{name} has no bf16 arithmetic, only emulation", advice)
 
 
 def check_cpu_bf16(pays: bool, why: str) -> Check:
-    """`why`: what was measured, and training goes by."""
+    """Check bf16 on a CPU; `why`: the measurement, which training uses too."""
     if pays:
         return Check("bf16", Status.PASS, why)
-    return Check("bf16", Status.WARN, why, 'offload.precision = "auto" takes fp32.')
+    return Check("bf16", Status.WARN, why, 'offload.precision = "auto" selects fp32.')
 
 
 def check_driver(driver: str, cuda: str | None) -> Check:
-    """NVIDIA's driver against the CUDA version that torch was built for."""
+    """Check NVIDIA's driver against the CUDA version of this torch build."""
     if not driver:
         return Check("driver", Status.WARN, "no NVIDIA driver answers")
     least = _LEAST_DRIVER.get(_numbers(cuda or "")[0], 0)
@@ -155,7 +156,7 @@ def check_driver(driver: str, cuda: str | None) -> Check:
 
 
 def check_nvml(state: str, gpus: int) -> Check:
-    """`state`: "" if every GPU could be asked, otherwise why not."""
+    """Check NVML; `state`: "" if every GPU could be queried, otherwise why not."""
     if not state:
         return Check("NVML", Status.PASS, f"answers for {gpus} GPU{'s' if gpus > 1 else ''}")
     missing = "pynvml is not installed" in state
@@ -168,46 +169,46 @@ def check_pcie(
     width: tuple[int | None, int | None],
     busy: bool,
 ) -> Check:
-    """A GPU's link; generation and width as (now, at most), None: NVML does not tell.
+    """Check a GPU's link; generation and width as (current, maximum), None: not reported.
 
     Args:
-        busy: it has just carried a copy. An idle link slows down to save power.
+        busy: a copy has just run. An idle link slows down to save power.
     """
     if generation[0] is None or width[0] is None:
-        return Check("PCIe", Status.PASS, f"GPU {index}: NVML does not tell")
+        return Check("PCIe", Status.PASS, f"GPU {index}: NVML does not report it")
     most = (generation[1] or generation[0], width[1] or width[0])
     found = f"GPU {index}: gen {generation[0]} x{width[0]} of gen {most[0]} x{most[1]}"
     if width[0] < most[1]:
-        advice = "Put the card into a slot with all lanes, and seat it and its riser again."
+        advice = "Use a slot with all lanes, and reseat the card and its riser."
         return Check("PCIe", Status.WARN, found, advice)
     if generation[0] >= most[0]:
         return Check("PCIe", Status.PASS, found)
     if not busy:
         return Check("PCIe", Status.PASS, f"{found} (an idle link slows down)")
-    advice = "The link is slow under load: look for a generation set in the firmware, or a riser."
+    advice = "The link is slow under load: check the firmware's PCIe generation and the riser."
     return Check("PCIe", Status.WARN, found, advice)
 
 
 def check_gpu_memory(index: int, used: int | None, total: int | None) -> Check:
-    """Before this process has taken any."""
+    """Check GPU memory before this process uses any."""
     if used is None or not total:
-        return Check("gpu memory", Status.PASS, f"GPU {index}: NVML does not tell")
+        return Check("gpu memory", Status.PASS, f"GPU {index}: NVML does not report it")
     found = f"GPU {index}: {format_bytes(total - used)} of {format_bytes(total)} free"
     if used > total // 10:
-        return Check("gpu memory", Status.WARN, found, "Other processes hold it: see nvidia-smi.")
+        return Check("gpu memory", Status.WARN, found, "Other processes use it: see nvidia-smi.")
     return Check("gpu memory", Status.PASS, found)
 
 
 def check_memlock(limit: int | None, needed: int) -> Check:
-    """`ulimit -l`; None: unlimited. `needed`: what a run may page-lock, 0 without a GPU."""
+    """Check `ulimit -l`; None: unlimited. `needed`: bytes a run may page-lock, 0 without a GPU."""
     found = "unlimited" if limit is None else format_bytes(limit)
     if not needed:
         return Check("ulimit -l", Status.PASS, f"{found}; without a GPU nothing is page-locked")
     if limit is None or limit >= needed:
         return Check("ulimit -l", Status.PASS, found)
     advice = (
-        "NVIDIA's driver mostly locks outside of it. Where pinning is refused: ulimit -l unlimited "
-        "(docker run --ulimit memlock=-1)."
+        "NVIDIA's driver usually pins outside this limit. If pinning is refused: ulimit -l "
+        "unlimited (docker run --ulimit memlock=-1)."
     )
     return Check(
         "ulimit -l", Status.WARN, f"{found}, a run may lock {format_bytes(needed)}", advice
@@ -215,7 +216,7 @@ def check_memlock(limit: int | None, needed: int) -> Check:
 
 
 def check_pinning(asked: int, locked: bool) -> Check:
-    """Whether the driver page-locked memory when asked to."""
+    """Check whether the driver could page-lock memory."""
     if locked:
         return Check("pinning", Status.PASS, f"{format_bytes(asked)} page-locked at once")
     advice = "Transfers will be slow and will not overlap: check ulimit -l and the memory limit."
@@ -223,18 +224,19 @@ def check_pinning(asked: int, locked: bool) -> Check:
 
 
 def check_host_memory(total: int, available: int) -> Check:
-    """`total` and `available` under every limit."""
+    """Check host memory; `total` and `available` under every limit."""
     rooms = ", ".join(
         f"{format_count(available / size)} in {state}" for state, size in STATE_BYTES.items()
     )
     found = f"{format_bytes(available)} of {format_bytes(total)} available: parameters {rooms}"
     if available < total // 2:
-        return Check("host memory", Status.WARN, found, "Free some: other processes hold half.")
+        return Check("host memory", Status.WARN, found, "Free some: other processes use half.")
     return Check("host memory", Status.PASS, found)
 
 
 def check_cgroup(limit: int | None, total: int) -> Check:
-    """`limit`: the least of this process's cgroups, None: none; `total`: what is built in."""
+    """Check cgroups; `limit`: the least of this process's, None: none; `total`: installed
+    memory."""
     if limit is None or limit >= total:
         return Check("cgroup memory", Status.PASS, f"no limit below {format_bytes(total)}")
     found = f"limit {format_bytes(limit)} of {format_bytes(total)}"
@@ -243,10 +245,11 @@ def check_cgroup(limit: int | None, total: int) -> Check:
 
 
 def check_cores(physical: int, logical: int, usable: int, threads: int, where: str) -> Check:
-    """`usable`: logical CPUs, by affinity and quota; `where`: how `threads` came about."""
+    """Check cores; `usable`: logical CPUs, by affinity and quota; `where`: the reason for
+    `threads`."""
     found = f"{physical} physical, {logical} logical, {usable} usable; {threads} for Adam ({where})"
     if usable < physical:
-        advice = "CPU Adam could use all: widen the affinity, or the container's CPU quota."
+        advice = "CPU Adam could use all cores: widen the affinity, or the container's CPU quota."
         return Check("cores", Status.WARN, found, advice)
     return Check("cores", Status.PASS, found)
 
@@ -257,32 +260,32 @@ def check_numa(
     memories: Collection[int],
     gpus: Sequence[int | None],
 ) -> Check:
-    """Whether this process may use cores and memory next to each GPU.
+    """Check whether this process may use cores and memory next to each GPU.
 
     Args:
         nodes: node → its CPUs.
         cpus, memories: CPUs and memory nodes allowed to this process.
-        gpus: node of each GPU, None: not told.
+        gpus: node of each GPU, None: not reported.
     """
     if len(nodes) < 2:
         return Check("NUMA", Status.PASS, "one node")
     if not gpus:
-        return Check("NUMA", Status.PASS, f"{len(nodes)} nodes, and no GPU to be near to")
+        return Check("NUMA", Status.PASS, f"{len(nodes)} nodes, no GPU")
     told = ", ".join(f"GPU {i} {'?' if n is None else n}" for i, n in enumerate(gpus))
     found = f"{len(nodes)} nodes; {told}"
     if None in gpus:
-        advice = "The system does not tell the node of a GPU: its threads are not bound near it."
+        advice = "The system does not report the node of a GPU: threads are not bound near it."
         return Check("NUMA", Status.WARN, found, advice)
     for node in sorted({node for node in gpus if node is not None}):
         if not set(nodes.get(node, ())) & set(cpus) or node not in memories:
             found += f"; this process may not use cores and memory of node {node}"
-            advice = f"Start it there: numactl --cpunodebind={node} --membind={node}."
+            advice = f"Start it on that node: numactl --cpunodebind={node} --membind={node}."
             return Check("NUMA", Status.WARN, found, advice)
     return Check("NUMA", Status.PASS, found)
 
 
 def check_kernels(name: str, isa: str, why: str) -> Check:
-    """The CPU kernels in force, and why these."""
+    """Check the active CPU kernels."""
     found = f"{name} {isa}".removesuffix(" -") + f": {why}"
     if name != "native":
         return Check("CPU kernels", Status.WARN, found, "Reinstall with a C++17 compiler.")
@@ -293,17 +296,17 @@ def check_kernels(name: str, isa: str, why: str) -> Check:
 
 
 def check_disk(folder: str, free: int, speed: float | str | None) -> Check:
-    """Room and speed where checkpoints go.
+    """Check space and speed of the folder for checkpoints.
 
     Args:
-        speed: GB/s written durably, why it could not be written, or None: not measured.
+        speed: GB/s of durable writes, the error of a failed write, or None: not measured.
     """
     rate = "" if not isinstance(speed, float) else f", written at {speed:.2g} GB/s"
     found = f"{folder}: {format_bytes(free)} free{rate}"
     if free < LEAST_FREE_BYTES:
         return Check("disk", Status.FAIL, found, "It is full: free some, or give another --folder.")
     if isinstance(speed, str):
-        advice = "Give a --folder that can be written, and keep run.folder there."
+        advice = "Give a writable --folder, and set runs_dir to it."
         return Check("disk", Status.FAIL, f"{folder}: {speed}", advice)
     if free < LITTLE_FREE_BYTES:
         advice = "A checkpoint takes 12 bytes per parameter (fp32), twice while it is replaced."
@@ -315,6 +318,6 @@ def check_disk(folder: str, free: int, speed: float | str | None) -> Check:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of "2.13.0+cpu"; (0,) where there are none."""
+    """Return the leading numbers of a version such as "2.13.0+cpu"; (0,) if there are none."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else (0,)

@@ -1,4 +1,4 @@
-"""The examination: facts to the checks, then measurements to the rest of them."""
+"""The examination: checks of facts, then checks of measurements."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.device import resolve_precision
 
 NEEDED = {"versions", "gpu", "driver", "torch kernels"}
-"""Checks without which the device does not compute."""
+"""Checks that must pass for the device to compute."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of it.
+    """The result of the examination.
 
     Attributes:
-        machine: None where torch cannot use the GPU: no plan is for the machine as it is.
+        machine: None if torch cannot use the GPU.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -45,12 +45,12 @@ class Report:
 def examine(
     folder: Path, *, quick: bool, tell: Callable[[Check], None], say: Callable[[str], None]
 ) -> Report:
-    """Look, then measure.
+    """Check facts, then measure.
 
     Args:
-        folder: where checkpoints will be.
-        tell: receives each check as soon as it is made.
-        say: receives what is being measured.
+        folder: the folder for checkpoints.
+        tell: called with each check as soon as it is done.
+        say: called with the name of each measurement.
     """
     report, nvml = Report(), Nvml()
 
@@ -70,11 +70,11 @@ def examine(
 
 
 class _Visit:
-    """One machine, looked at once."""
+    """One examination of one machine."""
 
     def __init__(self, folder: Path, quick: bool, say: Callable[[str], None], nvml: Nvml) -> None:
         self.folder, self.quick, self.say, self.nvml = folder, quick, say, nvml
-        self.samples = nvml.sample()  # before torch makes a context, which takes memory itself
+        self.samples = nvml.sample()  # before torch creates a context, which takes memory itself
         self.probe = probe(nvml)
         self.gpus, self.reason = facts.torch_gpus()
         self.limit = facts.memory_limit()
@@ -91,7 +91,7 @@ class _Visit:
         return min(size for size in limits if size)
 
     def look(self) -> Iterator[Check]:
-        """Everything that takes no measuring but the disk."""
+        """Run the checks that need no measurement, and the disk's."""
         yield from self._software()
         yield from self._gpus()
         yield self._bf16()
@@ -135,7 +135,7 @@ class _Visit:
 
     @property
     def _choice(self) -> tuple[bool, str]:
-        """Whether training on the CPU takes bf16, and why."""
+        """True if training on the CPU uses bf16, and why."""
         precision, why = resolve_precision("auto", torch.device("cpu"))
         return precision == "bf16", why
 
@@ -174,7 +174,7 @@ class _Visit:
         return checks.check_disk(str(self.folder.resolve()), free, self.speed)
 
     def measure(self) -> Machine:
-        """Seconds; with `quick` less than one each."""
+        """Measure for seconds; with `quick` less than one each."""
         told = self.probe
         return measure(
             self.device,
@@ -187,7 +187,7 @@ class _Visit:
         )
 
     def judge(self, machine: Machine | None) -> Iterator[Check]:
-        """The links while they are warm, and the speeds; `machine`: None if nothing is measured."""
+        """Run the checks of warm links and of speeds; `machine`: None if nothing was measured."""
         links = self.nvml.describe()
         copied = machine is not None and len(links) == len(self.gpus)
         for gpu in links:
@@ -224,7 +224,7 @@ def _hidden(environ: Mapping[str, str]) -> bool:
 
 
 def _disk_speed(folder: Path) -> float | str:
-    """GB/s, or why nothing can be written."""
+    """Return GB/s, or the error of a failed write."""
     try:
         return disk_gbps(folder)
     except OSError as error:

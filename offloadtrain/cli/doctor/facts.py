@@ -1,4 +1,4 @@
-"""What this machine is: everything that the checks are told and that takes no measuring."""
+"""Facts of this machine: the inputs of the checks that need no measurement."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TorchGpu:
     """One GPU as torch sees it.
 
     Attributes:
-        bf16: by the hardware.
-        node: NUMA node, None: not told.
+        bf16: bf16 in hardware.
+        node: NUMA node, None: not reported.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TorchGpu:
 
 
 def torch_gpus() -> tuple[tuple[TorchGpu, ...], str]:
-    """What torch sees, and why it sees nothing or what it warned of."""
+    """The GPUs torch sees, and the reason or warning if it sees none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -72,20 +72,21 @@ def _first_line(message: object) -> str:
 
 
 def gpu_node(address: str | None, sysfs: Path) -> int | None:
-    """NUMA node of a GPU by PCI address; None: not told, as on most machines with one node."""
+    """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
+    one node."""
     file = sysfs / f"bus/pci/devices/{address}/numa_node"
     node = int(file.read_text()) if address and file.exists() else -1
     return node if node >= 0 else None
 
 
 def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
-    """Node → its CPUs; empty where the system knows no nodes."""
+    """Return node → its CPUs; empty if the system has no nodes."""
     found = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
     return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in found}
 
 
 def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:
-    """Nodes whose memory this process may use."""
+    """Return the nodes whose memory this process may use."""
     for line in status.read_text().splitlines():
         if line.startswith("Mems_allowed_list:"):
             return parse_cpulist(line.partition(":")[2])
@@ -93,18 +94,19 @@ def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:
 
 
 def memlock_limit() -> int | None:
-    """Bytes that this process may lock; None: unlimited."""
+    """Return the bytes this process may lock; None: unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def total_memory_bytes() -> int:
-    """Of the machine, whatever the limits on this process."""
+    """Return the machine's memory, regardless of limits on this process."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_limit(mount: Path = cgroup.MOUNT, membership: Path = cgroup.MEMBERSHIP) -> int | None:
-    """The least memory limit of this process's cgroups, of either version; None: no limit."""
+    """Return the least memory limit of this process's cgroups, of either version; None: no
+    limit."""
     files = [folder / "memory.max" for folder in cgroup.folders(mount, membership)]
     lines = membership.read_text().splitlines() if membership.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
@@ -121,12 +123,12 @@ def memory_limit(mount: Path = cgroup.MOUNT, membership: Path = cgroup.MEMBERSHI
 
 
 def free_bytes(folder: Path) -> int:
-    """On the file system of a folder, for this user."""
+    """Return the free bytes on the file system of a folder, for this user."""
     return shutil.disk_usage(folder).free
 
 
 def can_pin(nbytes: int) -> bool:
-    """Whether the driver page-locks so much at once; needs a GPU."""
+    """Return whether the driver page-locks this much at once; needs a GPU."""
     memory = torch.empty(nbytes, dtype=torch.uint8)
     locked = cuda_driver.register(memory)
     if locked:

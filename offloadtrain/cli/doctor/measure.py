@@ -1,9 +1,9 @@
-"""How fast this machine is, as the `Machine` that `offloadtrain plan` is for; seconds in all.
+"""Measurement of this machine's rates as a `Machine` for `offloadtrain plan`, in seconds.
 
 [Note: What a rate is]
-Medians of a few repeats, after one that is not counted: a plan is for what is usual. Buffers are
-far larger than the caches, or the rate would be theirs. Where the CPU computes, it takes the place
-of the device: "device memory" and the copies "to the device" are copies in host memory.
+A rate is the median of a few repeats after a warm-up, since a plan is for the usual case. Buffers
+are far larger than the caches. If the CPU computes, it takes the place of the device: "device
+memory" and the copies "to the device" are copies in host memory.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ HEAD_WIDTH = 64
 PARAMS = {"cuda": 64 << 20, "cpu": 16 << 20}
 QUICK_PARAMS, LEAST_PARAMS = 8 << 20, 1 << 20
 BYTES_PER_PARAM = 64
-"""Host memory of the Adam buffers, and some room."""
+"""Host memory of the Adam buffers, with some margin."""
 
 ACCUMULATE_BYTES = 10
-"""Per parameter of an fp32 sum of 16-bit gradients."""
+"""Bytes per parameter of an fp32 sum of 16-bit gradients."""
 
 STATES = ("fp32", "split16", "int8")
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 DISK_BYTES, DISK_PIECE = 256 << 20, 16 << 20
 FRAGMENT_BYTES = 512 << 20
-"""Of device memory that the caching allocator can rarely hand out."""
+"""Share of device memory that the caching allocator can rarely use."""
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 BATCHES, BATCH_S, QUICK_BATCH_S = 3, 0.15, 0.03
@@ -64,11 +64,11 @@ def measure(
     quick: bool,
     say: Say,
 ) -> Machine:
-    """Measure everything that was not yet.
+    """Measure all rates.
 
     Args:
-        device: the CPU, or the first GPU, which stands for all.
-        bf16: it computes in bf16 without emulation.
+        device: the CPU, or the first GPU, which represents all.
+        bf16: the device computes in bf16 without emulation.
         quick: fewer repeats and smaller buffers, and no Adam; each measurement ends in a second.
     """
     say("forward and backward of a block")
@@ -89,14 +89,14 @@ def measure(
 def compute(device: torch.device, bf16: bool, seconds: float) -> tuple[dict[str, float], float]:
     """Tflop/s of wide blocks by precision, and the width at which half of that is reached.
 
-    The width is found in the precision that training takes; the others have the same.
+    The width is measured in training's precision and used for all.
     """
     on_gpu = device.type == "cuda"
     kinds = {"bf16": torch.bfloat16} if bf16 or not on_gpu else {}
     kinds |= {"fp16": torch.float16} if on_gpu else {}
     kinds["fp32"] = torch.float32
     narrow, wide = WIDTHS[device.type]
-    # Emulated bf16 would take seconds where it is wide.
+    # Emulated bf16 would take seconds on wide blocks.
     widths = {name: narrow if name == "bf16" and not bf16 else wide for name in kinds}
     rates = {name: block_flops(device, kinds[name], widths[name], seconds) for name in kinds}
     main = next(name for name in kinds if widths[name] == wide)
@@ -107,10 +107,10 @@ def compute(device: torch.device, bf16: bool, seconds: float) -> tuple[dict[str,
 
 
 def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
-    """Half-width of the curve limit * w / (w + half_width) through two points.
+    """Return the half-width of the curve limit * w / (w + half_width) through two points.
 
-    Two points that no such curve goes through (noise) give the nearest that there is: no gain with
-    width, or half of the limit reached at the wide one.
+    If noise rules out such a curve, the nearest extreme is used: no gain with width, or half of the
+    limit at the wide one.
     """
     if slower >= faster:
         return 0.0
@@ -120,8 +120,8 @@ def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
 
 
 def block_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
-    """FLOPs per second of a transformer block's forward and backward, by the formula that plans
-    use, kept busy for about `seconds` a few times."""
+    """Measure FLOPs per second of a transformer block's forward and backward, by the plans'
+    formula, a few times for about `seconds`."""
     shape = ModelShape(
         vocab_size=2,
         num_layers=1,
@@ -146,7 +146,7 @@ def block_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: f
 
 
 def device_memory_gbps(device: torch.device) -> float:
-    """Read and written by a copy within the device's own memory."""
+    """Measure the bandwidth of a copy within the device's memory."""
     nbytes = COPY_BYTES[device.type]
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -154,13 +154,13 @@ def device_memory_gbps(device: torch.device) -> float:
 
 
 def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
-    """(GB/s of DRAM, Gparam/s of Adam by format) of all kernel threads, in turn."""
+    """Measure (GB/s of DRAM, Gparam/s of Adam by format) of all kernel threads, alternating."""
     backend = kernels.backend().name
     numel = fitting(QUICK_PARAMS if quick else numel, available_bytes())
     if backend == "torch":  # the oracle: a thousand times slower
         numel = LEAST_PARAMS
     native = backend == "native"
-    # int8 runs in the native kernels only at a speed that one would use.
+    # only the native kernels run int8 at a useful speed.
     states = STATES[:1] if quick else STATES if native else STATES[:2]
     buffers = allocate(numel, states)
     cases = {} if quick else _adam_cases(buffers)
@@ -172,7 +172,7 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
 
 
 def fitting(numel: int, available: int) -> int:
-    """Halved until the buffers take a quarter of what is available at most."""
+    """Halve the size until the buffers take at most a quarter of the available memory."""
     while numel > LEAST_PARAMS and numel * BYTES_PER_PARAM > available // 4:
         numel //= 2
     return numel
@@ -189,16 +189,16 @@ def _adam_cases(buffers: Buffers) -> dict[str, Case]:
 
 
 def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:
-    """What moves memory at its limit, and the bytes per parameter that it moves."""
+    """Return a loop that runs at the memory limit, and its bytes per parameter."""
     if native:
         run = partial(kernels.traffic, buffers.fp32, buffers.grad, buffers.working)
         return run, FP32_TRAFFIC_BYTES
-    # In place as Adam is: a copy would read what it overwrites, and nobody counts that.
+    # In place like Adam: a copy would also read the overwritten memory, which is not counted.
     return partial(kernels.accumulate, buffers.wide, buffers.grad, False), ACCUMULATE_BYTES
 
 
 def disk_gbps(folder: Path) -> float:
-    """Written and made durable, in a file that is removed again.
+    """Measure durable writes to a temporary file.
 
     Raises:
         OSError: it cannot be written, or is full.
@@ -213,7 +213,7 @@ def disk_gbps(folder: Path) -> float:
 
 
 def _device_memory(device: torch.device) -> dict[str, Any]:
-    """Once context and libraries are there: its name, size, and what tensors cannot have."""
+    """Return name, size and reserved memory of the GPU, after context and libraries are loaded."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     held = total - free - torch.cuda.memory_reserved(device)
@@ -227,7 +227,8 @@ def _device_memory(device: torch.device) -> dict[str, Any]:
 
 
 def _bus(device: torch.device) -> dict[str, float]:
-    """One GPU alone, all together, and two; one that is alone is taken to go through the host."""
+    """Measure the links of one GPU, of all together, and between two; a single GPU counts as going
+    through the host."""
     copies = bandwidth(device)
     rates = {
         "h2d_gbps": copies.h2d_gbps,
@@ -260,7 +261,7 @@ def _links(devices: Sequence[torch.device]) -> dict[str, float]:
 
 
 def _seconds(device: torch.device, run: Callable[[], object], batch_s: float) -> float:
-    """Median seconds of one run, in batches of about `batch_s`, after one that warms up."""
+    """Return the median seconds of one run, in batches of about `batch_s`, after a warm-up."""
     _batch(device, run, 1)
     once = _batch(device, run, 1)
     count = max(int(batch_s / once), 1)
@@ -287,9 +288,9 @@ def _gib(nbytes: int) -> str:
 
 
 def _rounded(rate: float) -> float:
-    """Three digits: more of a rate are noise."""
+    """Round to three digits: further digits are noise."""
     return float(f"{rate:.3g}")
 
 
 def _silent(number: int) -> None:
-    """A round is too short to be told."""
+    """Return whether a round is too short to measure."""

@@ -1,4 +1,4 @@
-"""Judgements on what was measured."""
+"""Checks of the measurements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 LEAST_OF_LINK, LEAST_OF_DRAM = 0.6, 0.5
 FP32_TRAFFIC_BYTES = 28
-"""Per parameter of fp32 Adam: gradient, master weight and moments read; all but the first written,
-and the working weight."""
+"""Bytes per parameter of fp32 Adam: gradient, master weight and moments read; all but the first
+written, and the working weight."""
 
 
 def check_speeds(machine: Machine, link_gbps: float | None, *, bf16: bool) -> list[Check]:
-    """Judge them all.
+    """Return all checks of speeds.
 
     Args:
-        link_gbps: what the GPU's link allows; None: no GPU, or not told.
-        bf16: training takes it by itself.
+        link_gbps: limit of the GPU's link; None: no GPU, or not reported.
+        bf16: training selects it by default.
     """
     return [
         check_bandwidth(machine.h2d_gbps, machine.d2h_gbps, machine.on_cpu, link_gbps),
@@ -30,26 +30,26 @@ def check_speeds(machine: Machine, link_gbps: float | None, *, bf16: bool) -> li
 
 
 def link_gbps(generation: int | None, width: int | None) -> float | None:
-    """Of a PCIe link; None where it is not told."""
+    """Return the bandwidth of a PCIe link; None if not reported."""
     if generation is None or width is None or generation not in LANE_GBPS:
         return None
     return LANE_GBPS[generation] * width
 
 
 def check_bandwidth(h2d: float, d2h: float, on_cpu: bool, link: float | None) -> Check:
-    """Of page-locked copies; on a CPU the copy in memory that takes their place."""
+    """Check the bandwidth of page-locked copies; on a CPU that of copies in memory."""
     found = f"{h2d:.3g} GB/s to the device, {d2h:.3g} back"
     if on_cpu:
         return Check("H2D, D2H", Status.PASS, f"{found} (copies in host memory: no GPU)")
     if link is not None and min(h2d, d2h) < LEAST_OF_LINK * link:
         advice = "Look for other traffic, another NUMA node, a switch, or an IOMMU in between."
-        found += f", of {link:.3g} that the link allows"
+        found += f", and the link allows {link:.3g}"
         return Check("H2D, D2H", Status.WARN, found, advice)
     return Check("H2D, D2H", Status.PASS, f"{found}, page-locked")
 
 
 def check_adam(machine: Machine) -> Check:
-    """CPU Adam per format, in 10^9 parameters per second."""
+    """Check CPU Adam per format, in 10^9 parameters per second."""
     rates = {
         state: getattr(machine, f"{state}_gparams")
         for state in ("fp32", "split16", "int8")
@@ -67,7 +67,7 @@ def check_adam(machine: Machine) -> Check:
 
 
 def check_compute(machine: Machine, bf16: bool) -> Check:
-    """Matrix multiplications, per precision; `bf16`: training takes it by itself."""
+    """Check matrix multiplications per precision; `bf16`: training selects it by default."""
     rates = ", ".join(f"{p} {getattr(machine, f'{p}_tflops'):.3g}" for p in machine.precisions)
     found = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
     found += f"; device memory {machine.hbm_gbps:.3g} GB/s"

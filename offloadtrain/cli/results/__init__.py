@@ -1,4 +1,4 @@
-"""Results files of `python -m benchmarks.gpu` as tables and plots; nothing else is a source."""
+"""Tables and plots from results files of `python -m benchmarks.gpu` alone."""
 
 from offloadtrain.cli.results.goals import GOALS, Goal
 from offloadtrain.cli.results.read import Curve, Pair, ResultsError, ResultsFile, Steps, read

@@ -1,4 +1,4 @@
-"""What the project wants to reach on a data-centre GPU, and what was measured of it."""
+"""The project's goals on a data-centre GPU, and the measurements."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _K = 1024
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One of them.
+    """One goal.
 
     Attributes:
-        limit: to reach.
-        measured: of a results file, all that is to be held to it.
-        at_most: the limit is one from above.
-        percent: it is printed so.
+        limit: the bound.
+        measured: the figures of a results file to compare with it.
+        at_most: the limit is an upper bound.
+        percent: it is printed in percent.
     """
 
     what: str
@@ -30,27 +30,27 @@ class Goal:
     percent: bool = False
 
     def worst(self, file: ResultsFile) -> float | None:
-        """None: nothing was measured."""
+        """Return the worst figure; None: not measured."""
         found = list(self.measured(file))
         if not found:
             return None
         return max(found) if self.at_most else min(found)
 
     def is_met(self, value: float) -> bool:
-        """In the digits that are printed."""
+        """Compare in the printed digits."""
         value, limit = round(value, 2), round(self.limit, 2)
         return value <= limit if self.at_most else value >= limit
 
 
 def _against(file: ResultsFile, system: str, **options: str) -> Iterator[Pair]:
-    """Pairs with this system whose own side has these options and no others."""
+    """Return pairs with this system whose own side has exactly these options."""
     for pair in file.pairs:
         if pair.theirs.system == system and dict(pair.ours.spec["options"]) == options:
             yield pair
 
 
 def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -> Iterator[float]:
-    """Our step over the resident one, 3B, at so many tokens per step."""
+    """Return our step over the resident one, 3B, for tokens per step in a range."""
     for pair in _against(file, "resident", **options):
         if pair.ours.spec["size"] == "llama-3b" and least <= pair.ours.tokens <= most:
             yield 1 / pair.ratio

@@ -17,7 +17,7 @@ _WIDTH_INCHES = 9.0
 
 
 def plot(files: Sequence[ResultsFile], folder: Path) -> list[Path]:
-    """Write what the files have something for: ratios.svg, rates.svg, exposed.svg, curves.svg.
+    """Write the plots with data: ratios.svg, rates.svg, exposed.svg, curves.svg.
 
     Raises:
         ResultsError: matplotlib is not installed, or nothing was measured.
@@ -36,7 +36,7 @@ def plot(files: Sequence[ResultsFile], folder: Path) -> list[Path]:
 
 
 def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Bars: their step over ours, of every pair."""
+    """Plot bars of their step over ours for every pair."""
     bars = [
         (f"{file.device}\n{pair.ours.name}\n/ {pair.theirs.name}", pair.ratio)
         for file in files
@@ -58,7 +58,7 @@ def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
 
 
 def _rates(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Lines: tokens per second over tokens per step, by model, length, format and mode."""
+    """Plot tokens per second over tokens per step, by model, length, format and mode."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for file, one in _offloaded(files):
         key = [str(one.spec["size"]), f"seq {one.spec['seq_len']}", one.option("state", "fp32")]
@@ -79,7 +79,7 @@ def _rates(files: Sequence[ResultsFile], folder: Path) -> Path | None:
 
 
 def _exposed(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Stacked bars: the share of a step in which compute waited, by the lane it waited for."""
+    """Plot stacked bars of the exposed share of a step, by lane."""
     steps = [(file, one) for file, one in _offloaded(files) if "exposed_by_lane" in one.figures]
     lanes = list(dict.fromkeys(lane for _, one in steps for lane in one.figures["exposed_by_lane"]))
 
@@ -102,7 +102,7 @@ def _exposed(files: Sequence[ResultsFile], folder: Path) -> Path | None:
 
 
 def _curves(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Lines: losses of each case."""
+    """Plot the losses of each case."""
     curves = [(file, curve) for file in files for curve in file.curves]
 
     def draw(axes: Axes) -> None:
@@ -123,7 +123,7 @@ def _offloaded(files: Sequence[ResultsFile]) -> Iterable[tuple[ResultsFile, Step
 def _write(
     draw: Callable[[Axes], None], shown: Iterable[object], path: Path, rows: float
 ) -> Path | None:
-    """None where there is nothing to show. `rows`: of text that must have room."""
+    """Return None if there is nothing to show. `rows`: rows of text to leave space for."""
     from matplotlib.figure import Figure
 
     if not list(shown):

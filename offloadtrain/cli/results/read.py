@@ -1,4 +1,4 @@
-"""What is in a results file of `python -m benchmarks.gpu`."""
+"""Reader of results files of `python -m benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 class ResultsError(OffloadTrainError):
-    """A results file that cannot be read."""
+    """A results file cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Steps:
     """Steps of one system.
 
     Attributes:
-        spec: what was trained, how: fields of `benchmarks.gpu.spec.Spec`.
-        group: of the suite.
-        figures: by name.
-        planned: the plan's word on it; empty where there is none.
+        spec: fields of `benchmarks.gpu.spec.Spec`.
+        group: group of the suite.
+        figures: values by name.
+        planned: the planned figures; empty if there are none.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Steps:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Figures of a step."""
         return int(self.figures["step_tokens"])
 
     def option(self, key: str, default: str) -> str:
-        """Of `offload`."""
+        """Options of `offload`."""
         return str(self.spec["options"].get(key, default))
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two systems that were measured in turn.
+    """Two systems measured alternately.
 
     Attributes:
         ratio: the median over rounds of their step over ours.
@@ -72,13 +72,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class ResultsFile:
-    """One file: of one GPU.
+    """One file, for one GPU.
 
     Attributes:
-        steps: of ours and of resident ones, those of pairs included.
+        steps: our and resident steps, including those of pairs.
         largest: the suite's name ("largest 32 GiB") → its steps.
-        machine: rates, as measured; empty where they were not.
-        missing: what could not be measured → why.
+        machine: measured rates; empty if there are none.
+        missing: failed measurement → reason.
     """
 
     path: Path
@@ -96,10 +96,10 @@ class ResultsFile:
 
 
 def read(folder: Path) -> list[ResultsFile]:
-    """Those measured on GPUs, by name.
+    """Return the files measured on GPUs, by name.
 
     Raises:
-        ResultsError: a file that is no JSON, or not as `benchmarks.gpu` writes it.
+        ResultsError: a file is not JSON, or not in the format of `benchmarks.gpu`.
     """
     found = []
     for path in sorted(folder.glob("*.json")):

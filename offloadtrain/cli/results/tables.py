@@ -15,12 +15,12 @@ Rows = Iterable[Sequence[str]]
 
 
 def summary(files: Sequence[ResultsFile]) -> str:
-    """Goals, pairs, rates, the largest models and curves: what the README has."""
+    """Return the README's tables: goals, pairs, rates, the largest models, curves."""
     return _sections(files, _GOALS, _PAIRS, _LARGEST, _CURVES, _MACHINES)
 
 
 def everything(files: Sequence[ResultsFile]) -> str:
-    """With every step that was measured, and what could not be."""
+    """Return all tables, with every measured step and every failed measurement."""
     return _sections(files, _GOALS, _PAIRS, _LARGEST, _CURVES, _MACHINES, _STEPS, _MISSING)
 
 
@@ -28,8 +28,7 @@ Section = tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]
 
 
 def _sections(files: Sequence[ResultsFile], *sections: Section) -> str:
-    """Each as a table with a column for the GPU and one for the file; without those that would be
-    empty."""
+    """Return the non-empty tables, with columns for the GPU and the file."""
     if not files:
         return NOTHING
     found = []
@@ -150,7 +149,7 @@ def _ratio(above: float, below: float | None) -> str:
 
 
 def _exposed(figures: Any) -> str:
-    """ "12 ms (h2d 9, host 3)"; lanes that took less than half a millisecond are not named."""
+    """Format "12 ms (h2d 9, host 3)" without lanes below half a millisecond."""
     if "exposed_ms" not in figures:
         return "-"
     lanes = sorted(figures["exposed_by_lane"].items(), key=lambda item: -item[1])

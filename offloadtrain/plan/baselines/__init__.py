@@ -1,1 +1,1 @@
-"""Other systems, as their papers describe them: what the plan is held against."""
+"""Models of other systems from their papers, for comparison with the plan."""

@@ -23,7 +23,7 @@ class Pipeline:
 
     Attributes:
         micro_batches: per step and replica.
-        recompute: of all activations but each stage's input.
+        recompute: recompute everything but each stage's input.
     """
 
     shape: ModelShape
@@ -43,8 +43,8 @@ class Row:
         state_bytes: 16-bit gradients and the fp32 state of Adam.
         activation_bytes: stashed and working.
         step_s: until the next step can start.
-        bubble: share of `step_s` in which a stage has nothing to do.
-        stale: updates use the gradients of the version before.
+        bubble: share of `step_s` in which a stage is idle.
+        stale: updates use gradients of the previous version.
     """
 
     schedule: Schedule
@@ -60,7 +60,7 @@ def row(schedule: Schedule, pipe: Pipeline, machine: Machine) -> Row:
     """Memory and time of one schedule."""
     params = num_params(pipe.shape) / pipe.stages
     stage, sync = _stage_seconds(pipe, machine), _sync_seconds(pipe, machine)
-    if schedule == "2bw":  # no flush: the sync of one step runs beside the next
+    if schedule == "2bw":  # no flush: the sync of one step overlaps the next
         step = max(pipe.micro_batches * stage, sync)
     else:
         step = (pipe.micro_batches + pipe.stages - 1) * stage + sync
@@ -76,12 +76,12 @@ def row(schedule: Schedule, pipe: Pipeline, machine: Machine) -> Row:
 
 
 def gpipe_seconds(stages: int, micro_batches: int) -> float:
-    """A step's time as a share of what one device takes for it: flush included, nothing else."""
+    """Return a step's time relative to one device, including the flush only."""
     return (micro_batches + stages - 1) / (micro_batches * stages)
 
 
 def _activation_bytes(schedule: Schedule, pipe: Pipeline) -> float:
-    """GPipe stashes every microbatch, the others no more than are between a stage and the last."""
+    """Count stashed microbatches: all of them in GPipe, else those between a stage and the last."""
     stashed = pipe.micro_batches if schedule == "gpipe" else min(pipe.stages, pipe.micro_batches)
     inputs = stashed * input_bytes(pipe.shape, pipe.micro_batch)
     whole = layer_bytes(pipe.shape, pipe.micro_batch) * pipe.shape.num_layers / pipe.stages
@@ -89,7 +89,7 @@ def _activation_bytes(schedule: Schedule, pipe: Pipeline) -> float:
 
 
 def _stage_seconds(pipe: Pipeline, machine: Machine) -> float:
-    """One microbatch's compute on one stage, and its input's way there and gradient's way back."""
+    """Time of one microbatch on one stage, with the transfers of its input and gradient."""
     flops = megatron_flops(pipe.shape, pipe.micro_batch, recompute=pipe.recompute) / pipe.stages
     compute = flops / machine.flops("fp16", pipe.shape.d_model)
     moved = 2 * input_bytes(pipe.shape, pipe.micro_batch) if pipe.stages > 1 else 0.0

@@ -1,8 +1,8 @@
-"""How long published systems take for a step, and what fits: ZeRO, ZeRO-Offload, their baselines.
+"""Step time and memory of published systems: ZeRO, ZeRO-Offload, their baselines.
 
-An analytic model of other people's software on a `Machine`, to hold the machine constants and the
-memory equations to what was published (`benchmarks/validate_plan.py`, docs/validation.md). What
-offloadtrain itself does is planned from its own schedule, not from here. Standard library only.
+An analytic model of their software on a `Machine`. It checks machine constants and memory equations
+against publications (`benchmarks/validate_plan.py`, docs/validation.md). Plans of offloadtrain
+itself use its own schedule, not this model. Standard library only.
 
 One set of constants for every published cell: the machine file, and `Software`.
 """
@@ -18,18 +18,18 @@ from offloadtrain.hardware.machine import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """What the measured programs made of their machine: DeepSpeed and PyTorch of 2020.
+    """The efficiency of the measured software: DeepSpeed and PyTorch of 2020.
 
-    None of these is a property of the hardware, so they are no part of a machine file. The first
-    two are calibrated, on all cells that they touch together; the others are read from sources.
+    None of these is a property of the hardware, so they are not in a machine file. The first
+    two are calibrated, on all cells they affect; the others are read from sources.
 
     Attributes:
-        adam_share: of the memory rate of CPU-Adam alone (ZeRO-Offload, table 4), what Adam reaches
-            within a step: 0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
-            what delayed updates save in figure 9 between 0.17 and 0.45.
-        contention: how many times longer the host's work takes where several ranks that are bound
-            to no cores do it; what figure 11 adds between 1 GPU and 2.
-        ring_share: of a host's links, what one ring between hosts reaches: one of a DGX-2's eight
+        adam_share: Adam's rate within a step, relative to CPU-Adam alone (ZeRO-Offload, table 4):
+            0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
+            the savings of delayed updates in figure 9 give 0.17 to 0.45.
+        contention: slowdown of host work with several unbound ranks; from figure 11, between 1 GPU
+            and 2.
+        ring_share: share of a host's links used by one ring between hosts: one of a DGX-2's eight
             adapters of 12.5 GB/s (ZeRO), at 80 % (ZeRO-Infinity, figure 2b: 60 to 100 of 100
             GB/s).
         bucket_bytes: two buckets of 5e8 16-bit gradients (DeepSpeed's default and overlap_comm).
@@ -56,8 +56,8 @@ class Run:
         mp: GPUs that split every matrix (Megatron); within one host.
         stage: of ZeRO; 0 is PyTorch's DDP.
         offload: optimizer state and gradients on the host.
-        dpu: the delayed update of ZeRO-Offload: Adam runs beside the next step's compute.
-        recompute: of all activations but each layer's input.
+        dpu: the delayed update of ZeRO-Offload: Adam overlaps the next step's compute.
+        recompute: recompute everything but each layer's input.
     """
 
     shape: ModelShape
@@ -76,23 +76,23 @@ class Run:
 
     @property
     def params(self) -> float:
-        """Of one GPU's part of the model."""
+        """Sizes of one GPU's part of the model."""
         return num_params(self.shape) / self.mp
 
     @property
     def owned(self) -> float:
-        """Parameters whose optimizer state is this rank's."""
+        """Parameters in this rank's optimizer state."""
         return self.params / (self.ranks if self.stage else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of a step, by what the GPU does or waits for; nothing is counted twice.
+    """Seconds of a step, by the GPU's work and waits; nothing is counted twice.
 
     Attributes:
-        transfers: gradient copies that no backward hides.
+        transfers: gradient copies not hidden by backward.
         gradients: the pass that unscales and takes the norm.
-        optimizer: Adam, as far as it is waited for.
+        optimizer: Adam, as far as the GPU waits for it.
         h2d: the copy of updated weights.
         communication: collectives.
     """
@@ -146,7 +146,7 @@ def layer_bytes(shape: ModelShape, micro_batch: int, mp: int = 1) -> float:
 
 
 def input_bytes(shape: ModelShape, micro_batch: int) -> float:
-    """The input of one layer, 16-bit: what recompute keeps of it."""
+    """The input of one layer, 16-bit, which recompute saves."""
     return 2.0 * micro_batch * shape.max_seq_len * shape.d_model
 
 
@@ -154,7 +154,7 @@ def input_bytes(shape: ModelShape, micro_batch: int) -> float:
 
 
 def gpu_bytes(run: Run, software: Software) -> float:
-    """Of one GPU at the widest point of backward."""
+    """Peak bytes of one GPU, in backward."""
     if run.stage:
         buckets = software.bucket_bytes
     else:
@@ -170,7 +170,7 @@ def _state_bytes(run: Run) -> float:
 
 
 def _activation_bytes(run: Run) -> float:
-    """Kept activations, and the larger of a layer's recompute and the logits before it."""
+    """Saved activations, plus the larger of a layer's recompute and the logits."""
     shape, layer = run.shape, layer_bytes(run.shape, run.micro_batch, run.mp)
     # 16-bit logits and the loss's fp32 softmax
     logits = 6 * run.micro_batch * shape.max_seq_len * shape.vocab_size / run.mp
@@ -180,7 +180,7 @@ def _activation_bytes(run: Run) -> float:
 
 
 def host_bytes(run: Run, machine: Machine, software: Software) -> float:
-    """Of one host."""
+    """Bytes of one host."""
     if not run.offload:
         return 0.0
     each = software.host_bytes + (software.sum_bytes if _sums_on_host(run) else 0)
@@ -188,7 +188,7 @@ def host_bytes(run: Run, machine: Machine, software: Software) -> float:
 
 
 def too_large_for(run: Run, machine: Machine, software: Software) -> str:
-    """Whose memory this run does not fit: "GPU", "host", or empty."""
+    """Return the memory that is too small: "GPU", "host", or empty."""
     if gpu_bytes(run, software) > machine.gpu_memory_bytes - machine.gpu_reserved_bytes:
         return "GPU"
     return "host" if host_bytes(run, machine, software) > machine.host_memory_bytes else ""
@@ -206,7 +206,7 @@ def largest_model(run: Run, machine: Machine, software: Software) -> float:
 
 
 def _depth(one: float, two: float, limit: float) -> float:
-    """Layers that fit, from the bytes of one and of two: every owner grows linearly."""
+    """Return the layers that fit, extrapolated linearly from the bytes of one and two layers."""
     return 1 + (limit - one) / (two - one) if two > one else math.inf
 
 
@@ -233,7 +233,7 @@ def step_times(run: Run, machine: Machine, software: Software) -> Times:
 
 
 def tflops(run: Run, machine: Machine, software: Software) -> float:
-    """Per GPU, recompute counted where there is any: the papers' unit."""
+    """TFLOPS per GPU with any recompute counted, the papers' unit."""
     batch = run.micro_batch * run.micro_steps
     flops = megatron_flops(run.shape, batch, recompute=run.recompute) / run.mp
     return flops / step_times(run, machine, software).step / 1e12
@@ -253,11 +253,11 @@ def _sums_on_host(run: Run) -> bool:
 
 
 def _transfers(run: Run, machine: Machine, backward: float) -> float:
-    """Gradient copies that the GPU waits for.
+    """Return the exposed gradient copies.
 
     Accumulation (`async_accumulate_grad_in_cpu_via_gpu`): every microbatch but the first copies the
-    running sum up, every one but the last copies the new sum down, both 16-bit and in the way of
-    backward. The last sends fp32 down, once, beside backward.
+    running sum up, every one but the last copies the new sum down, both 16-bit, while backward
+    waits. The last sends fp32 down once, overlapping backward.
     """
     if not run.offload:
         return 0.0
@@ -268,7 +268,7 @@ def _transfers(run: Run, machine: Machine, backward: float) -> float:
 
 
 def _pcie(run: Run, machine: Machine, alone: float) -> float:
-    """Bytes per second of one GPU's link to its host, while all copy at once."""
+    """Return the bandwidth of one GPU's host link while all GPUs copy."""
     return 1e9 * min(alone, machine.host_link_gbps / min(run.gpus, machine.gpus))
 
 

@@ -1,7 +1,7 @@
-"""The only door to the CPU kernels: native (C++, by instruction set), Numba, or plain torch.
+"""The only entry to the CPU kernels: native (C++, by instruction set), Numba, or plain torch.
 
 Every backend gives the same bits, whatever the instruction set and the number of threads. All
-tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. Where
+tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. If
 the first one is on a GPU, all are, and torch does the work (`on_device`).
 
 [Note: The norm]
@@ -95,25 +95,24 @@ def adam(
     layout: Layout | None = None,
     out: State | None = None,
 ) -> None:
-    """One Adam step over a bucket in one pass.
+    """Run one Adam step over a bucket in one pass.
 
     Order: scale the gradient, decay, moments, bias correction, update, round to the state's format.
     With Fp32State the arithmetic is that of torch.optim.AdamW (or Adam) with fused=True on the CPU,
     to the bit. With the other states it is the same arithmetic between decoding and encoding.
 
     Args:
-        state: what the step reads; written too, unless `out` is given.
+        state: the state to read; also written, unless `out` is given.
         grad: (n,) fp32, bf16 or fp16.
         working: with Fp32State only, (n,) fp32, bf16 or fp16: receives the new master rounded to
             nearest even, NaN kept. May be the memory of `grad` itself if their elements have the
             same size. The other states' `weight` is the working weight.
-        layout: needed for Split16State and Int8State, whose elements outside of it stay as they
-            are.
-        out: state in other memory that receives the new values, `state` is left as it was; written
-            past the cache.
+        layout: required for Split16State and Int8State, whose elements outside of it do not change.
+        out: state in other memory that receives the new values by streaming stores; `state` does
+            not change.
 
     Raises:
-        TypeError, ValueError: and nothing is written.
+        TypeError, ValueError: nothing has been written.
     """
     if grad.is_cuda:
         if not isinstance(state, Fp32State) or out is not None:
@@ -142,7 +141,7 @@ def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
 def accumulate_squares(
     total: Tensor, grad: Tensor, first: bool, layout: Layout, squares: Tensor
 ) -> None:
-    """`accumulate` of the parameters of a layout, and in the same pass their sums of squares.
+    """`accumulate` the parameters of a layout, and compute their sums of squares in the same pass.
 
     Args:
         squares: (m,) fp64; the element of each parameter's id is written.
@@ -171,7 +170,8 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 
 def sum_squares(values: Tensor) -> float:
-    """Of one parameter, fp64; see [Note: The norm]. Not finite if a value is not."""
+    """Return the sum of squares of one parameter, fp64; see [Note: The norm]. Not finite if a value
+    is not."""
     squares = torch.zeros(1, dtype=torch.float64, device="cpu")
     sum_squares_many(values, Layout.of_one(values.numel()), squares)
     return squares.item()
@@ -220,18 +220,18 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
         grad, working: (n,) bf16, not the same memory.
 
     Raises:
-        KernelError: where the native kernels are not in force.
+        KernelError: the native kernels are not active.
     """
     check_adam(state, state, grad, working, None, AdamScalars(0.0, 0.0, 0.0, 0.0, 0.0, 1))
     if grad.element_size() != 2 or working.element_size() != 2:
         raise TypeError(f"grad and working must be of 16 bits, not {grad.dtype}, {working.dtype}")
     if backend().name != "native":
-        raise KernelError("the traffic loop is one of the native kernels")
+        raise KernelError("the traffic loop exists only in the native kernels")
     active_backend().traffic(state, grad, working)
 
 
 def first_touch(memory: Tensor) -> None:
-    """Zero a fresh buffer, each part by the thread that will work on it, which places its pages.
+    """Zero a new buffer, each part by the thread that will use it, which places its pages.
 
     Args:
         memory: (n,) of any dtype, split as the kernels split buffers of n elements.
@@ -243,7 +243,7 @@ def first_touch(memory: Tensor) -> None:
 
 
 def _check_pair(full: Tensor, other: Tensor) -> None:
-    """An fp32 operand and another one of as many elements."""
+    """Check an fp32 operand and another one of as many elements."""
     check_operand("the fp32 operand", full, _FP32)
     check_operand("the other operand", other, _FLOATS, full.numel())
     check_disjoint({"the fp32 operand": full, "the other operand": other})
@@ -252,9 +252,8 @@ def _check_pair(full: Tensor, other: Tensor) -> None:
 def _check_squares(layout: Layout, flat: Tensor, squares: Tensor) -> None:
     check_operand("squares", squares, (torch.float64,))
     if layout.last_id >= squares.numel():
-        raise ValueError(f"squares has {squares.numel()} elements, no place for {layout.last_id}")
+        raise ValueError(f"squares has {squares.numel()} elements, none at {layout.last_id}")
     if layout.extent > flat.numel():
         raise ValueError(
-            f"the layout ends at element {layout.extent}, which is not in a buffer of "
-            f"{flat.numel()}"
+            f"the layout ends at element {layout.extent}, beyond a buffer of {flat.numel()}"
         )

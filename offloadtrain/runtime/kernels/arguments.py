@@ -1,4 +1,4 @@
-"""What a kernel refuses, before a byte is written."""
+"""Checks of kernel arguments, before a byte is written."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def check_disjoint(operands: dict[str, Tensor]) -> None:
 
 
 def describe(tensor: Tensor) -> str:
-    """A tensor in one line."""
+    """Describe a tensor in one line."""
     return f"{tensor.dtype} {tuple(tensor.shape)} stride {tensor.stride()} on {tensor.device}"

@@ -1,6 +1,6 @@
-"""The state formats in plain torch: how an fp32 number becomes what is kept, and back.
+"""The state formats in plain torch: encoding of fp32 numbers, and decoding.
 
-The oracle of the native formats (native/numbers.h), and what initialises, exports and converts
+This is the oracle of the native formats (native/numbers.h), and initialises, exports and converts
 state. Integers are int64 here, so that 32-bit arithmetic cannot overflow.
 """
 
@@ -64,7 +64,8 @@ def random_bits(key: int, elements: Tensor) -> Tensor:
 
 
 def round_bf16(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 → bf16, up with the probability of what is cut off; `random`: uniform over 16 bits."""
+    """fp32 → bf16, up with the probability of the discarded fraction; `random`: uniform over 16
+    bits."""
     bits = bits_of(values)
     finite = (bits & _MAGNITUDE) < _INFINITY
     special = torch.where(values.isnan(), _NAN, bits)
@@ -182,7 +183,8 @@ class Minifloat:
 
 EXP_AVG = Minifloat(mantissa=3, largest=127)
 EXP_AVG_SQ = Minifloat(mantissa=3, largest=256)
-"""Stored less one: zero is no code, because a moment of zero would blow an update up."""
+"""Stored less one: there is no code for zero, because a second moment of zero would make the update
+explode."""
 
 
 def decode_moments(state: Int8State) -> tuple[Tensor, Tensor]:
@@ -235,7 +237,7 @@ def master_of(state: State) -> Tensor:
 
 
 def set_master(state: State, master: Tensor) -> None:
-    """Take over (n,) fp32 master weights, rounded to nearest where the format is narrower."""
+    """Set the master weights from (n,) fp32, rounded to nearest if the format is narrower."""
     if isinstance(state, Fp32State):
         state.master.copy_(master)
     elif isinstance(state, Split16State):
@@ -259,7 +261,7 @@ def to_fp32(state: State) -> Fp32State:
 
 
 def from_fp32(state: State, values: Fp32State) -> None:
-    """Take over the state of one parameter, rounded to nearest where the format is narrower."""
+    """Set the state of one parameter, rounded to nearest if the format is narrower."""
     set_master(state, values.master)
     if isinstance(state, Int8State):
         half = torch.full(values.master.shape, 0x800800, device=values.master.device)

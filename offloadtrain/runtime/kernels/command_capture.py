@@ -1,12 +1,11 @@
-"""Kernel calls that are made later, by a thread that needs no lock of the interpreter.
+"""Kernel calls captured for later, for a thread that does not need the GIL.
 
 [Note: Without the interpreter]
-A thread that runs Python between two kernels waits for the interpreter's lock each time, behind a
-training thread that launches a forward: a tenth of the time of Adam over a bucket of 7M parameters,
-measured. So an operation that only calls kernels says so (`KernelCalls`), is *captured* when it is
-launched (the kernels check their operands then, and the native module keeps the calls), and the
-calls are made by a native queue. Other backends have no queue; there such an operation is a
-function as any other.
+A thread that runs Python between two kernels waits for the GIL each time, behind a training thread
+that launches a forward. The measured loss is a tenth of the time of Adam over a bucket of 7M
+parameters. An operation that only calls kernels is therefore marked (`KernelCalls`) and *captured*
+at launch: the kernels check their operands, and the native module records the calls. A native queue
+makes them later. Other backends have no queue; there such an operation is an ordinary function.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from offloadtrain.runtime.kernels.selection import active_backend
 
 
 class KernelCalls:
-    """An operation that does nothing but call kernels, and reads no value that they write."""
+    """An operation that only calls kernels, and reads no value that they write."""
 
     __slots__ = ("_call",)
 
@@ -33,8 +32,8 @@ class KernelCalls:
 
 
 def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any | None:
-    """The operation as native calls that have been checked and not been made; None if it is more
-    than kernels, or the kernels in force are not native."""
+    """Return the operation as checked native calls, not executed yet; None if it does more than
+    call kernels, or the active kernels are not native."""
     kernels = active_backend()
     if not (isinstance(operation, KernelCalls) and isinstance(kernels, Native)):
         return None
@@ -42,6 +41,6 @@ def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any
 
 
 def native_lane() -> Native | None:
-    """What makes queues and flags; None where the kernels in force are not native."""
+    """Return the factory of queues and flags; None if the active kernels are not native."""
     kernels = active_backend()
     return kernels if isinstance(kernels, Native) else None

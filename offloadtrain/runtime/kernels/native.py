@@ -82,7 +82,7 @@ class Native:
         self._module.sum_squares(_described(flat), slots, squares.data_ptr())
 
     def capture(self, calls: Callable[[], object]) -> Any:
-        """The native calls that `calls` makes on this thread, not made yet."""
+        """Return the native calls of `calls`, captured on this thread instead of executed."""
         captured = self._module.Calls()
         captured.begin()
         try:

@@ -1,7 +1,7 @@
-"""The Numba twin of the native kernels: the same bits where no compiler was found.
+"""The kernels in Numba, with the bits of the native ones, for installs without a compiler.
 
-bf16 and fp16 tensors come in as their bits. Conversions run over slabs that stay in the first-level
-cache, so that one arithmetic loop serves every dtype and vectorises.
+bf16 and fp16 tensors are passed as their bits. Conversions run over slabs that fit in the L1 cache,
+so that one arithmetic loop serves every dtype and vectorises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 SEGMENT = 2048
 _SLAB = 1024
-_SPLIT16_SLAB = 512  # it keeps five arrays in the cache
+_SPLIT16_SLAB = 512  # five arrays fit in the cache
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -173,7 +173,7 @@ def _segments(values: Any, starts: Any, counts: Any, sums: Any, lo: int, hi: int
 
 
 class _Threads:
-    """Runs a loop body over contiguous parts, on as many threads as asked for."""
+    """Runs a loop body over contiguous parts, on the requested number of threads."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -239,7 +239,7 @@ def adam(
     layout: Layout | None,
     scalars: AdamScalars,
 ) -> None:
-    """See `kernels.adam`. 8-bit state is left to plain torch, at a tenth of the speed."""
+    """See `kernels.adam`. 8-bit state uses plain torch, at a tenth of the speed."""
     if isinstance(state, Fp32State):
         _run_fp32(state, out, grad, working, scalars)
     elif isinstance(state, Split16State):
@@ -296,7 +296,7 @@ def _halves(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 @lru_cache(maxsize=1)
 def _warn_of_int8() -> None:
-    _log.warning("CPU kernels: numba has none for 8-bit state; plain torch runs it, slowly")
+    _log.warning("CPU kernels: Numba has no kernel for 8-bit state; plain torch is used, slowly")
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:

@@ -1,7 +1,7 @@
 """Number formats for the Numba kernels: loops over arrays that LLVM vectorises.
 
-bf16 and fp16 come as their bits. An array that a loop reads is never one that it writes, except
-element for element under one name: LLVM would take its scalar fallback.
+bf16 and fp16 are passed as their bits. A loop never writes an array that it reads, except element
+for element under one name: LLVM would use its scalar fallback.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The kernels for memory of a GPU, in torch: for an optimizer state that is not offloaded.
+"""The kernels for GPU memory, in torch, for optimizer state that is not offloaded.
 
 Adam is torch's own fused one, so that a run has the bits of `torch.optim.AdamW(fused=True)` on that
 device. Work goes to the current stream and nothing waits. Sums of squares follow [Note: The norm]
-within a segment; segments are added pairwise and not in order, which saves a wait for the device.
+within a segment; segments are added pairwise and not in order, which avoids a wait for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offloadtrain.runtime.kernels.scalars import AdamScalars
 from offloadtrain.runtime.kernels.state import Fp32State, Layout
 
 _PIECE = 1 << 22
-"""Elements that are widened at once: temporaries take up to 28 bytes each."""
+"""Elements widened at once; temporaries take up to 28 bytes each."""
 
 _SEGMENT = 2048
 

@@ -1,5 +1,5 @@
-"""Adam's hyperparameters, and what every kernel derives from them alike: fp32 coefficients, and the
-key of the random bits."""
+"""Adam's hyperparameters, and the values that every kernel derives from them: fp32 coefficients,
+and the key of the random bits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the loop multiplies by: computed in double, each rounded once to fp32.
+    """The factors of the loop, computed in double and rounded once to fp32.
 
     1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value by
     the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
@@ -86,7 +86,7 @@ class Coefficients:
 
 
 def fp32(value: float) -> float:
-    """Rounded to the nearest fp32; beyond its range, infinite."""
+    """Round to the nearest fp32; infinite beyond its range."""
     try:
         rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Which kernels run: native by instruction set, Numba, or plain torch; and on how many threads."""
+"""The choice of kernels (native by instruction set, Numba, or plain torch) and of their threads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _log = logging.getLogger(__name__)
 
 
 class KernelError(OffloadTrainError):
-    """A kernel backend was asked for that is not there."""
+    """The requested kernel backend is not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Which kernels run.
+    """The active kernels.
 
     Attributes:
         name: "native", "numba" or "torch".
-        isa: of the native kernels: "avx512", "avx2", "neon" or "baseline"; "-" otherwise.
-        threads: that one call uses.
-        why: how it was chosen.
-        where: how their number was chosen.
+        isa: instruction set of the native kernels: "avx512", "avx2", "neon" or "baseline"; "-"
+            otherwise.
+        threads: number of threads per call.
+        why: reason for the backend.
+        where: reason for the number of threads.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Backend:
 
 
 class _Selection:
-    """The backend in force; chosen on first use."""
+    """The active backend, chosen on first use."""
 
     def __init__(self) -> None:
         self.plan = local_plan()
@@ -64,7 +65,7 @@ class _Selection:
         self.apply_threads()
 
     def apply_threads(self) -> None:
-        """Give the backend in force its number of threads, and their CPUs."""
+        """Set the number of threads of the active backend, and their CPUs."""
         if self.chosen is None:
             return
         count = self.asked_threads or self.plan.threads
@@ -94,7 +95,7 @@ def _native() -> Native:
 
 
 def _missing(name: str) -> str | None:
-    """Why a backend cannot be used here; None if it can."""
+    """Return why a backend cannot be used here; None if it can."""
     try:
         _load(name)
     except ImportError as error:
@@ -114,7 +115,7 @@ def _choice() -> tuple[str, str, str]:
             why = f"the native extension is not installed ({reason})"
             _log.warning("CPU kernels: %s; %s. Reinstall with a C++17 compiler.", name, why)
             return (name, "-", why)
-    raise KernelError("no CPU kernels can be loaded")  # pragma: no cover - torch is always there
+    raise KernelError("no CPU kernels can be loaded")  # pragma: no cover - torch is there
 
 
 def _forced(name: str) -> tuple[str, str, str]:
@@ -131,7 +132,7 @@ def _isa() -> tuple[str, str]:
     isas = _native().isas
     forced = os.environ.get("OFFLOADTRAIN_ISA", "")
     if not forced:
-        return isas[0], "the fastest that this CPU has"
+        return isas[0], "the fastest on this CPU"
     if forced not in isas:
         raise KernelError(f"OFFLOADTRAIN_ISA = '{forced}' is not one of {', '.join(isas)}")
     return forced, "forced by OFFLOADTRAIN_ISA"
@@ -141,19 +142,19 @@ _selection = _Selection()
 
 
 def active_backend() -> Any:
-    """The module or object whose functions run."""
+    """Return the module or object whose functions run."""
     return _selection.get()
 
 
 def backend() -> Backend:
-    """The backend in force."""
+    """Return the active backend."""
     _selection.get()
     assert _selection.chosen is not None
     return _selection.chosen
 
 
 def available() -> list[Backend]:
-    """Every backend and instruction set that runs here, the preferred first."""
+    """Return every backend and instruction set that runs here, the preferred first."""
     found = []
     if _missing("native") is None:
         found = [Backend("native", isa, 0, "available") for isa in _native().isas]
@@ -175,7 +176,7 @@ def use(chosen: Backend) -> Iterator[None]:
 
 
 def set_threads(count: int | None) -> None:
-    """How many threads one call uses, at least 1, whatever `place` says; None: as it says."""
+    """Set the threads of a call, at least 1, overriding `place`; None: as set by `place`."""
     if count is not None and count < 1:
         raise ValueError(f"threads = {count}: at least 1 is needed")
     _selection.asked_threads = count
@@ -183,9 +184,9 @@ def set_threads(count: int | None) -> None:
 
 
 def place(plan: CpuPlan) -> None:
-    """Let the kernels' threads run as planned: their number, and the CPUs they are bound to.
+    """Apply a plan to the kernels' threads: their number, and the CPUs they are bound to.
 
-    Memory that is touched first by them (`first_touch`) lies next to these CPUs.
+    Memory first touched by them (`first_touch`) is local to these CPUs.
     """
     _selection.plan = plan
     _selection.apply_threads()

@@ -1,11 +1,11 @@
-"""The state of one bucket in each format, and which of its elements belong to which parameter.
+"""The state of one bucket in each format, and the layout of its parameters.
 
 [Note: State formats]
 `fp32`, 12 bytes per parameter: master weights and both moments.
 `split16`, 6 + 2 bytes: the fp32 master's bits in two halves. The upper half, rounded, is the bf16
-working weight and is uploaded from where it lies; the lower half is the signed remainder, so that
-the master is exact. Moments are bf16, rounded stochastically. fp16 weights cannot do this: the
-remainder of a weight below 2^-14 does not fit 16 bits.
+working weight and is uploaded from there; the lower half is the signed remainder, so that the
+master is exact. Moments are bf16, rounded stochastically. fp16 weights cannot do this: the
+remainder of a weight below 2^-14 does not fit in 16 bits.
 `int8`, 3 + 2 bytes and 8 per block of 128: the working weight (bf16 or fp16) and an 8-bit
 correction in units of 1/256 of its last place, rounded stochastically; moments of 8 bits relative
 to the largest of their block.
@@ -28,7 +28,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Fp32State(NamedTuple):
-    """All (n,) fp32."""
+    """All fields are (n,) fp32."""
 
     master: Tensor
     exp_avg: Tensor
@@ -45,8 +45,8 @@ class Split16State(NamedTuple):
 
 
 class Int8State(NamedTuple):
-    """weight (n,) bf16 or fp16; correction (n,) int8; moments (n,) uint8, and (ceil(n / 128),) fp32
-    scales of theirs."""
+    """weight (n,) bf16 or fp16; correction (n,) int8; moments (n,) uint8, and their (ceil(n /
+    128),) fp32 scales."""
 
     weight: Tensor
     correction: Tensor
@@ -70,11 +70,11 @@ FIELD_DTYPES: dict[type, tuple[tuple[torch.dtype, ...], ...]] = {
         (torch.float32,),
     ),
 }
-"""What each field may be, in the order of the fields."""
+"""The allowed dtypes of each field, in field order."""
 
 
 class Layout:
-    """Which elements of a bucket's flat buffers belong to which parameter.
+    """The elements of each parameter in a bucket's flat buffers.
 
     Attributes:
         table: (parameters, 4) int64 rows of offset, numel, id, first, in the order of the offsets.
@@ -96,9 +96,9 @@ class Layout:
         Args:
             offsets: elements, multiples of BLOCK, ascending.
             numels: elements of each parameter.
-            ids: what stochastic rounding and sums of squares know each parameter by.
-            firsts: of a shard, the number in its parameter of each one's first element, a multiple
-                of BLOCK: what is rounded stochastically draws the same in any shard. Default: 0.
+            ids: identifiers of the parameters for stochastic rounding and sums of squares.
+            firsts: for a shard, the index of its first element within each parameter, a multiple of
+                BLOCK, so that stochastic rounding draws the same bits in any shard. Default: 0.
 
         Raises:
             ValueError: if parameters overlap, or one starts within a block.
@@ -128,5 +128,5 @@ class Layout:
 
 
 def blocks(numel: int) -> int:
-    """Return how many scales `numel` elements need."""
+    """Return the number of scales for `numel` elements."""
     return -(-numel // BLOCK)

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: the last resort, and the readable statement of what they compute.
+"""The kernels in plain torch: the last fallback, and the readable definition of the arithmetic.
 
 Same bits as the native ones, at a tenth of the speed.
 """
@@ -61,7 +61,7 @@ def adam(
 
 
 def _at(state: State, lo: int, hi: int) -> Any:
-    """Elements [lo, hi) of every field; lo is a block's start where there are scales."""
+    """Elements [lo, hi) of every field; lo is a block's start if there are scales."""
     if isinstance(state, Int8State):
         scales = (x[lo // BLOCK : blocks(hi)] for x in state[4:])
         return Int8State(*(x[lo:hi] for x in state[:4]), *scales)
@@ -146,7 +146,7 @@ def first_touch(memory: Tensor) -> None:
 
 
 def _pieces(numel: int, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Cut where the element's number, counted from `first`, is a multiple of the piece's size."""
+    """Split at multiples of the piece's size, counted from `first`."""
     lo = 0
     while lo < numel:
         hi = min(lo + _PIECE - (first + lo) % _PIECE, numel)
@@ -155,7 +155,7 @@ def _pieces(numel: int, first: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:
-    """One Adam step in fp32, to new memory."""
+    """Compute one Adam step in fp32, in new memory."""
     master, exp_avg, exp_avg_sq = state
     g = grad.float() * c.grad_scale
     if c.l2 != 0.0:

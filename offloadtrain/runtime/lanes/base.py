@@ -1,11 +1,11 @@
-"""Lanes: the places where a step happens at once, and the one interface to all of them.
+"""Lanes: the concurrent queues of a step, and their common interface.
 
 [Note: Lanes]
-A *lane* executes its operations in the order of launch. Lanes run beside each other; the only order
-between two lanes is made by `record` on one and `wait` on the other. Launching never blocks on the
-work itself. Every operation declares the ranges that it reads and writes and is handed exactly the
-views of these ranges, so that an access that was not declared cannot be written. Code that is not
-ours (the user's forward, autograd's backward) cannot be wrapped so: it runs inside a *span*, an
+A *lane* executes its operations in the order of launch. Lanes run concurrently; only `record` on
+one lane and `wait` on the other order them. Launching never blocks on the
+work itself. Every operation declares the ranges that it reads and writes, and receives exactly
+their views, so that an undeclared access is impossible. Foreign code (the user's forward,
+autograd's backward) cannot be wrapped like this: it runs inside a *span*, an
 interval of the compute lane with declared ranges, opened and closed by hooks.
 """
 
@@ -28,7 +28,7 @@ ACTIVATIONS = (Kind.ACTIVATION_DOWN.value, Kind.ACTIVATION_UP.value)
 
 
 class LaneError(OffloadTrainError):
-    """An operation failed on a lane that runs beside the training thread."""
+    """An operation failed on a lane outside the training thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Buffer:
     """A named piece of memory that lanes share.
 
     Attributes:
-        name: as the Ledger and traces call it.
+        name: its name in the Ledger and in traces.
         flat: 1-D contiguous tensor; the buffer keeps it alive.
     """
 
@@ -79,8 +79,8 @@ class Interval:
     """One stretch of work on a lane; times are relative to the start of the sampled step.
 
     Attributes:
-        num_bytes: of what a copy or a collective wrote; a collective's bandwidth as NCCL's tests
-            tell it ("algorithm bandwidth") is this over its time. 0 for other work.
+        num_bytes: bytes written by a copy or a collective; divided by the time it gives a
+            collective's "algorithm bandwidth" of NCCL's tests. 0 for other work.
     """
 
     lane: str
@@ -92,13 +92,13 @@ class Interval:
 
 @dataclass(slots=True)
 class LaneTotals:
-    """What the lanes did since they were made; the step report takes differences.
+    """Totals of the lanes since their creation; the step report uses differences.
 
     Attributes:
-        busy_ms: by lane, time in operations; of compute, in spans. On CUDA, of what is known to
-            have ended: the last operations of a step count in the next one.
-        exposed_ms: time that compute waited for the others.
-        comm_bytes: that this rank has sent to others in collectives over gradients and weights.
+        busy_ms: by lane, time in operations; for compute, time in spans. On CUDA only operations
+            known to have ended count: the last ones of a step count in the next.
+        exposed_ms: time compute waited for the others.
+        comm_bytes: bytes this rank has sent in collectives over gradients and weights.
     """
 
     busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
@@ -132,7 +132,7 @@ class Span:
 
 
 Operation = Callable[..., object]
-"""Gets the views of `reads`, then the views of `writes`; a range that is updated is a write."""
+"""Takes the views of `reads`, then of `writes`; an updated range is a write."""
 
 
 class Lanes(ABC):
@@ -142,9 +142,9 @@ class Lanes(ABC):
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
         self.counts_bus = True
-        """Whether gradients and weights cross the bus; not where all of them are the device's."""
+        """True if gradients and weights cross the bus; False if the state is on the device."""
         self.poison = False
-        """Tests: fill what `alloc` names with NaN, so that a stale read cannot pass."""
+        """For tests: fill ranges of `alloc` with NaN, so that a stale read cannot go unnoticed."""
 
     @abstractmethod
     def launch(
@@ -159,47 +159,47 @@ class Lanes(ABC):
 
     @abstractmethod
     def record(self, lane: Lane) -> LaneEvent:
-        """The event that happens when everything launched on `lane` so far is done."""
+        """Return the event that occurs when everything launched on `lane` so far is done."""
 
     @abstractmethod
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        """What is launched on `lane` from here on starts after `event`; `str(why)` says why."""
+        """Make later operations on `lane` start after `event`; `str(why)` says why."""
 
     @abstractmethod
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        """Block the calling thread until `event` has happened. Counted as exposed time."""
+        """Block the calling thread until `event` has occurred. It counts as exposed time."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until every lane is empty; raises what failed on any of them."""
+        """Block until every lane is empty; raise the error of any failed one."""
 
     @abstractmethod
     def close(self) -> None:
-        """Drain and end. Idempotent. Does not raise what failed before."""
+        """Drain and end. Idempotent. Does not raise earlier errors."""
 
     @abstractmethod
     def start_timeline(self) -> None:
-        """Keep an `Interval` for each operation until `take_timeline`."""
+        """Record an `Interval` for each operation until `take_timeline`."""
 
     @abstractmethod
     def take_timeline(self) -> list[Interval]:
-        """The intervals since `start_timeline`, by start; waits for the lanes, ends the
+        """Return the intervals since `start_timeline`, by start; wait for the lanes and end the
         sampling."""
 
     @abstractmethod
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        """Foreign code may touch these ranges on the compute lane until `close_span`."""
+        """Allow foreign code to access these ranges on the compute lane until `close_span`."""
 
     @abstractmethod
     def close_span(self, span: Span) -> None:
-        """The end of the span on the compute lane. A second close is ignored."""
+        """End the span on the compute lane. A second close is ignored."""
 
     def read_totals(self) -> LaneTotals:
-        """A copy of the totals as far as they are known; never waits."""
+        """Return a copy of the totals known so far; never waits."""
         return self.totals.copy()
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
-        """The contents of a reused range are undefined from here on; `lane` will write it."""
+        """Declare the contents of a reused range undefined; `lane` will write it."""
         if self.poison and range_.buffer.flat.is_floating_point():
             self._poison(lane, range_.view)
         return range_
@@ -209,7 +209,7 @@ class Lanes(ABC):
         memory.fill_(float("nan"))
 
     def _count(self, lane: Lane, name: str, writes: Sequence[Range]) -> None:
-        """An operation is launched."""
+        """Count a launched operation."""
         if lane in (Lane.COMPUTE, Lane.HOST):
             return
         nbytes = sum(range_.nbytes for range_ in writes)
@@ -223,12 +223,12 @@ class Lanes(ABC):
             self.totals.h2d_bytes += nbytes
 
     def _keep_sizes(self) -> None:
-        """From here on, for `_sized`."""
+        """Record the sizes of transfers from now on, for `_sized`."""
         self._sizes = {}
 
     def _sized(self, intervals: Iterable[Interval]) -> list[Interval]:
-        """By start, with their bytes: operations of one lane and name end in the order in which
-        they were launched; the first of them may have been launched before the sampling."""
+        """Return intervals by start, with their bytes. Operations of one lane and name end in
+        launch order; the first may have been launched before the sampling."""
         sizes, self._sizes = self._sizes or {}, None
         ordered = sorted(intervals, key=lambda interval: interval.start_ms)
         earlier = Counter((interval.lane, interval.name) for interval in ordered)
@@ -245,12 +245,12 @@ class Lanes(ABC):
 
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:
-    """What an operation is called with."""
+    """Return the arguments of an operation."""
     return [range_.view for range_ in reads] + [range_.view for range_ in writes]
 
 
 def now_ms() -> float:
-    """Monotonic time in milliseconds."""
+    """Return the monotonic time in milliseconds."""
     return time.perf_counter() * 1e3
 
 

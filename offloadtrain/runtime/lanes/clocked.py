@@ -1,4 +1,4 @@
-"""What lanes of the CPU share: intervals by the wall clock of this process."""
+"""Common base of the CPU lanes: intervals by the wall clock of this process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class ClockedLanes(Lanes):
         self._timeline: list[Interval] | None = None
         self._origin_ms = 0.0
         self._draining = False
-        """Waiting for the lanes at the end of a sampled step: nobody computes, nobody waits."""
+        """Set during the wait at the end of a sampled step, which counts as neither work nor
+        wait."""
         self._open_spans = 0
         self._computes_since = (0.0, 0.0)
-        """When the outermost open span began, and what compute had waited by then."""
+        """Start of the outermost open span, and compute's waits until then."""
 
     def start_timeline(self) -> None:
         self._timeline, self._origin_ms = [], now_ms()
@@ -44,7 +45,7 @@ class ClockedLanes(Lanes):
         if not span.closed and isinstance(span.mark, float):
             ended_ms = now_ms()
             self._open_spans -= 1
-            if self._open_spans == 0:  # spans may lie in each other
+            if self._open_spans == 0:  # spans may nest
                 began_ms, waited_ms = self._computes_since
                 waited_ms = self.totals.exposed_ms - waited_ms
                 self.totals.busy_ms[Lane.COMPUTE] += ended_ms - began_ms - waited_ms
@@ -52,14 +53,14 @@ class ClockedLanes(Lanes):
         span.closed = True
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
-        """An operation has ended."""
+        """Record the end of an operation."""
         end_ms = now_ms()
-        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else it is in its span's time
+        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else its span's time includes it
             self.totals.busy_ms[lane] += end_ms - start_ms  # the lane's thread is the only writer
         self._note(lane, name, start_ms, end_ms)
 
     def _expose(self, lane: Lane, start_ms: float) -> None:
-        """Compute has waited for `lane` since then."""
+        """Record that compute has waited for `lane` since then."""
         end_ms = now_ms()
         self.totals.exposed_ms += end_ms - start_ms
         if not self._draining:

@@ -5,16 +5,16 @@
   autograd thread of the device, while the training thread waits inside backward), straight onto
   their streams.
 * host, h2d, load and comm operations go to a thread of their lane each; among ranks d2h too, since
-  it waits for comm. The host thread computes, without
-  the interpreter's lock where the kernels are native; the others launch copies and collectives
-  onto their streams. A stream cannot wait for CPU work that has not happened,
-  and waiting on a CUDA event that was never recorded is a silent no-op: so whoever waits for an
-  event first blocks its thread until the event is *issued* (for the host lane: has happened), then
-  makes its stream wait for the rest.
-* What compute waits, it waits on its stream: the time between two events there, one before the
-  wait and one behind it. Where the training thread itself is blocked, so is what it would launch:
-  the same two events tell for how long the stream had nothing to do.
-* Where the state is on the device, the host lane is a stream as d2h is: there is no CPU work.
+  it waits for comm. The host thread computes, without the GIL if the kernels are native; the others
+  launch copies and collectives onto their streams. A stream cannot wait for CPU work that has not
+  happened,
+  and waiting on a CUDA event that was never recorded is a silent no-op: so a waiting lane first
+  blocks its thread until the event is *issued* (for the host lane: has occurred), then makes its
+  stream wait for the rest.
+* Compute stalls are timed with an event on either side of each wait of its stream. If the training
+  thread itself is blocked, it launches nothing: the same two events measure how long the stream was
+  idle.
+* With the state on the device, the host lane is a stream like d2h: there is no CPU work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
 
 _KEPT = 32
-"""Intervals of compute, from which on those that have ended are counted and let go."""
+"""Number of compute intervals from which ended ones are counted and released."""
 
 
 class _CudaEvent(LaneEvent):
@@ -59,7 +59,7 @@ class _CudaEvent(LaneEvent):
         self.cuda = cuda
         self.issued = issued
         self.handle = ctypes.c_uint64()
-        """The event's address, once it is issued, for threads without Python."""
+        """Return the event's address once it is issued, for threads without Python."""
 
     def issue(self, stream: torch.cuda.Stream) -> None:
         assert self.cuda is not None
@@ -77,7 +77,7 @@ class _StreamInterval:
     """An interval of a stream, known once both events have happened.
 
     Attributes:
-        waits: stretches of it in which the stream had nothing to do.
+        waits: parts of it in which the stream was idle.
     """
 
     lane: str
@@ -104,8 +104,8 @@ class CudaLanes(Lanes):
     ) -> None:
         super().__init__()
         self._device = device = _indexed(device)
-        # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
-        # beside compute of the block before; comm beside all of them.
+        # d2h overlaps backward; h2d overlaps Adam of the next block and the next forward; load
+        # overlaps compute of the previous block; comm overlaps all of them.
         on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, *([Lane.D2H] if among_ranks else [])]
         self._streams = {
             lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
@@ -121,12 +121,13 @@ class CudaLanes(Lanes):
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._closed = False
         self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
-        """Not known to have ended; each lane's by their order."""
+        """Intervals not known to have ended, in order per lane."""
         self._waits: deque[_StreamInterval] = deque()
-        """Of compute, not known to have ended."""
+        """Intervals of compute not known to have ended."""
         self._waits_in_span: list[_StreamInterval] = []
         self._draining = False
-        """Waiting for the lanes at the end of a sampled step: nobody computes, nobody waits."""
+        """Set during the wait at the end of a sampled step, which counts as neither work nor
+        wait."""
         self._computed_on: torch.cuda.Stream | None = None
         self._open_spans = 0
         self._computes_since: torch.cuda.Event | None = None
@@ -155,8 +156,8 @@ class CudaLanes(Lanes):
     def record(self, lane: Lane) -> LaneEvent:
         if not self._closed:
             self._failure.check()
-        elif lane is not Lane.COMPUTE:  # of which weights are still taken off the device
-            raise LaneError(f"nothing will happen on {lane}: the lanes are closed")
+        elif lane is not Lane.COMPUTE:  # compute is still used to move weights off the device
+            raise LaneError(f"{lane} is closed: nothing runs on it any more")
         if self._is_queue(lane):
             event = _CudaEvent(lane, None, self._host.make_flag())
             self._host.set(event.issued)
@@ -216,7 +217,7 @@ class CudaLanes(Lanes):
             for stream in self._streams.values():
                 try:
                     stream.synchronize()
-                except RuntimeError as error:  # the GPU has failed: what comes next says so
+                except RuntimeError as error:  # the GPU has failed: the next call reports it
                     self._failure.fail(error)
 
     def start_timeline(self) -> None:
@@ -265,7 +266,7 @@ class CudaLanes(Lanes):
         return super().read_totals()
 
     def _settle(self) -> None:
-        """Count what is known to have ended. By the thread that trains, or autograd's."""
+        """Count ended intervals. Called by the training thread, or autograd's."""
         for lane, running in self._running.items():
             while running and running[0].is_over():
                 self.totals.busy_ms[lane] += running.popleft().busy_ms()
@@ -287,15 +288,15 @@ class CudaLanes(Lanes):
             worker.put(run)
 
     def _is_queue(self, lane: Lane) -> bool:
-        """Whether the lane's work is the CPU's."""
+        """Return whether the lane's work runs on the CPU."""
         return lane is Lane.HOST and self._host_computes
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._compute_stream() if lane not in self._streams else self._streams[lane]
 
     def _compute_stream(self) -> torch.cuda.Stream:
-        """The caller's. One that is another than before waits for it first: a step() outside of the
-        `with torch.cuda.stream(...)` of its forward is behind that forward."""
+        """Return the caller's stream. If it has changed, it first waits for the previous one: a
+        step() outside the `with torch.cuda.stream(...)` of its forward runs after that forward."""
         current = torch.cuda.current_stream(self._device)
         if self._computed_on is not None and current != self._computed_on:
             current.wait_stream(self._computed_on)
@@ -309,7 +310,7 @@ class CudaLanes(Lanes):
             start = self._timing_event(lane)
             fn(*operands)
             interval = _StreamInterval(lane, name, start, self._timing_event(lane))
-        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else it is in its span's time
+        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else its span's time includes it
             self._running[lane].append(interval)
         self._sample(interval)
 
@@ -338,7 +339,7 @@ class CudaLanes(Lanes):
         self._failure.check()
 
     def _expose(self, lane: Lane, began: torch.cuda.Event) -> None:
-        """Compute had nothing to do since then, or as soon as its work was done, for `lane`."""
+        """Record that compute was idle for `lane` since then, or since the end of its work."""
         wait = _StreamInterval(WAIT, lane.value, began, self._timing_event(Lane.COMPUTE))
         self._waits.append(wait)
         if self._open_spans:
@@ -362,15 +363,15 @@ class CudaLanes(Lanes):
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Threads cannot be put on a device without an index."""
+    """Return the device with an index, which threads need."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _bind(device: torch.device) -> None:
-    """Make a thread's calls, the driver's own too, go to the device. Choosing it may do nothing
-    until the runtime is asked for something there, and a query is the least that one can ask."""
+    """Direct a thread's calls, including the driver's, to the device. Selecting it may have no
+    effect before the first runtime call, and a query is the cheapest call."""
     torch.cuda.set_device(device)
     torch.cuda.current_stream(device).query()
 

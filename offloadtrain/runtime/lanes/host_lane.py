@@ -1,6 +1,6 @@
-"""The host lane's worker: a native queue where the kernels are native, else a thread of Python.
+"""The host lane's worker: a native queue if the kernels are native, else a Python thread.
 
-Both run what they are given in order, set and wait for flags, and say how long they computed.
+Both run tasks in order, set flags, wait for flags, and report their compute time.
 See [Note: Without the interpreter] in `runtime/kernels/command_capture.py`.
 """
 
@@ -22,7 +22,7 @@ from offloadtrain.step.operations import Lane
 
 
 class Flag(Protocol):
-    """Set once; `threading.Event` is one, and so is the native queue's."""
+    """A flag that is set once, such as `threading.Event` or the native queue's."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
@@ -30,7 +30,7 @@ class Flag(Protocol):
 
 
 class Endable(Protocol):
-    """A worker."""
+    """The interface of a worker."""
 
     def end(self) -> None:
         """Run what is queued, then stop."""
@@ -38,7 +38,7 @@ class Endable(Protocol):
 
 
 class HostLane(Endable, Protocol):
-    """What both workers are."""
+    """The common base of both workers."""
 
     def make_flag(self) -> Flag: ...
 
@@ -51,18 +51,18 @@ class HostLane(Endable, Protocol):
         pause_s: float = 0.0,
         least_s: float = 0.0,
     ) -> None:
-        """Call `fn` with the operands; counted. It is preceded by a pause and takes at least
-        `least_s`: for tests and measurements."""
+        """Call `fn` with the operands, and count it. A pause before it and a duration of at least
+        `least_s` are for tests and benchmarks."""
         ...
 
     def set(self, flag: Flag) -> None:
-        """Also after a failure."""
+        """Set the flag, also after a failure."""
         ...
 
     def wait(self, flag: Flag) -> None: ...
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
-        """Wait for an event of CUDA: `block` does it from Python; `handle` holds the event's
+        """Wait for a CUDA event: `block` does it from Python; `handle` holds the event's
         address once `issued` is set."""
         ...
 
@@ -76,7 +76,7 @@ class HostLane(Endable, Protocol):
 def make_host_lane(
     failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
 ) -> HostLane:
-    """A worker of the kernels in force.
+    """Return a worker for the active kernels.
 
     Args:
         begin: run first on its thread.
@@ -89,7 +89,7 @@ def make_host_lane(
 
 
 class _Timed:
-    """A computation of Python on either worker, counted."""
+    """Run a Python computation on either worker, and count it."""
 
     def __init__(self) -> None:
         self.busy_ms = 0.0
@@ -110,7 +110,7 @@ class _Timed:
 
 
 class PythonHostLane:
-    """A thread that takes the interpreter's lock between two kernels."""
+    """A Python thread, which takes the GIL between two kernels."""
 
     def __init__(self, failure: Failure, begin: Callable[[], None] | None) -> None:
         self._worker = Worker(Lane.HOST, failure, begin)
@@ -154,10 +154,10 @@ class PythonHostLane:
 
 
 class NativeHostLane:
-    """A native queue. Operations that only call kernels are captured when they are launched and run
-    without the interpreter's lock; any other takes it.
+    """A native queue. Operations that only call kernels are captured at launch and run without the
+    GIL; any other takes it.
 
-    The queue borrows what it is given: `_held` keeps each task's objects alive until it is done.
+    The queue borrows its arguments: `_held` keeps each task's objects alive until it is done.
     """
 
     def __init__(
@@ -228,10 +228,10 @@ class NativeHostLane:
         self._queue.end()
 
     def __del__(self) -> None:
-        self._queue.end()  # its destructor would join the thread with the interpreter's lock held
+        self._queue.end()  # its destructor would join the thread while holding the GIL
 
     def _run(self, task: Callable[[], None]) -> None:
-        failure = self._failure  # the lane itself must not be held by what it holds
+        failure = self._failure  # avoid a reference cycle with the lane
 
         def guarded() -> None:
             try:
@@ -242,7 +242,7 @@ class NativeHostLane:
         self._push(lambda: self._queue.run(guarded, False), guarded)
 
     def _push(self, push: Callable[[], int], held: object) -> None:
-        with self._launching:  # the training thread, or autograd's: the numbers must ascend
+        with self._launching:  # the training thread or autograd's: the numbers must ascend
             self._held.append((push(), held))
             done = self._queue.done()
             while self._held and self._held[0][0] <= done:

@@ -1,4 +1,4 @@
-"""Lanes that run on another backend and keep the program of what was asked of it."""
+"""Lanes that run on another backend and record the program."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RecordingLanes(Lanes):
 
     @totals.setter
     def totals(self, value: LaneTotals) -> None:
-        """The inner backend counts."""
+        """Does nothing: the inner backend counts."""
 
     def launch(
         self,

@@ -1,7 +1,7 @@
-"""Any legal order of the lanes, on one thread: chosen by a seed, or by an adversary.
+"""Execution of the lanes in any legal order on one thread, chosen by a seed or an adversary.
 
-Compute runs when it is launched, because autograd does. Everything else waits in its lane's queue
-until somebody needs it (`late`), at once (`early`), or when a draw says so.
+Compute runs at launch, as in autograd. Every other operation waits in its lane's queue: until it is
+needed (`late`), not at all (`early`), or for a random time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offloadtrain.step.operations import Lane
 
 
 class _Flag(LaneEvent):
-    """Set when its place in the queue of `lane` is reached."""
+    """Occurs when its place in the queue of `lane` is reached."""
 
     __slots__ = ("done", "lane")
 
@@ -52,10 +52,10 @@ class _Set:
 
 
 class SeededLanes(Lanes):
-    """Replayable: the same seed gives the same order."""
+    """Lanes in a seeded order: the same seed gives the same order."""
 
     def __init__(self, seed: int, *, late: bool = False) -> None:
-        """`late`: nothing runs before something waits for it, and then only what it needs."""
+        """`late`: an operation runs only when something waits for it."""
         super().__init__()
         self._draw = random.Random(seed)
         self._late = late
@@ -105,7 +105,7 @@ class SeededLanes(Lanes):
         self.synchronize()
 
     def start_timeline(self) -> None:
-        """There is no time here."""
+        """Does nothing: there is no time here."""
 
     def take_timeline(self) -> list[Interval]:
         self.synchronize()
@@ -141,8 +141,8 @@ class SeededLanes(Lanes):
         return [lane for lane, queue in self._queues.items() if queue and not _blocked(queue[0])]
 
     def _needed(self, event: _Flag) -> Lane:
-        """The lane whose next operation `event` is waiting for in the end. Waits point back in the
-        order of launch: this ends."""
+        """Return the lane whose next operation `event` finally waits for. Waits point back in
+        launch order, so the search ends."""
         head = self._queues[event.lane][0]
         if isinstance(head, _Await) and not head.event.done:
             return self._needed(head.event)

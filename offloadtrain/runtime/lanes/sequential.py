@@ -1,4 +1,4 @@
-"""All lanes in order on the calling thread: the CPU twin of the CUDA lanes."""
+"""All lanes in order on the calling thread: the CPU counterpart of the CUDA lanes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offloadtrain.step.operations import Lane
 
 
 class _Done(LaneEvent):
-    """Happened before `record` returned, because everything runs at launch."""
+    """An event that has occurred before `record` returns, because everything runs at launch."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ _DONE = _Done()
 
 
 class SequentialLanes(ClockedLanes):
-    """Launching is executing. Whatever is not compute is exposed, since compute waits for it."""
+    """Launching executes. All work other than compute is exposed, since compute waits for it."""
 
     def launch(
         self,
@@ -44,7 +44,7 @@ class SequentialLanes(ClockedLanes):
         self._check(event)
 
     def synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: nothing is ever pending."""
 
     def close(self) -> None:
         self._timeline = None

@@ -1,4 +1,5 @@
-"""Each lane but compute a thread on the CPU, with delays on request: real concurrency, no GPU."""
+"""CPU lanes with a thread each, except compute, and optional delays: real concurrency without a
+GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class _Flag(LaneEvent):
 
 
 class ThreadLanes(ClockedLanes):
-    """Compute is the calling thread; the other lanes run beside it."""
+    """Compute is the calling thread; the other lanes run concurrently."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class ThreadLanes(ClockedLanes):
         pace: Callable[[str], float] | None = None,
     ) -> None:
         """`longest_delay_ms`: each operation is preceded by a random pause of at most this.
-        `pace`: name of an operation → milliseconds that it takes at least."""
+        `pace`: name of an operation → its least duration in milliseconds."""
         super().__init__()
         self._failure = Failure()
         self._draw = random.Random(seed)

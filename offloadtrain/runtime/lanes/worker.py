@@ -1,4 +1,4 @@
-"""A thread with a queue, one per lane that is not the calling thread's."""
+"""A thread with a queue, for each lane outside the calling thread."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from offloadtrain.runtime.lanes.base import LaneError
 
 
 class Failure:
-    """The first error on any of the workers that share this; raised by the launching thread."""
+    """The first error of the workers that share this object; raised by the launching thread."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._watched: list[tuple[Callable[[], str], Callable[[], None]]] = []
 
     def watch(self, error: Callable[[], str], stop: Callable[[], None]) -> None:
-        """Of a native queue: what it has failed with, "" if it has not, and how to stop it."""
+        """The error of a native queue, "" for none, and the function that stops it."""
         self._watched.append((error, stop))
 
     def fail(self, error: BaseException) -> None:
-        """Everybody stops; the launching thread will raise."""
+        """Stop all workers; the launching thread will raise."""
         self.error = self.error or error
         for _, stop in self._watched:
             stop()
@@ -36,8 +36,8 @@ class Failure:
 
 
 class Worker:
-    """Runs tasks in order. After a failure anywhere only those that set events, so that nobody
-    hangs."""
+    """Runs tasks in order. After a failure anywhere it runs only those that set events, so that no
+    thread hangs."""
 
     def __init__(
         self, name: str, failure: Failure, begin: Callable[[], None] | None = None

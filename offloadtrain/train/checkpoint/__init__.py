@@ -1,5 +1,5 @@
-"""Saved state: written durably, found, verified and read back.
+"""Checkpoints: written durably, found, verified and loaded.
 
-`checkpoint.py` saves and loads, `manifest.py` says what files hold and hash to, `tensor_file.py`
-writes one file of tensors, `disk_space.py` looks before a save whether it fits.
+`checkpoint.py` saves and loads, `manifest.py` lists files and hashes, `tensor_file.py` writes one
+file of tensors, `disk_space.py` checks the space before a save.
 """

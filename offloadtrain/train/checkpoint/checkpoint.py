@@ -1,22 +1,22 @@
 """Checkpoints: written atomically, verified before anything is loaded, resumed exactly.
 
 A checkpoint is a folder `step-00001200` of safetensors files (masters and moments, bounded groups
-of parameters per file; then buffers and parameters that are not trained), `state.json` (everything
-else a run needs to go on) and `manifest.json` (size and hash of every file, name, dtype and shape
+of parameters per file; then buffers and parameters that are not trained), `state.json` (all other
+state of the run) and `manifest.json` (size and hash of every file, name, dtype and shape
 of every tensor, and its own hash). There is no pickle in it.
 
 [Note: Commit protocol]
 Files are written and fsynced in `step-….tmp-<id>`, the manifest last; then the folder is fsynced,
-renamed and its parent fsynced. Only after that may older checkpoints be pruned. So at any instant
-the newest folder whose name is complete is whole, and a crash costs at most what was being written.
-Disks also lie, so a checkpoint is trusted only after its hashes were verified; if they do not hold,
-the one before it is used.
+renamed and its parent fsynced. Only after that may older checkpoints be pruned. At any instant the
+newest folder with a complete name is therefore complete, and a crash costs at most the checkpoint
+being written. Disks can lie, so a checkpoint is trusted only after its hashes were verified; if
+they do not match, the previous one is used.
 
 [Note: Shards in a checkpoint]
-Each rank writes what it holds into files of its own, all of them into one folder, which their hosts
-share; rank 0 writes the rest, and commits once every rank has said that its files are there. A
-tensor is known by the name of its parameter and, where it is not all of it, by its range of
-elements in the order of the parameter's memory: any number of ranks reads what any number wrote.
+Each rank writes its shards into its own files, all in one folder that the hosts share. Rank 0
+writes the rest, and commits once every rank has reported its files. A tensor is identified by the
+name of its parameter and, for a shard, by its range of elements in memory order. Any number of
+ranks can read what any number wrote.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class OffloadedState(Protocol):
-    """What a checkpoint needs of an optimizer: state of trained parameters, and `UNTRAINED` of what
-    it holds shards of beside them. Tensors are views of host memory, not copies.
+    """The interface of an optimizer for checkpoints: the state of trained parameters, and
+    `UNTRAINED` for other sharded parameters. Tensors are views of host memory, not copies.
 
-    Where an extent is not the whole parameter, its tensors are 1-D.
+    If an extent is not the whole parameter, its tensors are 1-D.
     """
 
     param_groups: list[dict[str, Any]]
@@ -111,13 +111,13 @@ def save(
     calls this, and every rank fails if one does.
 
     Args:
-        state: what is not a tensor; must survive JSON; rank 0's is kept.
-        group_bytes: a file holds whole parameters, and ends when it has reached this size.
+        state: all state outside tensors, as JSON values; rank 0's is saved.
+        group_bytes: a file contains whole parameters, and ends when it has reached this size.
 
     Raises:
-        NotFiniteError: there are weights that are not finite.
-        CheckpointError: the disk is full or failing, or the step was saved before. In all cases
-            what was written is removed again, and older checkpoints are untouched.
+        NotFiniteError: a weight is not finite.
+        CheckpointError: the disk is full or failing, or the step was saved before. In all cases the
+            partial checkpoint is removed, and older ones are untouched.
     """
     started = time.perf_counter()
     final = folder / f"step-{step:08d}"
@@ -144,7 +144,7 @@ def save(
 
 @contextmanager
 def _together(ranks: Ranks, final: Path) -> Iterator[None]:
-    """What fails here on one rank fails on all of them."""
+    """Make a failure of one rank fail on all ranks."""
     failed: Exception | None = None
     message = None
     try:
@@ -182,13 +182,13 @@ def prune(folder: Path, keep_last: int) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what an interrupted save or prune left. Only for the one who may write `folder`."""
+    """Remove the remains of an interrupted save or prune. Only for the owner of `folder`."""
     for path in unfinished(folder):
         atomic_io.remove_folder(path)
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What an interrupted save or prune left: the next save begins with `clean`."""
+    """Return the remains of an interrupted save or prune, which the next save removes."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [folder / name for name in sorted(names) if _UNFINISHED.fullmatch(name)]
 
@@ -211,13 +211,13 @@ def newest_good(
     on_damaged: Callable[[Path, DamagedCheckpointError], None],
     ranks: Ranks = ALONE,
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies, or None; reports each damaged one it passes.
+    """Return the newest checkpoint that verifies, or None; reports each damaged one it skips.
 
     Every rank calls this and gets the same answer.
 
     Raises:
-        CheckpointError: the newest was written by a newer version of the format. It is good, so
-            it is not passed over for an older one.
+        CheckpointError: the newest was written by a newer version of the format. It may be valid,
+            so it is not skipped for an older one.
     """
     for path in ranks.broadcast_object(find(folder)):
         try:
@@ -228,7 +228,7 @@ def newest_good(
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it neither counts nor is in the way of a new one."""
+    """Rename a damaged checkpoint, so that it neither counts nor blocks a new one."""
     target = path.with_name(f"damaged-{path.name}-{secrets.token_hex(4)}")
     atomic_io.rename_folder(path, target)
     return target
@@ -264,7 +264,7 @@ def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: OffloadedState) -> None:
     """Load the tensors of a verified checkpoint, one parameter at a time.
 
-    The caller ends it with the optimizer's `finish_load`.
+    The caller then calls the optimizer's `finish_load`.
 
     Raises:
         CheckpointError: the checkpoint is of another model; nothing was loaded.
@@ -285,14 +285,14 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Offloaded
 
 
 def _part(whole: torch.Tensor, lo: int | None, piece: torch.Tensor) -> torch.Tensor:
-    """Where in a dense tensor a piece that begins at element `lo` belongs; None: all of it."""
+    """Return the slice of a dense tensor for a piece from element `lo`; None: all of it."""
     if lo is None:
         return whole
     return whole.as_strided((whole.numel(),), (1,))[lo : lo + piece.numel()]
 
 
 _Piece = tuple[str, int | None, int | None]
-"""Owner, first element, and the one behind the last; None: all of it."""
+"""Return owner, first element and end; None: all elements."""
 
 
 def _touches(piece: _Piece, extents: Mapping[str, Extent]) -> bool:
@@ -302,7 +302,7 @@ def _touches(piece: _Piece, extents: Mapping[str, Extent]) -> bool:
 
 
 def fingerprint(model: torch.nn.Module, optimizer: OffloadedState) -> str:
-    """Return a hash of the sorted names and shapes of everything a checkpoint of it holds."""
+    """Return a hash of the sorted names and shapes in a checkpoint."""
     return _fingerprint_of(_shapes(model, optimizer))
 
 
@@ -320,7 +320,7 @@ def _write(
     ranks: Ranks,
     group_bytes: int,
 ) -> tuple[_Files, _Described]:
-    """Write this rank's tensors; return its files and what they hold."""
+    """Write this rank's tensors; return its files and their contents."""
     files: _Files = {}
     described: _Described = []
     extents, of_rank = optimizer.extents(), "" if ranks.is_single else f"r{ranks.rank:03d}-"
@@ -339,7 +339,7 @@ def _manifest(
     optimizer: OffloadedState,
     of_ranks: Sequence[tuple[_Files, _Described]],
 ) -> dict[str, Any]:
-    """Without its hash, and without the file of the state."""
+    """Build the manifest without its hash and without the state file."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -353,7 +353,7 @@ def _manifest(
 def _commit(
     unfinished: Path, final: Path, manifest: dict[str, Any], state: Mapping[str, Any]
 ) -> None:
-    """Write state and manifest, and give the folder its name."""
+    """Write state and manifest, and rename the folder."""
     text = json.dumps(state, indent=1).encode()
     manifest["files"][STATE] = file_entry(atomic_io.write_file(unfinished / STATE, [text]))
     manifest["sha256"] = digest_of(manifest)
@@ -377,8 +377,8 @@ def _description(
 def _owned(
     model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks
 ) -> Iterator[tuple[str, Tensors]]:
-    """Yield (owner, its tensors by kind): what this rank holds of trained parameters, then, on rank
-    0, all other state."""
+    """Yield (owner, tensors by kind): this rank's part of trained parameters, then, on rank 0, all
+    other state."""
     extents = optimizer.extents()
     for name, state in optimizer.named_state():
         if extents[name].whole or extents[name].lo < extents[name].hi:
@@ -390,11 +390,11 @@ def _owned(
 
 
 _WEIGHTS = ("master", "weight")
-"""The kinds of tensors that hold a trained weight, or its upper half."""
+"""Kinds of tensors that contain a trained weight, or its upper half."""
 
 
 def _finite(owned: Iterator[tuple[str, Tensors]]) -> Iterator[tuple[str, Tensors]]:
-    """Let through what a run can go on from; no copy is made.
+    """Pass on tensors with finite weights, without a copy.
 
     Raises:
         NotFiniteError: naming the first parameter with a weight that is not finite.
@@ -430,7 +430,7 @@ def _untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
 
 
 def tensor_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
-    """What this rank writes into a checkpoint."""
+    """Return the bytes this rank writes into a checkpoint."""
     owned = _owned(model, optimizer, ranks)
     return sum(tensor.nbytes for _, tensors in owned for tensor in tensors.values())
 
@@ -443,7 +443,7 @@ def _save_failure(final: Path, error: OSError) -> str:
 
 
 def _remove_quietly(folder: Path) -> None:
-    with suppress(OSError):  # then `clean` does it, before the next save
+    with suppress(OSError):  # else `clean` does it, before the next save
         atomic_io.remove_folder(folder)
 
 

@@ -1,4 +1,4 @@
-"""Whether a disk holds the checkpoints of a run."""
+"""Check of the disk space for the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 def require(
     folder: Path, num_bytes: int, ranks: Ranks, unfinished: Iterable[Path] = ()
 ) -> tuple[int, int]:
-    """Compare what is free in `folder`, which need not be there yet, with what one checkpoint
-    takes. Every rank calls this: all of them write to one disk.
+    """Compare the free space in `folder`, which need not exist yet, with the size of a checkpoint.
+    Every rank calls this, since all write to one disk.
 
     Args:
-        num_bytes: of this rank's tensors.
-        unfinished: folders there that the save removes first: their room counts as free.
+        num_bytes: bytes of this rank's tensors.
+        unfinished: folders that the save removes first: their space counts as free.
 
     Returns:
         (bytes that a checkpoint of all ranks needs, bytes that are free).
@@ -41,7 +41,7 @@ def require(
 
 
 def _held_bytes(folder: Path) -> int:
-    """On the disk, which for a file cut short may be less than its size."""
+    """Return the allocated bytes, which may be less than the size of a truncated file."""
     return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
 
@@ -55,11 +55,11 @@ def shortage(
     keep_last: int,
     unfinished: Iterable[Path] = (),
 ) -> str:
-    """What there is no room for, "" where there is room for all.
+    """Return a sentence on the missing space, "" if there is enough.
 
     Args:
-        there: checkpoints that the folder holds already.
-        saves: checkpoints to come.
+        there: number of existing checkpoints.
+        saves: number of future checkpoints.
         unfinished: see `require`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its files hold and what their bytes hash to."""
+"""The manifest of a checkpoint: contents and hashes of its files."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class CheckpointError(OffloadTrainError):
 
 
 class NotFiniteError(CheckpointError):
-    """What was to be saved is no state to go on from: weights in it are not finite."""
+    """The state must not be saved: weights in it are not finite."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, cut short or changed; an older one may be good."""
+    """Files of a checkpoint are missing, cut short or changed; an older one may be valid."""
 
 
 def file_entry(record: atomic_io.FileRecord) -> dict[str, Any]:
-    """What a manifest keeps of a file."""
+    """A manifest's entry for a file."""
     return {"bytes": record.num_bytes, "sha256": record.sha256}
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """The hash of a manifest without its own "sha256", whatever its layout as text."""
+    """Return the hash of a manifest without its own "sha256", independent of its text layout."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Of the checkpoint in the folder `path`.
+    """Read the manifest of the checkpoint in the folder `path`.
 
     Raises:
         DamagedCheckpointError: it cannot be read, or does not match its own hash.

@@ -31,10 +31,10 @@ def file_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Bytes]:
     """Yield the bytes of a safetensors file, one part per tensor, in the order given.
 
     The parts of contiguous CPU tensors are views of the tensors themselves; any other tensor is
-    copied to the host when its turn comes, and only then.
+    copied to the host only when it is written.
 
     Raises:
-        TypeError: a dtype that safetensors files of this package do not hold.
+        TypeError: a dtype that this package does not store.
     """
     yield _header(tensors)
     for tensor in tensors.values():

@@ -1,1 +1,1 @@
-"""The screens, one file each; each shows a `ViewState` and knows nothing of files or time."""
+"""The screens, one file each; each displays a `ViewState` and knows nothing of files or time."""

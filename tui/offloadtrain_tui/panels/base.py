@@ -1,4 +1,4 @@
-"""What all screens are."""
+"""The base of all screens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from offloadtrain_tui.view_state import ViewState
 
 
 class Panel(Container):
-    """A screen: shows what it is given."""
+    """A screen that displays a `ViewState`."""
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
 
     def show(self, shown: ViewState) -> None:
-        """Only called while the panel is seen."""
+        """Display the state; called only while the panel is visible."""
         raise NotImplementedError

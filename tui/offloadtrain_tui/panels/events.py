@@ -1,4 +1,4 @@
-"""7: what happened: a list with a filter, newest first, and each record as it is in the log."""
+"""7: events: a list with a filter, newest first, with the raw record of each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STYLES = {"good": "green", "warning": "yellow", "error": "bold red", "info": ""
 
 
 class EventsPanel(Panel):
-    """All moments of all ranks; Enter shows the record, `j` goes to its step."""
+    """The moments of all ranks; Enter shows the record, `j` jumps to its step."""
 
     class Chosen(Message):
-        """A moment to look at; `jump`: with the whole screen."""
+        """A selected moment; `jump`: move the whole screen there."""
 
         def __init__(self, moment: Moment, *, jump: bool) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ class EventsPanel(Panel):
 
 
 def matches(moment: Moment, words: list[str]) -> bool:
-    """Whether every word is in it."""
+    """Return whether every word occurs."""
     text = f"{moment.kind} {moment.level} {moment.text} {moment.step} rank{moment.rank}".lower()
     return all(word in text for word in words)
 
@@ -90,7 +90,7 @@ def matches(moment: Moment, words: list[str]) -> bool:
 def _cells(moment: Moment) -> tuple[Cell, ...]:
     try:
         time = datetime.fromtimestamp(moment.time_s).strftime("%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):  # a log may say anything
+    except (OverflowError, OSError, ValueError):  # a log may contain anything
         time = "?"
     step = "" if moment.step is None else str(moment.step)
     what = Text(moment.text, _STYLES[moment.level] if moment.level in _STYLES else "")

@@ -1,4 +1,4 @@
-"""8: the job as it was resolved, the plan, the machine and the kernels."""
+"""8: the resolved job, the plan, the machine and the kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offloadtrain_tui.view_state import ViewState
 
 
 class JobPanel(Panel):
-    """What the run said of itself when it started."""
+    """The facts of the run's start."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
@@ -31,7 +31,7 @@ def _told(shown: ViewState) -> Text:
     start = shown.view.start
     text = Text()
     if start is None:
-        text.append(" the run has not said what it is", "dim")
+        text.append(" the log has no job yet", "dim")
         return text
     text.append(f" {clean(start.name)}", "bold")
     text.append(f"  {short(start.num_params)} parameters  pid {start.pid}")

@@ -1,4 +1,4 @@
-"""2: where the bytes are: by owner and tier, planned beside actual, and over time."""
+"""2: memory by owner and tier, planned and actual, and over time."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _ALWAYS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phases", "expo
 
 
 class PlotsPanel(Panel):
-    """A grid of charts; those that have nothing to show are left out."""
+    """A grid of charts; empty ones are hidden."""
 
     def compose(self) -> ComposeResult:
         with Grid(id="plots-charts"):

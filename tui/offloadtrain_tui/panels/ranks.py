@@ -1,4 +1,4 @@
-"""6: ranks and GPUs: who is behind, who is slow."""
+"""6: ranks and GPUs: lag and slowness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""9: the runs of a folder: open one, or draw its curves beside this one's."""
+"""9: the runs of a folder: open one, or overlay its curves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _STATES = {"running": "green", "done": "green", "failed": "bold red", "killed": 
 
 
 class RunsPanel(Panel):
-    """Enter opens a run; `o` draws it beside."""
+    """The list of runs; Enter opens one, `o` overlays it."""
 
     class Asked(Message):
-        """`beside`: its curves too; otherwise this run in place of the one that is shown."""
+        """`beside`: overlay its curves; otherwise open it."""
 
         def __init__(self, folder: Path, *, beside: bool) -> None:
             super().__init__()
@@ -44,7 +44,7 @@ class RunsPanel(Panel):
         self._shown: ViewState | None = None
 
     def list_runs(self, rows: list[RunRow]) -> None:
-        """What the reader has found; shown at once."""
+        """Display the listed runs at once."""
         self._rows = rows
         if self._shown is not None:
             self.show(self._shown)

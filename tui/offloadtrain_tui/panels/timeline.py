@@ -16,7 +16,7 @@ _FURTHEST = 64.0
 
 
 class TimelinePanel(Panel):
-    """Who worked when, and what compute waited for."""
+    """The timeline of all lanes, and the waits of compute."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "stretch(2)", "zoom in", show=False),

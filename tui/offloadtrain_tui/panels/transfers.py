@@ -1,4 +1,4 @@
-"""3: the bus and the host: bytes, bandwidth, CPU Adam, what was hidden and what was not."""
+"""3: the bus and the host: bytes, bandwidth, CPU Adam, hidden and exposed time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
 
 class Transfers(Panel):
-    """Charts of the bus, and a table of lanes in words."""
+    """Charts of the bus, and a text table of lanes."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="transfers-text")
@@ -63,12 +63,12 @@ def _moved(lane: str, view: View) -> str:
         return units.format_bytes(nbytes)
     gbps = nbytes / busy_ms / 1e6
     most = calibrated(view).get(lane)
-    share = f", {100 * gbps / most:.0f} % of what was calibrated" if most else ""
+    share = f", {100 * gbps / most:.0f} % of the calibration" if most else ""
     return f"{units.format_bytes(nbytes)} at {gbps:.1f} GB/s{share}"
 
 
 def calibrated(view: View) -> dict[str, float]:
-    """Lane → GB/s of a copy alone on the bus, measured when the run began."""
+    """Return lane → GB/s of a copy alone on the bus, measured at the run's start."""
     found = view.start.plan.get("calibrated_gbps") if view.start else None
     if not isinstance(found, dict):
         return {}
@@ -76,7 +76,7 @@ def calibrated(view: View) -> dict[str, float]:
 
 
 def _adam(view: View) -> str:
-    """What Adam alone moves through memory, over all that the host lane did."""
+    """Describe Adam's memory traffic over the busy time of the host lane."""
     moved = view.start.plan.get("adam_bytes_per_step") if view.start else None
     busy_ms = view.busy_ms("host")
     if not isinstance(moved, int) or not busy_ms:
@@ -85,7 +85,7 @@ def _adam(view: View) -> str:
 
 
 def _links(shown: ViewState) -> str:
-    """What NVML says of each link."""
+    """Describe each link by NVML."""
     system = (shown.machine if shown.is_live else None) or shown.view.system
     if system is None or not system.gpus:
         return f" links: {system.gpu_state if system and system.gpu_state else 'no GPU'}"
@@ -97,13 +97,13 @@ _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 def link_gbps(gpu: schema.GpuSample) -> float | None:
-    """The most that the widest and fastest link of this GPU carries: at rest it is trained down."""
+    """Return the peak bandwidth of this GPU's link: an idle link is slower."""
     lane = _LANE_GBPS.get(gpu.pcie_generation_max or 0)
     return lane * gpu.pcie_width_max if lane and gpu.pcie_width_max else None
 
 
 def link(gpu: schema.GpuSample) -> str:
-    """PCIe generation and width now and at most, and what NVML counts."""
+    """Describe PCIe generation and width, current and maximum, and NVML's counters."""
     found = []
     if gpu.pcie_generation is not None:
         found.append(f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}")
@@ -114,5 +114,5 @@ def link(gpu: schema.GpuSample) -> str:
             share = f" ({100 * rate / 1e9 / most:.0f} % of the link)" if most else ""
             found.append(f"NVML {label} {rate / 1e9:.1f} GB/s{share}")
     if gpu.throttle:
-        found.append(f"held back: {clean(gpu.throttle)}")
-    return " ".join(found) or "the driver tells nothing of its link"
+        found.append(f"throttled: {clean(gpu.throttle)}")
+    return " ".join(found) or "the driver does not report its link"

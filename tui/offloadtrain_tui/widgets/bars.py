@@ -1,4 +1,4 @@
-"""Memory as stacked bars: a tier's owners, what is planned, what is free."""
+"""Memory as stacked bars: owners of a tier, planned and free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offloadtrain.config import units
 from offloadtrain_tui.widgets.styles import OWNER_COLORS, strip_of, styled
 
 _FILLS = "█▓▒░▚▞▤"
-"""Parts differ without color too."""
+"""Fill characters, so that parts differ without color too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Tier:
 
     Attributes:
         parts: the largest first.
-        total: what there is; 0: not known, the parts are the whole.
-        other: held by others than the parts.
-        note: behind the title.
+        total: total memory; 0: unknown, the parts are the whole.
+        other: memory of others.
+        note: text after the title.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Tier:
 
 
 class StackBar(Widget):
-    """A title line, the bar, and as many owners below as there are lines for."""
+    """A title line, the bar, and as many owners as fit below."""
 
     DEFAULT_CSS = "StackBar { height: auto; min-height: 2; }"
 

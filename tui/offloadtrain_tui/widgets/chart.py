@@ -1,4 +1,4 @@
-"""A chart of curves over steps: own braille through `render_line`, drawn anew only on news."""
+"""A chart of curves over steps: braille through `render_line`, redrawn only on changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Curve:
     """One line of a chart.
 
     Attributes:
-        length: how many values of the series have happened.
+        length: number of values of the series so far.
         color: a variable of the theme.
         mirrored: drawn below zero.
     """
@@ -41,7 +41,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something at a position: a checkpoint, a resume, a skipped step."""
+    """A mark at a position: a checkpoint, a resume, a skipped step."""
 
     position: int
     sign: str
@@ -50,12 +50,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Everything that a chart shows; equal plots look the same.
+    """The contents of a chart; equal plots look the same.
 
     Attributes:
-        window: positions of the first curve that are shown.
-        cursor: a position that all charts show together.
-        axis: what stands below the left and the right end.
+        window: displayed positions of the first curve.
+        cursor: the position selected in all charts.
+        axis: labels below the left and the right end.
     """
 
     title: str
@@ -70,10 +70,10 @@ class Plot:
 
 
 class Chart(Widget):
-    """Shows a `Plot`."""
+    """A widget that draws a `Plot`."""
 
     class Picked(Message):
-        """Somebody clicked on a position of the plot."""
+        """A position of the plot was clicked."""
 
         def __init__(self, position: int) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ class Chart(Widget):
     DEFAULT_CSS = "Chart { height: 1fr; min-height: 4; }"
 
     def __init__(self, plot: Plot, *, id: str | None = None, pickable: bool = True) -> None:
-        """`pickable`: positions are steps, which the screen can go to."""
+        """`pickable`: positions are steps, which can be selected."""
         super().__init__(id=id)
         self._pickable = pickable
         self._plot = plot
@@ -95,7 +95,7 @@ class Chart(Widget):
         return self._plot
 
     def show(self, plot: Plot) -> None:
-        """Draw anew if it is another one; only lines that differ go to the terminal."""
+        """Redraw if the plot has changed; only changed lines go to the terminal."""
         if plot == self._plot:
             return
         self._plot = plot
@@ -124,7 +124,7 @@ class Chart(Widget):
         return self._strips[y] if y < len(self._strips) else strip_of((), self.size.width)
 
     def _bring_up(self) -> None:
-        """Draw what is not drawn yet."""
+        """Draw if necessary."""
         width, height = self.size
         key = (id(self._plot), width, height, self.app.theme)
         if key != self._drawn:
@@ -176,7 +176,7 @@ class Chart(Widget):
         return self._with_signs(segments, y, canvas.width)
 
     def _with_signs(self, segments: list[Segment], y: int, inner: int) -> list[Segment]:
-        """Marks in the highest row, and the cursor through all of them."""
+        """Draw marks in the top row, and the cursor through all rows."""
         signs: dict[int, tuple[str, Style]] = {}
         if y == 0:
             for mark in self._plot.marks:

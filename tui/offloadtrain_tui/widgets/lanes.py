@@ -1,4 +1,4 @@
-"""The lanes of one sampled step, side by side in time, and what compute waited for."""
+"""The timeline of one sampled step by lane, and the waits of compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME_WIDTH = 9
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A stretch in which compute did nothing, and what ended at its end."""
+    """A wait of compute, and the operation that ended it."""
 
     start_ms: float
     duration_ms: float
@@ -31,11 +31,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a timeline shows.
+    """The contents of a timeline.
 
     Attributes:
-        zoom: how many times the whole step is stretched.
-        offset: of the left edge, 0 to 1, in what the zoom leaves out.
+        zoom: magnification of the step.
+        offset: position of the left edge, 0 to 1, within the hidden part.
     """
 
     step: int
@@ -49,14 +49,14 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[float, float]:
-        """From when to when, milliseconds."""
+        """The displayed interval in milliseconds."""
         width = self.end_ms / self.zoom
         start = self.offset * (self.end_ms - width)
         return start, start + width
 
     @property
     def rows(self) -> list[str]:
-        """The lanes, top to bottom; waits and collectives only where there are any."""
+        """The lanes, top to bottom; waits and collectives only if there are any."""
         names = (LANES[0], schema.WAIT, *LANES[1:])
         return [name for name in names if name not in (schema.WAIT, "comm") or self.lane(name)]
 
@@ -65,12 +65,12 @@ class Lanes:
 
 
 class Timeline(Widget):
-    """One row per lane, an axis, and where room is left the longest waits of compute."""
+    """One row per lane, an axis, and, space permitting, the longest waits of compute."""
 
     DEFAULT_CSS = "Timeline { height: 1fr; min-height: 6; }"
 
     def __init__(self, lanes: Lanes, *, waits: int = 0, id: str | None = None) -> None:
-        """`waits`: at most so many waits of compute are told below."""
+        """`waits`: most waits of compute listed below."""
         super().__init__(id=id)
         self._lanes = lanes
         self._waits = waits
@@ -136,7 +136,7 @@ class Timeline(Widget):
 
 
 def union_ms(spans: Sequence[schema.LaneSpan]) -> float:
-    """How long at least one of them ran; by start. Spans of compute lie in each other."""
+    """Return the time in which at least one of the sorted spans ran; spans of compute may nest."""
     total = done_ms = 0.0
     for span in spans:
         end_ms = span.start_ms + span.duration_ms
@@ -146,7 +146,7 @@ def union_ms(spans: Sequence[schema.LaneSpan]) -> float:
 
 
 def labelled(spans: Sequence[schema.LaneSpan], start: float, end: float, width: int) -> str:
-    """A lane as `width` characters: filled where it worked, with names where these fit."""
+    """Draw a lane as `width` characters: filled where it worked, with names if they fit."""
     scale = width / (end - start) if end > start else 0.0
     filled = [0.0] * width
     for span in spans:
@@ -171,8 +171,8 @@ def _fill(cells: list[float], start: float, length: float) -> None:
 
 
 def waits_of(spans: Iterable[schema.LaneSpan], least_ms: float = 0.05) -> list[Wait]:
-    """Each wait of compute, with what of another lane ended in it last; where the log has none, the
-    gaps of the compute lane."""
+    """Return each wait of compute with the last operation of another lane that ended in it; without
+    logged waits, the gaps of the compute lane."""
     ordered = sorted(spans, key=lambda span: span.start_ms)
     others = [span for span in ordered if span.lane not in ("compute", schema.WAIT)]
     told = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == schema.WAIT]

@@ -1,4 +1,4 @@
-"""Tables that are changed cell by cell, so that neither cursor nor scroll position is lost."""
+"""Tables updated cell by cell, which keeps cursor and scroll position."""
 
 from __future__ import annotations
 

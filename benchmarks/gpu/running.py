@@ -16,7 +16,7 @@ from benchmarks.gpu.systems import System, make
 from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.engine import StepReport
 from offloadtrain.events.chrome_trace import chrome_trace
-from offloadtrain.events.schema import Record, Span, Step
+from offloadtrain.events.schema import LaneSpan, Record, Step
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.runtime.arena import Tier
 
@@ -80,7 +80,7 @@ class Running:
         assert report is not None
         self._exposed_by_lane = report.exposed_by_lane
         step = Step(step=1, loss=0.0, lr=0.0, tokens=0, step_ms=1e3 * step_s)
-        spans = [Span(step=1, **asdict(interval)) for interval in report.timeline]
+        spans = [LaneSpan(step=1, **asdict(interval)) for interval in report.timeline]
         records = [Record(event, 0, 0.0) for event in (step, *spans)]
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(records)), encoding="utf-8")

@@ -164,7 +164,9 @@ def offload(
     check_state_keeps(chosen.state, rule)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
-    lanes = lanes_for(on, among_ranks=not ranks.alone, state_on_device=chosen.state_on == "device")
+    lanes = lanes_for(
+        on, among_ranks=not ranks.is_single, state_on_device=chosen.state_on == "device"
+    )
     optimizer = OffloadOptimizer(model, rule, groups, chosen, on, ranks, lanes, param_init_fn)
     offloaded.add(model)
     return optimizer
@@ -225,7 +227,7 @@ def _check_same(
     model: nn.Module, groups: list[dict[str, Any]], config: OffloadConfig, ranks: Ranks
 ) -> None:
     """Every rank must be about to train the same model in the same way."""
-    if ranks.alone:
+    if ranks.is_single:
         return
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]

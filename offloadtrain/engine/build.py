@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.activation_offload import Parking
-from offloadtrain.engine.autograd.forward_hooks import Passages
+from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
@@ -33,7 +33,7 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
-from offloadtrain.step.memory import Request
+from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec, StepSpec
@@ -70,7 +70,7 @@ def build(
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
     adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
-    passages = Passages(
+    forward_hooks = ForwardHooks(
         model,
         blocks,
         entries,
@@ -81,7 +81,7 @@ def build(
     )
     engine = Engine(
         blocks,
-        passages,
+        forward_hooks,
         lanes=lanes,
         program=program,
         interpreter=interpreter,
@@ -95,7 +95,7 @@ def build(
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class MappedMemory:
     """Memory for all that a spec asks for, and no values in it."""
 
     norms: Buffer
@@ -146,7 +146,7 @@ def map_memory(
     *,
     arena: Arena,
     ledger: Ledger,
-) -> Laid:
+) -> MappedMemory:
     """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
     on_device = DeviceMemory(ledger, device)
     norms = map_host(arena, blocks, spec)
@@ -154,7 +154,7 @@ def map_memory(
     slots = map_slots(on_device, spec)
     staging = map_staging(on_device, spec)
     staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
-    return Laid(norms, slots, staging)
+    return MappedMemory(norms, slots, staging)
 
 
 def make_blocks(
@@ -257,7 +257,7 @@ def _parking(
         return None
 
     def map_input(nbytes: int) -> Tensor:
-        request = Request("block inputs", nbytes, "uint8")
+        request = MemoryRequest("block inputs", nbytes, "uint8")
         check_room(request, ledger, config.host_memory_limit)
         return arena.map([request])[0]
 

@@ -227,7 +227,7 @@ def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
 _Seal = tuple[int, int, bool]
 
 
-class ModelSeal:
+class ParameterGuard:
     """Notices that parameters were written, moved, frozen or added behind the engine's back.
 
     The engine writes through flat buffers, which moves neither a parameter's version counter nor

@@ -13,7 +13,7 @@ from offloadtrain.engine.memory_map import Staging
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer
-from offloadtrain.step.memory import Request, slot_requests, staging_requests, weight_requests
+from offloadtrain.step.memory import MemoryRequest, slot_requests, staging_requests, weight_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.spec import StepSpec
 
@@ -25,7 +25,7 @@ class DeviceMemory:
         self._ledger = ledger
         self._device = device
 
-    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
         """Tensors of undefined contents in the order of the requests."""
         take = self._ledger.device_tensor
         return [take(r.owner, r.numel, DTYPES[r.dtype], self._device) for r in requests]
@@ -50,7 +50,7 @@ def map_staging(memory: DeviceMemory, spec: StepSpec) -> dict[Memory, Staging]:
     requests = staging_requests(spec)
 
     def own(owner: str | int, nbytes: int) -> tuple[str, Tensor]:
-        (place,) = memory.map([Request("gradients", nbytes, "uint8")])
+        (place,) = memory.map([MemoryRequest("gradients", nbytes, "uint8")])
         return f"gradients {owner}[0]", place
 
     def slots(owner: str) -> Staging:

@@ -13,14 +13,14 @@ from zlib import crc32
 import torch
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.autograd.forward_hooks import Passages
+from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.gradients import Arrival, Gradients
+from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.skips import tell_of_skips
+from offloadtrain.engine.skips import warn_of_skips
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
@@ -62,7 +62,7 @@ class Engine:
     def __init__(
         self,
         blocks: Sequence[Block],
-        passages: Passages,
+        forward_hooks: ForwardHooks,
         *,
         lanes: Lanes,
         program: Program,
@@ -85,8 +85,8 @@ class Engine:
         self.residency = residency
         self._ranks = ranks
         self._forward_order: list[Block] | None = None
-        self._passages = passages
-        passages.on_root = gradients.end_micro_step
+        self._forward_hooks = forward_hooks
+        forward_hooks.on_root = gradients.end_micro_step
         self._config = program.spec.config
         self._blocks = blocks
         self._by_name = {block.name: block for block in blocks}
@@ -123,12 +123,12 @@ class Engine:
     @property
     def forward_order(self) -> list[Block]:
         """In which weights go up; among ranks it is what rank 0 saw in its first step."""
-        if self._ranks.alone:
-            return self._passages.forward_order
+        if self._ranks.is_single:
+            return self._forward_hooks.forward_order
         if self._forward_order is None:
             number = {block: i for i, block in enumerate(self._blocks)}
-            seen = [number[block] for block in self._passages.forward_order]
-            agreed = self._ranks.exchange(seen)[0].tolist()
+            seen = [number[block] for block in self._forward_hooks.forward_order]
+            agreed = self._ranks.all_gather_host(seen)[0].tolist()
             self._forward_order = [self._blocks[int(i)] for i in agreed]
         return self._forward_order
 
@@ -146,9 +146,9 @@ class Engine:
                 "clipped. Clip after the last backward of a step"
             )
         arrival, complete = self._gradients.deliver(block, slot)
-        if arrival is Arrival.AGAIN:
+        if arrival is GradStatus.AGAIN:
             self.program.grads_again(block.name)
-        elif arrival is Arrival.COMPLETE and self.last_step is not None:
+        elif arrival is GradStatus.COMPLETE and self.last_step is not None:
             early = self._decision()
             for one in complete:
                 self._run(self.program.grads_complete(one.name, early))
@@ -195,8 +195,8 @@ class Engine:
     def step(self) -> StepReport:
         """Norm, skip or clip, then launch Adam and uploads; returns before these are done."""
         self._require_open("step")
-        if self._norm is not None and not self._ranks.alone:
-            self._check_agreement(self._ranks.exchange(self._intent(self._norm.coef)))
+        if self._norm is not None and not self._ranks.is_single:
+            self._check_agreement(self._ranks.all_gather_host(self._intent(self._norm.coef)))
         norm = self._norm or self._measure("step")
         if self._config.clip_norm is not None:
             norm.clip(self._config.clip_norm)
@@ -214,7 +214,7 @@ class Engine:
         self.last_step = self._report(norm, decision, micro_steps)
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
-            tell_of_skips(self.last_step)
+            warn_of_skips(self.last_step)
         if self.scaler is not None:
             self.scaler.update(overflow=skipped)
         return self.last_step
@@ -233,7 +233,7 @@ class Engine:
         """Forget what backward has delivered since the last step."""
         self._norm = None
         if self._interpreter.cut is not None and not self._interpreter.torn:
-            self._begin_anew()
+            self._reset()
         self._gradients.drop()
         self._run(self.program.drop(), updates=True)
 
@@ -247,12 +247,12 @@ class Engine:
             self.program.synchronized()
             self.residency.expose_host_weights()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """Operations were cut short: whatever was launched ends, and nothing is on its way."""
         self.lanes.synchronize()
-        self._passages.begin_anew()
-        self.program.begin_anew()
-        self.residency.begin_anew()
+        self._forward_hooks.reset()
+        self.program.reset()
+        self.residency.reset()
         self._interpreter.cut = None
 
     def sample_timeline(self) -> None:
@@ -265,7 +265,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._passages.close()
+        self._forward_hooks.close()
         self.lanes.close()
         self._interpreter.cut = None
         self.residency.close()
@@ -286,7 +286,7 @@ class Engine:
 
     def _intent(self, clipping: float | None) -> list[float]:
         """What every rank must be about to do alike; see `_check_agreement`."""
-        if self._ranks.alone:
+        if self._ranks.is_single:
             return []
         digests = [crc32(repr(x).encode()) for x in (self._functions.hyperparameters(), clipping)]
         counts = [self.step_count, self._gradients.micro_steps]
@@ -338,8 +338,8 @@ class Engine:
             clip_coef=decision.coef,
             loss_scale=self.loss_scale,
             micro_steps=micro_steps,
-            early_buckets=self.program.guess.buckets,
-            guessed_right=self.program.guess.right,
+            early_buckets=self.program.speculation.buckets,
+            speculation_hit=self.program.speculation.right,
             exposed_ms=spent.exposed_ms,
             busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
             d2h_bytes=spent.d2h_bytes,

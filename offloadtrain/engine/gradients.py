@@ -35,7 +35,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.prefetch_policy import Turns
+from offloadtrain.step.prefetch_policy import ReduceOrder
 from offloadtrain.step.program import Program
 
 
@@ -43,7 +43,7 @@ class GradientError(OffloadTrainError):
     """A gradient arrived that cannot be used, or at a moment when it cannot."""
 
 
-class Arrival(Enum):
+class GradStatus(Enum):
     """What one delivered gradient means for the block's gradient of the step."""
 
     PART = auto()
@@ -106,14 +106,14 @@ class Gradients:
         self._names = {slot.index: slot.name for slot in slots}
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
-        self._turns = Turns(last_first, free=ranks.alone)
-        self._agreed = ranks.alone
+        self._turns = ReduceOrder(last_first, free=ranks.is_single)
+        self._agreed = ranks.is_single
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
         self.open = False
         """A micro-step has begun and not ended."""
 
-    def deliver(self, block: Block, slot: Slot) -> tuple[Arrival, list[Block]]:
+    def deliver(self, block: Block, slot: Slot) -> tuple[GradStatus, list[Block]]:
         """Autograd has put a gradient into `slot.param.grad`.
 
         Returns:
@@ -130,13 +130,13 @@ class Gradients:
         if delivery.left:
             self._check_twice(block)
             delivery.leaves_late = True
-            return Arrival.AGAIN, []
+            return GradStatus.AGAIN, []
         if delivery.arrived < block.expected or delivery.leaves_late:
-            return Arrival.PART, []
+            return GradStatus.PART, []
         due = [self._trained[number] for number in self._turns.ready(self._number[block])]
         for one in due:
             self._take(one)
-        return (Arrival.COMPLETE, due) if due and self._in_last else (Arrival.PART, [])
+        return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
 
     @property
     def _in_last(self) -> bool:
@@ -184,7 +184,7 @@ class Gradients:
         self._interpreter.run(self._program.norm())
         squares = self._norms.flat.cpu()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
-        told = self._ranks.exchange(torch.cat([squares, told_beside]))
+        told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
         total, nonfinite = 0.0, []
         for index, values in enumerate(told[:, : squares.numel()].T.tolist()):
             of_parameter = 0.0
@@ -205,7 +205,7 @@ class Gradients:
         self.open = True
 
     def _check_twice(self, block: Block) -> None:
-        if self._agreed and not self._ranks.alone:
+        if self._agreed and not self._ranks.is_single:
             raise GradientError(
                 f"block '{block.name}' received a second gradient in one backward, which it did "
                 f"not in the first one: with {self._ranks.size} ranks the order of their sums is "
@@ -225,7 +225,7 @@ class Gradients:
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
         self._interpreter.run(self._program.first_sums())
-        of_ranks = self._ranks.exchange([*places, *flags])
+        of_ranks = self._ranks.all_gather_host([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
         for block, is_late in zip(self._trained, late, strict=True):
             if is_late:

@@ -10,7 +10,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.arena import Arena, Ledger, Tier
 from offloadtrain.runtime.lanes import Buffer
-from offloadtrain.step.memory import Request, Role, kept_requests
+from offloadtrain.step.memory import MemoryRequest, Role, kept_requests
 from offloadtrain.step.spec import StepSpec
 
 
@@ -30,7 +30,7 @@ def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:
     return norms
 
 
-def give(bucket: Bucket, request: Request, buffer: Buffer) -> None:
+def give(bucket: Bucket, request: MemoryRequest, buffer: Buffer) -> None:
     """Put memory where the bucket has it."""
     assert request.role is not None
     if request.role in (Role.STATE, Role.OTHER):
@@ -40,7 +40,7 @@ def give(bucket: Bucket, request: Request, buffer: Buffer) -> None:
         setattr(bucket, request.role, buffer)
 
 
-def check_room(request: Request, ledger: Ledger, limit: int | None) -> None:
+def check_room(request: MemoryRequest, ledger: Ledger, limit: int | None) -> None:
     """Before more is mapped than was known when the engine was made.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Protocol
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
-from offloadtrain.runtime.lanes import Event, Lanes
+from offloadtrain.runtime.lanes import LaneEvent, Lanes
 from offloadtrain.step.operations import (
     Enter,
     HostWait,
@@ -105,6 +105,6 @@ class Interpreter:
         self._lanes.alloc(self._memory.range(op.ref), op.lane)
 
 
-def _real(op: Wait | HostWait) -> Event:
-    assert isinstance(op.event.real, Event)
+def _real(op: Wait | HostWait) -> LaneEvent:
+    assert isinstance(op.event.real, LaneEvent)
     return op.event.real

@@ -59,7 +59,7 @@ def adopt_weights(
                 _adopt(bucket, rule)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
-            if not ranks.alone and any(b.streamed for b in block_of[part.module].held):
+            if not ranks.is_single and any(b.streamed for b in block_of[part.module].held):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
@@ -178,10 +178,10 @@ def _move_to_host(bucket: Bucket) -> None:
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
     """Rank 0's values are everybody's; they are sent only where they differ."""
-    if ranks.alone:
+    if ranks.is_single:
         return
     values = [tensor.detach() for tensor in tensors]
-    sums = ranks.exchange([float(_checksum(value)) for value in values])
+    sums = ranks.all_gather_host([float(_checksum(value)) for value in values])
     for value, of_ranks in zip(values, sums.T, strict=True):
         if not bool((of_ranks == of_ranks[0]).all()):
             on_host = value.cpu().contiguous()

@@ -17,12 +17,12 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, ModelSeal, warn_of_local_norm
+from offloadtrain.engine.checks import ModelError, ParameterGuard, warn_of_local_norm
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
 from offloadtrain.engine.partition import partition
-from offloadtrain.engine.state_dict_hooks import attach_faces
+from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
@@ -89,7 +89,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self._engine.emit()
         streamed = [bucket for block in self._blocks for bucket in block.held if bucket.streamed]
         moving = [slot.param for bucket in streamed for slot in bucket.slots]
-        self._seal = ModelSeal(model, moving)
+        self._seal = ParameterGuard(model, moving)
         self._given: Given | None = None
         self._written_before: set[nn.Parameter] = set()
         """By others, before the values came that `_given` tells of."""
@@ -101,7 +101,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
         layers = [part.module for part in partition(model) if part.repeated]
-        self._handles = self._hook_parameters() + attach_faces(model, self)
+        self._handles = self._hook_parameters() + attach_state_dict_hooks(model, self)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         self._watched = next(self._slots())[1].param
         watch_clipping(self._watched, weakref.WeakMethod(self._clipping_noticed))
@@ -324,7 +324,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
 
     def require_whole_weights(self) -> None:
         """Raises ModelError where parameters are shards most of the time (ZeRO stage 3)."""
-        if not self.ranks.alone and any(b.streamed for k in self._blocks for b in k.held):
+        if not self.ranks.is_single and any(b.streamed for k in self._blocks for b in k.held):
             raise ModelError(
                 f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
                 "has no state dict of its own. On every rank, take "
@@ -410,7 +410,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
 
     def _frozen_shards(self) -> list[tuple[Bucket, Slot]]:
         """Frozen parameters that are nowhere as a whole, but in a device slot at times."""
-        if self.ranks.alone:
+        if self.ranks.is_single:
             return []
         return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]
 

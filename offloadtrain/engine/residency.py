@@ -29,7 +29,7 @@ class Residency:
 
     def __init__(self, blocks: Sequence[Block], program: Program, memory: MemoryMap) -> None:
         self.streamed = [block for block in blocks if block.streamed]
-        self._alone = program.spec.alone
+        self._alone = program.spec.is_single
         self._program = program
         self.memory = memory
         self._blocks = {block.name: block for block in blocks}
@@ -111,7 +111,7 @@ class Residency:
         self._tell_misses()
         self.interpreter.run(self._program.pass_begins(self._pinned()))
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
         self._running.clear()
         self._latest = None
@@ -179,13 +179,13 @@ class Residency:
             del self._running[task]
 
     def _tell_misses(self) -> None:
-        cursor = self._program.streaming.cursor
-        if cursor.differs and not self._told:
+        access_order = self._program.streaming.access_order
+        if access_order.differs and not self._told:
             self._told = True
             _log.warning(
                 "blocks were used in another order than in the step before: %d loads could not "
                 "begin ahead of their use. The result is the same, the step is slower.",
-                cursor.missed,
+                access_order.missed,
             )
 
 

@@ -13,7 +13,7 @@ ALARM = 3
 _NAMED = 3
 
 
-def tell_of_skips(report: StepReport) -> None:
+def warn_of_skips(report: StepReport) -> None:
     """Warn at the third skip of a row, once a row, with the first parameters that are to blame."""
     if report.skipped_in_a_row != ALARM:
         return

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from offloadtrain.engine.autograd.hooks import OfOneModel
 
 
-class Face(Protocol):
+class WeightsOwner(Protocol):
     """What the hooks need of the optimizer."""
 
     def synchronize(self) -> None: ...
@@ -22,26 +22,26 @@ class Face(Protocol):
     def require_whole_weights(self) -> None: ...
 
 
-class _FaceHook(OfOneModel):
+class _StateDictHook(OfOneModel):
     """Holds the optimizer weakly."""
 
-    __slots__ = ("_face", "_from_public_api")
+    __slots__ = ("_from_public_api", "_owner")
 
-    def __init__(self, face: Face) -> None:
-        self._face = weakref.ref(face)
+    def __init__(self, owner: WeightsOwner) -> None:
+        self._owner = weakref.ref(owner)
 
 
-class _WaitBeforeSaving(_FaceHook):
+class _WaitBeforeSaving(_StateDictHook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        face = self._face()
-        if face is not None:
-            face.require_whole_weights()
-            face.synchronize()
+        owner = self._owner()
+        if owner is not None:
+            owner.require_whole_weights()
+            owner.synchronize()
 
 
-class _CopyToHost(_FaceHook):
+class _CopyToHost(_StateDictHook):
     """A state dict of host copies: views of a flat buffer would be saved with all of it."""
 
     __slots__ = ()
@@ -58,16 +58,16 @@ class _CopyToHost(_FaceHook):
                 state_dict[name] = copies[key]
 
 
-class _AdoptAfterLoading(_FaceHook):
+class _AdoptAfterLoading(_StateDictHook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        face = self._face()
-        if face is not None:
-            face.adopt_written_weights()
+        owner = self._owner()
+        if owner is not None:
+            owner.adopt_written_weights()
 
 
-class _WaitBeforeLoading(_FaceHook):
+class _WaitBeforeLoading(_StateDictHook):
     """A late upload would overwrite what is loaded; masters take the values as they are given."""
 
     __slots__ = ()
@@ -75,20 +75,20 @@ class _WaitBeforeLoading(_FaceHook):
     def __call__(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
     ) -> None:
-        face = self._face()
-        if face is None:
+        owner = self._owner()
+        if owner is None:
             return
-        face.require_whole_weights()
-        face.synchronize()
+        owner.require_whole_weights()
+        owner.synchronize()
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        face.expect_weights({k: v for k, v in own.items() if isinstance(v, Tensor)})
+        owner.expect_weights({k: v for k, v in own.items() if isinstance(v, Tensor)})
 
 
-def attach_faces(model: nn.Module, face: Face) -> list[RemovableHandle]:
+def attach_state_dict_hooks(model: nn.Module, owner: WeightsOwner) -> list[RemovableHandle]:
     """Hooks of the root module; see the classes."""
     return [
-        model.register_state_dict_pre_hook(_WaitBeforeSaving(face)),
-        model.register_state_dict_post_hook(_CopyToHost(face)),
-        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(face)),
-        model.register_load_state_dict_post_hook(_AdoptAfterLoading(face)),
+        model.register_state_dict_pre_hook(_WaitBeforeSaving(owner)),
+        model.register_state_dict_post_hook(_CopyToHost(owner)),
+        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(owner)),
+        model.register_load_state_dict_post_hook(_AdoptAfterLoading(owner)),
     ]

@@ -36,7 +36,7 @@ class StepReport:
         loss_scale: in force during the step; 1.0 where there is none.
         micro_steps: backward passes that it used.
         early_buckets: buckets that were updated inside backward.
-        guessed_right: of these updates in mode "speculative"; None where there was none.
+        speculation_hit: of these updates in mode "speculative"; None where there was none.
         exposed_ms: how long compute waited for transfers and the host since the step before; on
             CUDA, what its stream waited.
         busy_ms: by lane (compute, d2h, host, h2d, load, comm), work since the step before; of
@@ -55,7 +55,7 @@ class StepReport:
     loss_scale: float
     micro_steps: int
     early_buckets: int
-    guessed_right: bool | None
+    speculation_hit: bool | None
     exposed_ms: float
     busy_ms: Mapping[str, float]
     d2h_bytes: int

@@ -13,7 +13,7 @@ from typing import Any
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
-from offloadtrain.events.schema import WAIT, Record, Span, Step
+from offloadtrain.events.schema import WAIT, LaneSpan, Record, Step
 
 LANES = ("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm")
 """Threads in the order in which they are shown; a lane of another name comes after."""
@@ -35,7 +35,7 @@ def read_run(folder: Path) -> list[Record]:
     if not logs:
         raise TraceError(f"{folder} is not a run folder: it has no events/rank*.jsonl")
     records = [record for log in logs for record in schema.read(log)]
-    if not any(isinstance(record.event, Span) for record in records):
+    if not any(isinstance(record.event, LaneSpan) for record in records):
         raise TraceError(
             f"{folder}: no step of this run has been sampled yet; the second step is the first"
         )
@@ -52,7 +52,7 @@ def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
         event = record.event
         if isinstance(event, Step):
             entries += _step(record, event, origin_s)
-        elif isinstance(event, Span) and (record.rank, event.step) in starts:
+        elif isinstance(event, LaneSpan) and (record.rank, event.step) in starts:
             begun_us = (starts[record.rank, event.step] - origin_s) * 1e6
             entries.append(_slice(record.rank, event, begun_us))
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
@@ -84,7 +84,7 @@ def _step(record: Record, event: Step, origin_s: float) -> Iterator[dict[str, An
         yield {"ph": "C", "name": "busy_ms", "args": event.busy_ms, **place}
 
 
-def _slice(rank: int, span: Span, begun_us: float) -> dict[str, Any]:
+def _slice(rank: int, span: LaneSpan, begun_us: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,
@@ -97,7 +97,7 @@ def _slice(rank: int, span: Span, begun_us: float) -> dict[str, Any]:
     }
 
 
-def _bandwidth(span: Span) -> dict[str, float]:
+def _bandwidth(span: LaneSpan) -> dict[str, float]:
     if not (span.num_bytes and span.duration_ms > 0):
         return {}
     return {"bytes": span.num_bytes, "GB/s": span.num_bytes / span.duration_ms / 1e6}

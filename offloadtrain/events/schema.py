@@ -78,7 +78,7 @@ class Step(Event):
         exposed_ms: host or transfer time that the compute device waited for.
         busy_ms: lane → time that it worked, hidden or exposed.
         early_buckets: buckets updated inside backward.
-        guessed_right: whether these updates, made on a guess, held; None where nothing was guessed.
+        speculation_hit: whether these updates, made on a guess, held; None where nothing was guessed.
         mfu: share of the devices' peak, 0 to 1; None if the peak is not known.
         comm_bytes: that this rank has sent to others in collectives.
         own_ms: of the step, without waiting for slower ranks in collectives; 0: there is one rank.
@@ -105,7 +105,7 @@ class Step(Event):
     h2d_bytes: int = 0
     mfu: float | None = None
     early_buckets: int = 0
-    guessed_right: bool | None = None
+    speculation_hit: bool | None = None
     comm_bytes: int = 0
     own_ms: float = 0.0
     ranks_ms: tuple[float, ...] = ()
@@ -131,7 +131,7 @@ class Memory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span(Event):
+class LaneSpan(Event):
     """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
     `num_bytes`: of what a copy or a collective wrote. On the lane WAIT: a stretch in which compute
     waited, named as the lane that it waited for."""
@@ -306,7 +306,7 @@ class RunEnded(Event):
 KINDS: dict[str, type[Event]] = {
     kind.KIND: kind
     for kind in (
-        RunStarted, Step, Memory, Span, System, Eval, Checkpoint, Warning_, Alert, Control, Sample,
+        RunStarted, Step, Memory, LaneSpan, System, Eval, Checkpoint, Warning_, Alert, Control, Sample,
         PlanCompared, RunEnded,
     )
 }  # fmt: skip

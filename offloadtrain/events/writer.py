@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TypeAlias
 
-from offloadtrain.events.schema import Event, RunEnded, Span, Warning_, to_line
+from offloadtrain.events.schema import Event, LaneSpan, RunEnded, Warning_, to_line
 
 RETRY_S = 0.5
 END_WITHIN_S = 5.0
@@ -89,7 +89,7 @@ class EventWriter:
 
     def emit(self, event: Event) -> None:
         """Queue an event with the time of now; never blocks and never raises."""
-        limit = self._capacity * 3 // 4 if type(event) is Span else self._capacity
+        limit = self._capacity * 3 // 4 if type(event) is LaneSpan else self._capacity
         if self._closed or (self._queue.qsize() >= limit and type(event) is not RunEnded):
             self._count_drop()
         else:

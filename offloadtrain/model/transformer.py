@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         else:
             self.positions = RotaryTables(shape.head_dim, shape.max_seq_len, shape.rope_theta)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.num_layers))
         self.norm = _norm(shape)
         self.head = Linear(shape.d_model, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
@@ -113,12 +113,12 @@ class Transformer(nn.Module):
 
     def _residual_weights(self) -> Iterator[Tensor]:
         for block in self.blocks:
-            block = cast(Block, block)
+            block = cast(TransformerBlock, block)
             yield block.attention.out.weight
             yield block.mlp.down.weight
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, shape: ModelShape) -> None:

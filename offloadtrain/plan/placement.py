@@ -11,7 +11,7 @@ from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.layout import blocks_of, num_tensors
 from offloadtrain.step import memory
 from offloadtrain.step.formats import ITEMSIZE
-from offloadtrain.step.memory import Request
+from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.spec import StepSpec
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
@@ -54,7 +54,7 @@ class Placement:
         """Owner → bytes of one rank's host memory: what its Ledger shows after a step."""
         owners = memory.host_owners(self.spec)
         if self.config.offload.activation == "offload":
-            _add(owners, [Request("block inputs", self.input_bytes, "uint8")] * self.repeated)
+            _add(owners, [MemoryRequest("block inputs", self.input_bytes, "uint8")] * self.repeated)
         return owners
 
     def device(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
     return Placement(config, spec)
 
 
-def _add(owners: dict[str, int], requests: Iterable[Request]) -> None:
+def _add(owners: dict[str, int], requests: Iterable[MemoryRequest]) -> None:
     """Host memory that is asked for later."""
     for request in requests:
         owners[request.owner] = owners.get(request.owner, 0) + request.nbytes

@@ -74,7 +74,7 @@ class Plan:
         return PROCESS_BYTES["cpu" if self.machine.on_cpu else "cuda"]
 
     @property
-    def copies_room(self) -> int:
+    def second_copy_budget(self) -> int:
         """Host bytes of a rank that second copies of the state may grow into, with the state."""
         beside = self.process_bytes + self.built_bytes
         beside += sum(self.device.values()) if self.machine.on_cpu else 0
@@ -83,7 +83,7 @@ class Plan:
     @cached_property
     def copied(self) -> Placement:
         """With as many second copies of the state as there is room for."""
-        spec = with_second_copies(self.placed.spec, self.copies_room)
+        spec = with_second_copies(self.placed.spec, self.second_copy_budget)
         return replace(self.placed, spec=spec)
 
     @cached_property

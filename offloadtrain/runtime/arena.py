@@ -26,7 +26,7 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, available_bytes
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
-from offloadtrain.step.memory import Request, largest_owners, span_bytes
+from offloadtrain.step.memory import MemoryRequest, largest_owners, span_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Arena:
     def __init__(self, ledger: Ledger, *, pin: bool) -> None:
         self._ledger = ledger
         self._slabs: list[_Slab] = []
-        self._booked: list[Request] = []
+        self._booked: list[MemoryRequest] = []
         self.pin = pin
 
     @property
@@ -112,7 +112,7 @@ class Arena:
         """Whether every slab is registered with CUDA."""
         return self.pin and all(slab.pinned for slab in self._slabs)
 
-    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
         """Map all requests at once; zeroed 1-D tensors in the order of the requests.
 
         Raises:
@@ -136,13 +136,13 @@ class Arena:
         self._book(self._booked, -1)
         self._slabs, self._booked = [], []
 
-    def _book(self, requests: Sequence[Request], sign: int) -> None:
+    def _book(self, requests: Sequence[MemoryRequest], sign: int) -> None:
         for request in requests:
             self._ledger.add(request.owner, Tier.HOST, sign * request.nbytes)
             padding = request.span_bytes - request.nbytes
             self._ledger.add("padding", Tier.HOST, sign * padding)
 
-    def _check_available(self, requests: Sequence[Request]) -> None:
+    def _check_available(self, requests: Sequence[MemoryRequest]) -> None:
         asked = span_bytes(requests)
         available = available_bytes()
         if asked > available:
@@ -175,7 +175,7 @@ class DeviceArena(Arena):
         """Nothing crosses the bus."""
         return True
 
-    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
         """Zeroed 1-D tensors in the order of the requests.
 
         Raises:
@@ -185,13 +185,13 @@ class DeviceArena(Arena):
         return [take(r.owner, r.numel, DTYPES[r.dtype], self._device).zero_() for r in requests]
 
 
-class PaperArena(Arena):
+class MetaArena(Arena):
     """Books what is asked for and maps nothing: tensors are on the meta device."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger, pin=False)
 
-    def map(self, requests: Sequence[Request]) -> list[Tensor]:
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
         self._book(requests, 1)
         return [torch.empty(one.numel, dtype=DTYPES[one.dtype], device="meta") for one in requests]
 
@@ -199,7 +199,7 @@ class PaperArena(Arena):
 class _Slab:
     """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 
-    def __init__(self, requests: Sequence[Request], *, pin: bool) -> None:
+    def __init__(self, requests: Sequence[MemoryRequest], *, pin: bool) -> None:
         nbytes = span_bytes(requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages: this was to be faster, no more
@@ -214,7 +214,7 @@ class _Slab:
             kernels.first_touch(tensor)
         self.pinned = pin and cuda_driver.register(self._bytes)
 
-    def _carve(self, requests: Sequence[Request]) -> list[Tensor]:
+    def _carve(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
         tensors, offset = [], 0
         for request in requests:
             piece = self._bytes[offset : offset + request.nbytes]
@@ -228,9 +228,9 @@ class _Slab:
             self.pinned = False
 
 
-def _pack(requests: Sequence[Request]) -> list[list[Request]]:
+def _pack(requests: Sequence[MemoryRequest]) -> list[list[MemoryRequest]]:
     """Consecutive requests into slabs of at most SLAB_BYTES; a larger one is a slab of its own."""
-    groups: list[list[Request]] = []
+    groups: list[list[MemoryRequest]] = []
     room = 0
     for request in requests:
         if request.span_bytes > room:

@@ -8,7 +8,7 @@ every shard whole on every device. Both move (N-1)/N of a bucket out of each ran
 shard and no collective.
 
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`step.prefetch_policy.Turns`). What goes to the host for a decision has a process group of
+order (`step.prefetch_policy.ReduceOrder`). What goes to the host for a decision has a process group of
 its own, so that it never meets them.
 """
 
@@ -102,14 +102,14 @@ class Ranks:
         return cls(group, device)
 
     @classmethod
-    def on_paper(cls, size: int) -> Ranks:
+    def fake(cls, size: int) -> Ranks:
         """The first of so many that are not there: for what depends on sizes alone."""
         ranks = cls()
         ranks.size = size
         return ranks
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.size == 1
 
     @property
@@ -139,7 +139,7 @@ class Ranks:
         lo, hi = self.shard(whole.numel())
         all_gather_single(whole, whole[lo:hi], group=self._groups[0])
 
-    def exchange(self, row: Sequence[float] | Tensor) -> Tensor:
+    def all_gather_host(self, row: Sequence[float] | Tensor) -> Tensor:
         """A few numbers from every rank.
 
         Args:
@@ -149,7 +149,7 @@ class Ranks:
             (size, k) fp64 on the host, the same on every rank.
         """
         own = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1)
-        if self.alone:
+        if self.is_single:
             return own.clone()
         rows = torch.empty(self.size, own.shape[1], dtype=torch.float64, device="cpu")
         all_gather_single(rows, own, group=self._groups[1])
@@ -157,13 +157,13 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values into every rank's `tensor`, which is on the host and contiguous."""
-        if not self.alone:
+        if not self.is_single:
             group = self._groups[1]
             dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
-    def tell(self, value: _T) -> _T:
+    def broadcast_object(self, value: _T) -> _T:
         """Rank 0's `value`, which can be pickled."""
-        if self.alone:
+        if self.is_single:
             return value
         group, told = self._groups[1], [value]
         dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
@@ -171,7 +171,7 @@ class Ranks:
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's `value`, which can be pickled, in the order of ranks."""
-        if self.alone:
+        if self.is_single:
             return [value]
         gathered: list[_T] = [value] * self.size
         dist.all_gather_object(gathered, value, group=self._groups[1])
@@ -179,7 +179,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.exchange([0.0])
+        self.all_gather_host([0.0])
 
     def close(self) -> None:
         """Let go of the groups; what runs on them must be over. Idempotent."""

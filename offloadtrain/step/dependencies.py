@@ -123,7 +123,7 @@ class Dependencies:
         for known in self._known.values():
             self._thread = _merged(self._thread, known)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The same, and not all that was said has been done: nobody waits for it any more."""
         self.synchronized()
         self._uses.clear()

@@ -21,7 +21,7 @@ def steps(program: Program, count: int) -> Operations:
             last = micro_step + 1 == micro_steps
             done += _forward(program)
             done += _backward(program, step, last=last)
-            if step == 1 and micro_step == 0 and not program.spec.alone:
+            if step == 1 and micro_step == 0 and not program.spec.is_single:
                 done += program.first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
         order = [block.name for block in program.spec.blocks]

@@ -69,7 +69,7 @@ class GradientPath:
         whole = self._staging(bucket, lo, ranks * count, dtype)
         op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
         self._order.launch(op, fresh=whole)
-        if self._spec.alone:
+        if self._spec.is_single:
             return whole
         self._order.launch(
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (whole,), lo, hi)

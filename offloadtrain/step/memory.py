@@ -41,7 +41,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MemoryRequest:
     """Memory that somebody needs: `numel` elements of `dtype`, by torch's name.
 
     Attributes:
@@ -130,7 +130,7 @@ def check_host_limit(spec: StepSpec) -> None:
 # What is asked of the host; where the state is not offloaded, of the device.
 
 
-def host_requests(spec: StepSpec) -> Iterator[Request]:
+def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     """All that one arena holds: `kept_requests`, then `host_staging` where microbatches are
     summed."""
     yield from kept_requests(spec)
@@ -138,9 +138,9 @@ def host_requests(spec: StepSpec) -> Iterator[Request]:
         yield from host_staging(spec)
 
 
-def kept_requests(spec: StepSpec) -> Iterator[Request]:
+def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     """Sums of squares, then all that is kept bucket by bucket, then frozen weights."""
-    yield Request("norms", spec.num_tensors, "float64", "norms")
+    yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
     for bucket in spec.buckets:
         yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
@@ -148,20 +148,20 @@ def kept_requests(spec: StepSpec) -> Iterator[Request]:
             yield _shard("frozen weights", bucket, bucket.dtype, Role.SNAPSHOT)
 
 
-def host_staging(spec: StepSpec) -> list[Request]:
+def host_staging(spec: StepSpec) -> list[MemoryRequest]:
     """For gradients that are summed, and for weights that have nowhere else to wait. With one
     microbatch, mapped when a bucket first gets a second gradient in a backward."""
-    return [Request("host staging", spec.host_staging_bytes, "uint8")] * RING_SLOTS
+    return [MemoryRequest("host staging", spec.host_staging_bytes, "uint8")] * RING_SLOTS
 
 
-def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[Request]:
+def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[MemoryRequest]:
     """The state, the gradient or its sum, new weights where they wait or are shown.
 
     Args:
         copied: with a second copy of the state.
     """
     state = [
-        Request(
+        MemoryRequest(
             OWNERS.get(field.name, field.name),
             field.numel(bucket.shard_numel),
             field.dtype or bucket.dtype,
@@ -185,9 +185,9 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
         yield replace(one, owner=other, name=f"other {one.name}", role=Role.OTHER)
 
 
-def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "") -> Request:
+def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "") -> MemoryRequest:
     name = f"{name or owner} {bucket.name}"
-    return Request(owner, bucket.shard_numel, dtype, name, bucket.name, role)
+    return MemoryRequest(owner, bucket.shard_numel, dtype, name, bucket.name, role)
 
 
 def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
@@ -199,7 +199,7 @@ def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
 # What is asked of the device.
 
 
-def device_requests(spec: StepSpec) -> Iterator[Request]:
+def device_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     """Working weights, slots and staging, but for gradients of ZeRO stage 1, each of which gets
     its place when it first comes."""
     yield from weight_requests(spec)
@@ -207,32 +207,36 @@ def device_requests(spec: StepSpec) -> Iterator[Request]:
     yield from staging_requests(spec)
 
 
-def weight_requests(spec: StepSpec) -> Iterator[Request]:
+def weight_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     """Flat working weights of blocks that stay on the device; of the others, their shards."""
     for block in spec.blocks:
         for bucket in () if block.name in spec.streamed else block.buckets:
             name, owner = bucket.name, "working weights"
-            yield Request(owner, bucket.numel, bucket.dtype, f"working {name}", name, Role.WORKING)
+            yield MemoryRequest(
+                owner, bucket.numel, bucket.dtype, f"working {name}", name, Role.WORKING
+            )
     for bucket in (bucket for block in spec.blocks for bucket in block.held):
         if spec.loads_from_shard(bucket):
             yield _shard("weight shards", bucket, bucket.dtype, Role.DEVICE_SHARD, "shard")
 
 
-def slot_requests(spec: StepSpec) -> list[Request]:
+def slot_requests(spec: StepSpec) -> list[MemoryRequest]:
     """For streamed blocks, each of the largest one's size."""
     largest = max((b.nbytes for b in spec.blocks if b.name in spec.streamed), default=0)
-    return [Request("streaming slots", largest, "uint8")] * spec.slots
+    return [MemoryRequest("streaming slots", largest, "uint8")] * spec.slots
 
 
-def staging_requests(spec: StepSpec) -> list[Request]:
+def staging_requests(spec: StepSpec) -> list[MemoryRequest]:
     """For gathered gradients, and for their sums over ranks where these are wider than what goes
     down."""
     requests = []
     if spec.zero_stage != 1:
-        requests = [Request("gradient staging", spec.staging_bytes, "uint8")] * spec.staging_slots
+        requests = [
+            MemoryRequest("gradient staging", spec.staging_bytes, "uint8")
+        ] * spec.staging_slots
     if any(spec.reduced_bytes(bucket) > bucket.weight_bytes for bucket in spec.buckets):
         rounded = -(-spec.staging_bytes // spec.ranks // 512) * 256  # half, and any dtype fits
-        requests += [Request("rounded gradients", rounded, "uint8")] * spec.staging_slots
+        requests += [MemoryRequest("rounded gradients", rounded, "uint8")] * spec.staging_slots
     return requests
 
 
@@ -264,7 +268,7 @@ def device_owners(spec: StepSpec) -> dict[str, int]:
     return owners | {owner: owners.get(owner, 0) + size for owner, size in resident.items()}
 
 
-def by_owner(requests: Iterable[Request]) -> dict[str, int]:
+def by_owner(requests: Iterable[MemoryRequest]) -> dict[str, int]:
     """Owner → bytes, in the order in which they first ask."""
     owners: dict[str, int] = {}
     for request in requests:
@@ -272,11 +276,11 @@ def by_owner(requests: Iterable[Request]) -> dict[str, int]:
     return owners
 
 
-def span_bytes(requests: Iterable[Request]) -> int:
+def span_bytes(requests: Iterable[MemoryRequest]) -> int:
     return sum(request.span_bytes for request in requests)
 
 
-def largest_owners(requests: Iterable[Request]) -> str:
+def largest_owners(requests: Iterable[MemoryRequest]) -> str:
     """The four that ask for most, in one line."""
     rows = sorted(by_owner(requests).items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in rows)

@@ -60,7 +60,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class Speculation:
     """How updates that ran inside backward have turned out.
 
     Attributes:
@@ -100,11 +100,11 @@ class Exact:
     def graph_freed(self, block: str) -> None:
         """No graph needs the weights of a block that is `behind`."""
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
+    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
         """In step(): what is left of the update, and the uploads, in forward order."""
         if not decision.skipped:
             self._apply(order, decision)
-        return Guess()
+        return Speculation()
 
     def drop(self) -> None:
         """The gradients of the step are dropped before it was decided."""
@@ -158,13 +158,13 @@ class Early(Exact):
                 "or set skip_nonfinite = True"
             )
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
+    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
         self._require_whole()
         used, self._used = self._used, None
         early = len(self._staged)
         self._outdated = bool(used) and used != decision.hyperparameters
         self._apply(order, decision)
-        return Guess(buckets=early)
+        return Speculation(buckets=early)
 
     def verify(self) -> None:
         if self._outdated:
@@ -232,7 +232,7 @@ class Speculative(Exact):
         for bucket in block[1]:
             self._staged.pop(bucket, None)
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
+    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
         unclipped = not decision.skipped and decision.coef == 1.0
         self._policy.saw(unclipped)
         right = unclipped and (not self._used or self._used == decision.hyperparameters)
@@ -244,7 +244,7 @@ class Speculative(Exact):
             self._staged.clear()
         self._used = None
         super().apply(order, decision)
-        return Guess(guessed, right if guessed else None)
+        return Speculation(guessed, right if guessed else None)
 
     def drop(self) -> None:
         self._used = None
@@ -282,14 +282,14 @@ class Delayed(Exact):
         self._begun = True
         self._upload([block])
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Guess:
+    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
         self.flush()
         if decision.step <= self._warmup_steps:
             return super().apply(order, decision)
         if not decision.skipped:
             for name, buckets in reversed(order):  # as the next backward needs their memory
                 self._waiting[name] = list(self._updated(buckets, decision))
-        return Guess()
+        return Speculation()
 
     def drop(self) -> None:
         """Some blocks may have their new weights already: give all of them theirs."""
@@ -312,7 +312,7 @@ class Delayed(Exact):
 def mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
     """The update mode that the options ask for."""
     if spec.config.update == "delayed":
-        return Delayed(updates, spec.config.warmup_steps, alone=spec.alone)
+        return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
     if spec.config.update == "speculative":
         return Speculative(updates)
     return (Early if spec.updates_early else Exact)(updates)

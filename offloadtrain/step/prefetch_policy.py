@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 
-class Cursor:
+class AccessOrder:
     """Where a step is in the order of use that the step before it was seen to have.
 
     Attributes:
@@ -52,7 +52,7 @@ class Cursor:
         self._seen, self._next, self.missed = [], 0, 0
 
 
-class Turns:
+class ReduceOrder:
     """In which order blocks send their gradients: on several ranks one order for all of them, and a
     block that is ready before its turn waits.
 

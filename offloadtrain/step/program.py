@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.gradients import GradientPath
-from offloadtrain.step.modes import Block, Decision, Guess, mode_of
+from offloadtrain.step.modes import Block, Decision, Speculation, mode_of
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
 from offloadtrain.step.places import Bucket, Ring
 from offloadtrain.step.spec import RING_SLOTS, StepSpec
@@ -40,7 +40,7 @@ class Program:
 
     def __init__(self, spec: StepSpec, rank: int = 0) -> None:
         self.spec = spec
-        self.guess = Guess()
+        self.speculation = Speculation()
         self._order = Dependencies()
         self.buckets = {b.name: Bucket(b, spec, rank) for block in spec.blocks for b in block.held}
         self._trained: dict[str, Sequence[Bucket]] = {
@@ -108,8 +108,8 @@ class Program:
             last: this is the last micro-step of the step.
         """
         for bucket in self._trained[block]:
-            if bucket.name in delivered or not self.spec.alone:
-                complete = delivered.get(bucket.name, False) or not self.spec.alone
+            if bucket.name in delivered or not self.spec.is_single:
+                complete = delivered.get(bucket.name, False) or not self.spec.is_single
                 self._gradients.send(bucket, complete=complete, last=last)
         return self._order.take()
 
@@ -144,9 +144,9 @@ class Program:
         return self._order.take()
 
     def norm_known(self, forward_order: Sequence[str], decision: Decision) -> Operations:
-        """In step(): what is left of the update, and the uploads; see `guess`."""
+        """In step(): what is left of the update, and the uploads; see `speculation`."""
         order = [self._block(name) for name in forward_order]
-        self.guess = self._mode.apply(order, decision)
+        self.speculation = self._mode.apply(order, decision)
         return self._order.take()
 
     def step_ends(self) -> None:
@@ -174,11 +174,11 @@ class Program:
         """The launching thread has seen every lane empty."""
         self._order.synchronized()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Operations were lost, none of them an update; the lanes are empty. Nothing is on its way,
         and no streamed block has a slot."""
-        self._order.begin_anew()
-        self.streaming.begin_anew()
+        self._order.reset()
+        self.streaming.reset()
 
     def masters_set(self) -> Operations:
         """The state was set or loaded: the masters go up as they are."""

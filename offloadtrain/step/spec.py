@@ -115,7 +115,7 @@ class StepSpec:
     second_copies: frozenset[str] = frozenset()
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.ranks == 1
 
     @property
@@ -209,7 +209,7 @@ class StepSpec:
 
     def reduced_bytes(self, bucket: BucketSpec) -> int:
         """Of an element of a gradient while ranks sum it."""
-        wide = not self.alone and self.config.reduction == "fp32"
+        wide = not self.is_single and self.config.reduction == "fp32"
         return 4 if wide else bucket.weight_bytes
 
     @cached_property

@@ -25,7 +25,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Ref
 from offloadtrain.step.places import Bucket
-from offloadtrain.step.prefetch_policy import Cursor, prefetches, victim
+from offloadtrain.step.prefetch_policy import AccessOrder, prefetches, victim
 from offloadtrain.step.spec import StepSpec
 
 
@@ -45,8 +45,8 @@ class Streaming:
         self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[Bucket]]
     ) -> None:
         """`held`: block → all buckets that come and go with it."""
-        self.cursor = Cursor()
-        self._alone = spec.alone
+        self.access_order = AccessOrder()
+        self._alone = spec.is_single
         self._order = order
         self._held = held
         self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
@@ -74,15 +74,15 @@ class Streaming:
             self._load(block, self._room(block, pinned))
         refs = [bucket.whole for bucket in self._held[block]]
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
-        self.cursor.used(self._number[block])
+        self.access_order.used(self._number[block])
         self._load_ahead({block, *pinned})
 
     def restart(self, pinned: Collection[str]) -> None:
         """A pass is over, its weights may have changed: begin to load for the next one."""
-        self.cursor.restart()
+        self.access_order.restart()
         self._load_ahead(pinned)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """No block has a slot, and nothing uses one."""
         self.slots = [None] * len(self.slots)
         self._before = [[] for _ in self.slots]
@@ -102,7 +102,7 @@ class Streaming:
     def _room(self, block: str, pinned: Collection[str]) -> int:
         if None not in self.slots:
             movable = {self._number[b] for b in self.resident if b not in pinned}
-            leaving = victim(movable, self.cursor.future)
+            leaving = victim(movable, self.access_order.future)
             if leaving is None:
                 raise StreamError(
                     f"'{block}' is needed while {' and '.join(map(repr, self.resident))} are in "
@@ -115,7 +115,9 @@ class Streaming:
     def _load_ahead(self, pinned: Collection[str]) -> None:
         resident = [self._number[block] for block in self.resident]
         fixed = [self._number[block] for block in self.resident if block in pinned]
-        for number, leaving in prefetches(resident, fixed, self.cursor.future, len(self.slots)):
+        for number, leaving in prefetches(
+            resident, fixed, self.access_order.future, len(self.slots)
+        ):
             if leaving is not None:
                 self.drop(self._blocks[leaving])
             self._load(self._blocks[number], self.slots.index(None))

@@ -84,7 +84,7 @@ class UpdatePath:
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
             return  # else loads read the weights where they are
         self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
-        if not self._spec.alone and not bucket.loads_from_shard:
+        if not self._spec.is_single and not bucket.loads_from_shard:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.whole,))
             self._order.launch(op)
 

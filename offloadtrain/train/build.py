@@ -136,7 +136,7 @@ def _precision(
     if asked == "auto" and resumed is not None:
         chosen, why = resumed.precision, "as before"
     else:
-        chosen, why = ranks.tell(resolve_precision(asked, device))
+        chosen, why = ranks.broadcast_object(resolve_precision(asked, device))
     resolve_precision(chosen, device)
     return chosen, why
 
@@ -277,7 +277,9 @@ def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: R
         name, rates = find(config.device.machine)
         machine = _rates_of(rates, machine)
     machine = replace(machine, gpus=rank_info.local_size)
-    chosen = ranks.tell(settled(config, name, machine, ranks.size))  # by rank 0's memory
+    chosen = ranks.broadcast_object(
+        settled(config, name, machine, ranks.size)
+    )  # by rank 0's memory
     found = make(chosen, name, machine, ranks.size)
     if problems := found.certain_problems:
         raise PlanError(

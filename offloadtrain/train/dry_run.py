@@ -19,7 +19,7 @@ from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import Plan
-from offloadtrain.runtime.arena import DeviceArena, Ledger, PaperArena
+from offloadtrain.runtime.arena import DeviceArena, Ledger, MetaArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
@@ -52,7 +52,7 @@ def check(plan: Plan) -> str:
     if faults:
         raise DryRunError(f"the program of a step has {len(faults)} faults, the first: {faults[0]}")
     total = sum(row.bytes for row in ledger.rows())
-    of_one = "" if some.alone else "of a rank "
+    of_one = "" if some.is_single else "of a rank "
     layers = plan.placed.config.model.num_layers
     left_out = len(plan.copied.spec.blocks) - len(some.blocks)
     of_some = f"of {layers - left_out} of the blocks " if left_out else ""
@@ -70,16 +70,16 @@ def laid_out(plan: Plan) -> Ledger:
     """
     config, planned = plan.placed.config, plan.copied.spec
     ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
-    ranks = Ranks.on_paper(planned.ranks)
+    ranks = Ranks.fake(planned.ranks)
     with device:
         model = Transformer(config.model)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)
     blocks, _ = make_blocks(partition(model), model, groups, config.offload, ranks, lanes)
-    spec = lay_out(model, rule, blocks, config.offload, ranks, plan.copies_room)
+    spec = lay_out(model, rule, blocks, config.offload, ranks, plan.second_copy_budget)
     if spec != planned:
         raise DryRunError(f"laid out and planned differ: {_first_difference(spec, planned)}")
-    arena = PaperArena(ledger) if spec.offloaded else DeviceArena(ledger, device)
+    arena = MetaArena(ledger) if spec.offloaded else DeviceArena(ledger, device)
     map_memory(blocks, spec, device, arena=arena, ledger=ledger)
     _compare(ledger, spec)
     return ledger

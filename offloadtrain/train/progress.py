@@ -63,7 +63,7 @@ class StepClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepStats:
     """What the ranks have told each other of a step.
 
     Attributes:
@@ -78,7 +78,7 @@ class Told:
     asks: bool
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[float]]) -> Told:
+    def of(cls, rows: Iterable[Sequence[float]]) -> StepStats:
         """From (loss, step_ms, comm_ms, stop, asks) of each rank."""
         losses, steps, comms, _, asks = zip(*(map(float, row) for row in rows), strict=True)
         least = min(comms)

@@ -71,7 +71,7 @@ class Opened:
         """
         if ranks.rank == 0:
             self.run.begin(resolved, None if self.found else job)
-        path = ranks.tell(self.run.path.resolve())
+        path = ranks.broadcast_object(self.run.path.resolve())
         if ranks.rank:
             self.run.join(path)
             return []
@@ -111,7 +111,9 @@ def open_run(
         CheckpointError: the run asked for has checkpoints, and none of them is good.
         RunFolderError: the folder is in use, or holds a run that may not be mixed with a new one.
     """
-    choice = ranks.tell(_choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice())
+    choice = ranks.broadcast_object(
+        _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
+    )
     skipped = list(choice.skipped)
     for path in choice.candidates:
         opened = _verified(path, ranks)

@@ -34,7 +34,7 @@ from offloadtrain.train.checkpoint.checkpoint import Saved
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.console import Console, StepLine
 from offloadtrain.train.plan_vs_actual import Hindsight
-from offloadtrain.train.progress import Progress, StepClock, Told
+from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 
 _TIMELINE_EVERY_S = 10.0
@@ -224,7 +224,7 @@ class RunLog:
         progress: Progress,
         report: StepReport,
         clock: StepClock,
-        told: Told,
+        told: StepStats,
         *,
         lr: float,
     ) -> None:
@@ -249,7 +249,7 @@ class RunLog:
             own_ms=told.own_ms[self._rank] if len(told.own_ms) > 1 else 0.0,
             ranks_ms=told.own_ms if len(told.own_ms) > 1 and self._rank == 0 else (),
             early_buckets=report.early_buckets,
-            guessed_right=report.guessed_right,
+            speculation_hit=report.speculation_hit,
             mfu=self._mfu(tokens_per_s),
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )
@@ -258,7 +258,7 @@ class RunLog:
         if self._rank == 0:
             self._alerts.step(step)
         for interval in report.timeline:
-            self._writer.emit(schema.Span(step=number, **asdict(interval)))
+            self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
         if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:
             self._tell_memory(number)
         self._recent_ms.append(clock.total_ms)

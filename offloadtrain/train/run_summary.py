@@ -48,8 +48,8 @@ def summary(log: Path) -> str:
     sample: schema.Sample | None = None
     guesses: list[bool] = []
     for event in (record.event for record in schema.read(log)):
-        if isinstance(event, schema.Step) and event.guessed_right is not None:
-            guesses.append(event.guessed_right)
+        if isinstance(event, schema.Step) and event.speculation_hit is not None:
+            guesses.append(event.speculation_hit)
         if isinstance(event, schema.Step) and not event.skipped:
             train[event.step] = event.loss
         elif isinstance(event, schema.Eval):

@@ -36,7 +36,7 @@ from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, disk_space
 from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
-from offloadtrain.train.progress import Progress, StepClock, Told
+from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.signals import StopRequests
@@ -214,18 +214,18 @@ class Trainer:
 
     def _exchange(
         self, loss: float, clock: StepClock, report: StepReport, stop: StopRequests
-    ) -> Told:
+    ) -> StepStats:
         """What ranks say to each other of a step; a request to stop counts from any of them."""
         comm_ms = report.busy_ms["comm"]
         asks = self._requests is not None and self._requests.waiting()
-        noted = not self._ranks.alone and stop.requested is not None
-        of_ranks = self._ranks.exchange([loss, clock.total_ms, comm_ms, noted, asks])
+        noted = not self._ranks.is_single and stop.requested is not None
+        of_ranks = self._ranks.all_gather_host([loss, clock.total_ms, comm_ms, noted, asks])
         self._all_stop = bool(of_ranks[:, 3].any())
-        return Told.of(of_ranks)
+        return StepStats.of(of_ranks)
 
     def _stops(self, stop: StopRequests) -> bool:
         """Whether the run ends here: ranks end at the step after which all of them know it."""
-        return bool(stop.requested) if self._ranks.alone else self._all_stop
+        return bool(stop.requested) if self._ranks.is_single else self._all_stop
 
     def _set_learning_rate(self) -> float:
         optim = self.config.optim
@@ -305,7 +305,9 @@ class Trainer:
         """
         if not asked:
             return
-        for request in self._ranks.tell(self._requests.poll() if self._requests else []):
+        for request in self._ranks.broadcast_object(
+            self._requests.poll() if self._requests else []
+        ):
             step = self.progress.step
             if request.refused:
                 self._log.control(request, "refused", step)
@@ -349,7 +351,7 @@ class Trainer:
         losses = [self.model(*self._next_batch(batches)) for _ in range(count)]
         self.model.train()
         mean = torch.stack(losses).double().mean().item()  # waits for the device
-        self.progress.val_loss = ranks.exchange([mean]).mean().item()
+        self.progress.val_loss = ranks.all_gather_host([mean]).mean().item()
         clock.lap("evaluation")
         self.progress.seconds += clock.total_ms / 1e3
         self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)

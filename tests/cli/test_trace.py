@@ -20,8 +20,8 @@ def record(event: schema.Event, time_s: float, rank: int = 0) -> schema.Record:
     return schema.Record(event, rank, time_s)
 
 
-def span(step: int, lane: str, start_ms: float) -> schema.Span:
-    return schema.Span(step=step, lane=lane, name="work", start_ms=start_ms, duration_ms=2.0)
+def span(step: int, lane: str, start_ms: float) -> schema.LaneSpan:
+    return schema.LaneSpan(step=step, lane=lane, name="work", start_ms=start_ms, duration_ms=2.0)
 
 
 def test_every_lane_has_a_place() -> None:

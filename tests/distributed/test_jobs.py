@@ -20,7 +20,7 @@ from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.train import build
 from offloadtrain.train.build import assemble
 from offloadtrain.train.console import Console
-from offloadtrain.train.progress import Told
+from offloadtrain.train.progress import StepStats
 from offloadtrain.train.resume import open_run
 from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.signals import StopRequests
@@ -252,6 +252,8 @@ def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
 
 def test_who_arrives_last_is_seen() -> None:
     """Each took 100 ms; rank 2 came last and so waited least."""
-    told = Told.of([[1.0, 100.0, 40.0, 0, 0], [2.0, 100.0, 38.0, 0, 1], [3.0, 100.0, 5.0, 0, 0]])
+    told = StepStats.of(
+        [[1.0, 100.0, 40.0, 0, 0], [2.0, 100.0, 38.0, 0, 1], [3.0, 100.0, 5.0, 0, 0]]
+    )
     assert told.loss == 2.0 and told.asks
     assert told.own_ms == (65.0, 67.0, 100.0)

@@ -10,7 +10,7 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.engine.interpreter import CutShortError
-from offloadtrain.runtime.lanes import Event, Operation, Range, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes import LaneEvent, Operation, Range, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.operations import Lane
 from offloadtrain.step.prove import prove
@@ -48,7 +48,7 @@ class FailingLanes(RecordingLanes):
         self._count_down()
         super().launch(lane, name, fn, reads, writes)
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         self._count_down()
         super().wait(lane, event, why)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import Event, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes import LaneEvent, SequentialLanes, on_lanes
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: list[dict[str, Any]] = [
@@ -24,7 +24,7 @@ each_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(ite
 class CountingLanes(SequentialLanes):
     waits = 0
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         self.waits += 1
         super().host_wait(event, why)
 

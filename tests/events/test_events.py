@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from offloadtrain.events import schema
 from offloadtrain.events import writer as event_writer
-from offloadtrain.events.schema import Event, Record, Span, Step, Warning_, from_line, to_line
+from offloadtrain.events.schema import Event, LaneSpan, Record, Step, Warning_, from_line, to_line
 from offloadtrain.events.writer import EventWriter
 from tests import levels
 
 STEP = Step(step=3, loss=2.5, lr=1e-3, tokens=6144)
-SPAN = Span(step=3, lane="h2d", name="block 1", start_ms=0.5, duration_ms=1.25)
+SPAN = LaneSpan(step=3, lane="h2d", name="block 1", start_ms=0.5, duration_ms=1.25)
 
 _TEXT = st.text(st.characters(), max_size=20)  # any code point, lone surrogates too
 _JSON = st.recursive(
@@ -288,7 +288,7 @@ def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
     stall.released.set()
     writer.close()
     assert _steps(log) == list(range(26))
-    assert sum(isinstance(r.event, Span) for r in schema.read(log)) == 75
+    assert sum(isinstance(r.event, LaneSpan) for r in schema.read(log)) == 75
     assert writer.dropped == 425
 
 

@@ -20,7 +20,7 @@ from offloadtrain.runtime.arena import Arena, Ledger, Tier
 from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.memory import Request
+from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.prove import prove
 from tests.gpu.precision import DTYPE, DTYPES, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
@@ -252,7 +252,7 @@ def test_race_provoking_shapes(working: str) -> None:
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=True)
-    (memory,) = arena.map([Request("test", 1 << 20, "float32")])
+    (memory,) = arena.map([MemoryRequest("test", 1 << 20, "float32")])
     assert arena.pinned
     assert memory.is_pinned() and memory[1000:].is_pinned()
     kernels.cast(torch.randn(1 << 20), memory)
@@ -434,7 +434,7 @@ def test_a_group_of_one_over_nccl() -> None:
         torch.manual_seed(0)
         model = Chain(3)
         optimizer = offload(model, ot.AdamW(lr=1e-2), clip_norm=0.5)
-        assert optimizer.ranks.alone
+        assert optimizer.ranks.is_single
         found = []
         for tokens in batches(4):
             loss = loss_of(model, tokens.cuda())

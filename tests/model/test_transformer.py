@@ -18,7 +18,7 @@ from offloadtrain.config.model_shape import (
     num_block_params,
     num_params,
 )
-from offloadtrain.model.transformer import Block, Transformer
+from offloadtrain.model.transformer import Transformer, TransformerBlock
 from tests import levels
 
 LLAMA = ModelShape(
@@ -139,7 +139,7 @@ def test_each_learned_position_has_its_row() -> None:
 
 def test_attention_is_the_softmax_of_scaled_products() -> None:
     block = Transformer(GPT2).blocks[0]
-    assert isinstance(block, Block)
+    assert isinstance(block, TransformerBlock)
     attention = block.attention
     x_BTD = torch.randn(2, 7, 64)
     heads = attention.qkv(x_BTD).view(2, 7, 3, 4, 16).permute(2, 0, 3, 1, 4)
@@ -248,7 +248,7 @@ def test_initial_deviations_are_those_of_gpt2() -> None:
     shape = dataclasses.replace(GPT2, num_layers=8, d_model=256)
     model = Transformer(shape)
     block = model.blocks[5]
-    assert isinstance(block, Block)
+    assert isinstance(block, TransformerBlock)
     for weight in (model.embedding.weight, block.attention.qkv.weight, block.mlp.up.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
     for weight in (block.attention.out.weight, block.mlp.down.weight):

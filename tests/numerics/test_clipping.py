@@ -73,5 +73,5 @@ def test_a_wrong_guess_is_undone_and_a_right_one_kept() -> None:
     guesses = []
     for number, tokens in enumerate(batches(5)):
         train(optimizer, model, [tokens], clips=(0.1 if number == 3 else 1e9,))
-        guesses.append(report(optimizer).guessed_right)
+        guesses.append(report(optimizer).speculation_hit)
     assert guesses == [None, True, True, False, True]

@@ -151,7 +151,7 @@ def test_wrong_guesses_change_no_bit(
             for tokens in stream[step * accum : (step + 1) * accum]:
                 optimizer.backward(loss_of(model, tokens) * (1e6 if wrong[step] else 1.0))
             optimizer.step()
-            guesses.append(report(optimizer).guessed_right)
+            guesses.append(report(optimizer).speculation_hit)
         found[update] = everything(optimizer, model)
         if update == "speculative":
             assert guesses == [None, *(not bad for bad in wrong[1:])]
@@ -194,7 +194,7 @@ def test_lr_set_before_step_counts() -> None:
         optimizer.backward(loss)
         optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
         optimizer.step()
-        assert report(optimizer).guessed_right is (None if number == 0 else False)
+        assert report(optimizer).speculation_hit is (None if number == 0 else False)
     assert_same(resident, optimizer, model)
 
 
@@ -211,7 +211,7 @@ def test_a_guess_is_forgotten_with_its_gradients() -> None:
     optimizer.backward(loss_of(model, lost))
     optimizer.zero_grad()
     assert train(optimizer, model, [second]) == resident.step([second], loss_of)
-    assert report(optimizer).guessed_right
+    assert report(optimizer).speculation_hit
     assert_same(resident, optimizer, model)
 
 
@@ -231,7 +231,7 @@ def test_it_stops_guessing_where_guesses_are_wrong_and_begins_again() -> None:
         wrong = number < 2 * window
         optimizer.backward(loss_of(model, tokens) * (1e6 if wrong else 1.0))
         optimizer.step()
-        guesses.append(report(optimizer).guessed_right)
+        guesses.append(report(optimizer).speculation_hit)
     assert guesses[:3] == [None, None, None]  # the first one told that the norm is clipped
     assert guesses[window : 2 * window] == [None] * window
     assert guesses[-window:] == [True] * window

@@ -56,7 +56,7 @@ class Loop:
             f"step {report.step}: {'skipped' if report.skipped else 'applied'}, "
             f"{'clipped' if report.clip_coef < 1 else 'not clipped'}, "
             f"{report.micro_steps} micro-steps, {report.early_buckets} buckets early, "
-            f"guessed right: {report.guessed_right}, bytes down {report.d2h_bytes}, "
+            f"guessed right: {report.speculation_hit}, bytes down {report.d2h_bytes}, "
             f"up {report.h2d_bytes}, to ranks {report.comm_bytes}"
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.step_report import StepReport
-from offloadtrain.runtime.lanes import CudaLanes, Event, Lane, LaneError, Lanes, copy, on_lanes
+from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes
 from offloadtrain.step.operations import Kind
@@ -285,7 +285,7 @@ def waits_without_the_flag(patch: pytest.MonkeyPatch) -> None:
 def records_at_once(patch: pytest.MonkeyPatch) -> None:
     """From the launching thread, before the lane's thread has launched what comes first."""
 
-    def record(lanes: Any, lane: Lane) -> Event:
+    def record(lanes: Any, lane: Lane) -> LaneEvent:
         workers, lanes._workers = lanes._workers, {}
         try:
             return recorded(lanes, lane)

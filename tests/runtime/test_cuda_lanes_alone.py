@@ -15,7 +15,7 @@ from torch import Tensor
 from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
-from offloadtrain.runtime.lanes import Buffer, Event, Lane, LaneError
+from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
 from tests.runtime.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
 
 ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
@@ -107,11 +107,11 @@ def exposed(lanes: LoggedLanes, wait: Callable[[], None]) -> float:
 def test_waiting_is_exposed(lanes: LoggedLanes) -> None:
     """For the host lane, for an upload behind it, for an event; not where a lane's thread waits."""
 
-    def slow() -> Event:
+    def slow() -> LaneEvent:
         lanes.launch(Lane.HOST, "slow", sleeps(150))
         return lanes.record(Lane.HOST)
 
-    def upload() -> Event:
+    def upload() -> LaneEvent:
         lanes.wait(Lane.H2D, slow(), "slow")
         lanes.launch(Lane.H2D, "up", sleeps(0))
         return lanes.record(Lane.H2D)
@@ -206,27 +206,27 @@ class Gate:
         raise OSError("planted")
 
 
-def host_lane_waits(lanes: LoggedLanes, event: Event) -> None:
+def host_lane_waits(lanes: LoggedLanes, event: LaneEvent) -> None:
     lanes.wait(Lane.HOST, event, "what fails")
     lanes.host_wait(lanes.record(Lane.HOST), "the host lane")
 
 
-def thread_waits(lanes: LoggedLanes, event: Event) -> None:
+def thread_waits(lanes: LoggedLanes, event: LaneEvent) -> None:
     lanes.wait(Lane.LOAD, event, "what fails")
     lanes.host_wait(lanes.record(Lane.LOAD), "the lane's thread")
 
 
-def copies_wait(lanes: LoggedLanes, event: Event) -> None:
+def copies_wait(lanes: LoggedLanes, event: LaneEvent) -> None:
     lanes.wait(Lane.D2H, event, "what fails")
     lanes.synchronize()
 
 
-def timeline_is_taken(lanes: LoggedLanes, event: Event) -> None:
+def timeline_is_taken(lanes: LoggedLanes, event: LaneEvent) -> None:
     lanes.start_timeline()
     lanes.take_timeline()
 
 
-WAYS: dict[str, Callable[[LoggedLanes, Event], None]] = {
+WAYS: dict[str, Callable[[LoggedLanes, LaneEvent], None]] = {
     "the host lane": host_lane_waits,
     "a thread": thread_waits,
     "copies": copies_wait,
@@ -353,7 +353,7 @@ def test_a_thread_that_has_no_device_fails_its_lane(
 @timely
 def test_events_of_other_lanes_are_refused(lanes: LoggedLanes) -> None:
     with pytest.raises(TypeError, match="not recorded by these lanes"):
-        lanes.wait(Lane.HOST, Event(), "nothing")
+        lanes.wait(Lane.HOST, LaneEvent(), "nothing")
 
 
 # ---- whatever is around them

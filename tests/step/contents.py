@@ -80,7 +80,7 @@ class Contents:
                 self._launch(op, delivery)
 
     def _launch(self, op: Launch, delivery: int) -> None:
-        alone = self._program.spec.alone
+        alone = self._program.spec.is_single
         match op.kind:
             case Kind.FORWARD | Kind.BACKWARD:
                 for ref in op.reads:

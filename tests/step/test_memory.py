@@ -15,7 +15,7 @@ from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step import memory
 from offloadtrain.step.memory import (
-    Request,
+    MemoryRequest,
     Role,
     device_owners,
     host_owners,
@@ -63,8 +63,8 @@ class Asked:
 
     def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
-        self._shared: dict[str, list[Request]] = defaultdict(list)
-        self.of: dict[tuple[str, Role | None], list[Request]] = defaultdict(list)
+        self._shared: dict[str, list[MemoryRequest]] = defaultdict(list)
+        self.of: dict[tuple[str, Role | None], list[MemoryRequest]] = defaultdict(list)
         # Where nothing is summed, host staging is mapped with the first second gradient.
         late = () if spec.accumulates else memory.host_staging(spec)
         for one in (*host_requests(spec), *late, *memory.device_requests(spec)):
@@ -101,7 +101,7 @@ class Asked:
         return self._spec.block_of[bucket].name in self._spec.streamed
 
 
-def _check(ref: Ref, request: Request) -> None:
+def _check(ref: Ref, request: MemoryRequest) -> None:
     assert ref.hi <= request.numel and ref.dtype == request.dtype
 
 

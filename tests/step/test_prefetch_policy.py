@@ -7,7 +7,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.step.prefetch_policy import Cursor, Turns, next_use, prefetches, victim
+from offloadtrain.step.prefetch_policy import AccessOrder, ReduceOrder, next_use, prefetches, victim
 
 
 def fewest_loads(uses: tuple[int, ...], slots: int) -> int:
@@ -70,7 +70,7 @@ def test_prefetches_keep_what_is_needed_sooner(
     assert pinned <= held and len(held) <= slots
 
 
-def pass_through(cursor: Cursor, uses: list[int]) -> bool:
+def pass_through(cursor: AccessOrder, uses: list[int]) -> bool:
     """Whether it left the order that was known before."""
     for block in uses:
         cursor.used(block)
@@ -80,7 +80,7 @@ def pass_through(cursor: Cursor, uses: list[int]) -> bool:
 
 
 def test_the_order_is_what_the_last_pass_was_seen_to_be() -> None:
-    cursor = Cursor()
+    cursor = AccessOrder()
     assert not pass_through(cursor, [0, 1, 2, 2, 1, 0])
     assert cursor.future == [0, 1, 2, 1, 0]
     cursor.used(0)
@@ -91,7 +91,7 @@ def test_the_order_is_what_the_last_pass_was_seen_to_be() -> None:
 
 
 def test_an_evaluation_forgets_nothing_and_is_no_other_order() -> None:
-    cursor = Cursor()
+    cursor = AccessOrder()
     assert not pass_through(cursor, [0, 1, 2])
     assert not pass_through(cursor, [0, 1, 2, 1, 0])  # longer than the one before
     assert not pass_through(cursor, [0, 1, 2])
@@ -99,7 +99,7 @@ def test_an_evaluation_forgets_nothing_and_is_no_other_order() -> None:
 
 
 def test_another_order_is_told_and_taken_over() -> None:
-    cursor = Cursor()
+    cursor = AccessOrder()
     pass_through(cursor, [0, 1, 2, 1, 0])
     assert pass_through(cursor, [2, 1, 0, 1, 2])
     assert cursor.future == [2, 1, 0, 1, 2]
@@ -107,7 +107,7 @@ def test_another_order_is_told_and_taken_over() -> None:
 
 @given(ready=st.permutations(range(6)), order=st.permutations(range(6)))
 def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int]) -> None:
-    turns = Turns(order, free=False)
+    turns = ReduceOrder(order, free=False)
     taken: list[int] = []
     for number, block in enumerate(ready):
         taken += turns.ready(block)
@@ -122,6 +122,6 @@ def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int])
 
 
 def test_who_is_free_has_its_turn_at_once() -> None:
-    turns = Turns([2, 1, 0], free=True)
+    turns = ReduceOrder([2, 1, 0], free=True)
     assert turns.ready(0) == [0] and turns.ready(2) == [2]
     assert turns.rest() == [1]

@@ -119,7 +119,7 @@ def test_a_wrong_guess_is_discarded_and_the_update_done_again() -> None:
     _gradients_of(program, step=3)
     program.norm()
     found = program.norm_known(["b0", "b1"], Decision(3, coef=0.5))
-    assert program.guess.right is False and program.guess.buckets == 2
+    assert program.speculation.right is False and program.speculation.buckets == 2
     assert not [op for op in found if isinstance(op, Swap)]
     updates = [op.update for op in launches(found, Kind.ADAM)]
     assert [(u.grad_scale, u.out_of_place) for u in updates if u] == [(0.5, False)] * 2

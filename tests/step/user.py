@@ -92,7 +92,7 @@ class User:
         self._sent: dict[str, tuple[int, ...]] = dict.fromkeys(self._trained, ())
         self._shown = False
         """The first step has shown which blocks deliver as expected."""
-        self._summed = spec.alone
+        self._summed = spec.is_single
         self._begun = False
         self._updated = False
         self._again: list[str] = []
@@ -122,7 +122,7 @@ class User:
             event = Event(lane, ())
             self._run([Record(event), HostWait(event, "every lane is empty")])
         self.program.synchronized()
-        for name in self._spec.streamed if self._spec.alone else ():
+        for name in self._spec.streamed if self._spec.is_single else ():
             self._run(self.program.drop_slot(name))
 
     def evaluate(self) -> None:
@@ -242,7 +242,7 @@ class User:
 
     def _send(self, name: str, delivered: dict[str, bool], *, last: bool) -> None:
         self._deliveries += 1
-        for bucket in delivered if self._spec.alone else self._buckets[name]:
+        for bucket in delivered if self._spec.is_single else self._buckets[name]:
             self._sent[bucket] += (self._deliveries,)
         self._run(self.program.grads_ready(name, delivered, last=last), self._deliveries)
 

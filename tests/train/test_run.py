@@ -89,7 +89,7 @@ def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
         run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
     )
     steps = events_of(path, schema.Step)
-    assert [step.guessed_right for step in steps] == [None, *[True] * 11]
+    assert [step.speculation_hit for step in steps] == [None, *[True] * 11]
     assert all(step.early_buckets > 0 for step in steps[1:])
     assert "speculation: 11 steps guessed, 0 of them wrong" in capsys.readouterr().err
 

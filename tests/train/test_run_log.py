@@ -11,7 +11,7 @@ from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.train.build import assemble
 from offloadtrain.train.console import Console
-from offloadtrain.train.progress import Progress, StepClock, Told
+from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 from tests.train.small_job import small_job
@@ -29,14 +29,14 @@ def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
         loss_scale=1.0,
         micro_steps=1,
         early_buckets=0,
-        guessed_right=None,
+        speculation_hit=None,
         exposed_ms=1.0,
         busy_ms={"host": 1.0},
         d2h_bytes=1,
         h2d_bytes=1,
         comm_bytes=0,
     )
-    clock, told = StepClock(), Told(1.0, (1.0,), False)
+    clock, told = StepClock(), StepStats(1.0, (1.0,), False)
     clock.lap("forward")
     folder = RunFolder.new(tmp_path, "timed")
     folder.begin("", "")

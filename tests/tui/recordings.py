@@ -73,7 +73,7 @@ def step(number: int, draw: random.Random, *, scale: float = 1.0) -> schema.Step
     )
 
 
-def spans(number: int) -> Iterator[schema.Span]:
+def spans(number: int) -> Iterator[schema.LaneSpan]:
     """A sampled step: four blocks forward, backward, down, Adam, up."""
     for block in range(4):
         yield _span(number, "compute", f"forward {block}", 70.0 * block, 68.0)
@@ -84,8 +84,10 @@ def spans(number: int) -> Iterator[schema.Span]:
         yield _span(number, "h2d", f"h2d {block}", 135.0 + 100.0 * block, 50.0)
 
 
-def _span(number: int, lane: str, name: str, start_ms: float, spent_ms: float) -> schema.Span:
-    return schema.Span(step=number, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
+def _span(number: int, lane: str, name: str, start_ms: float, spent_ms: float) -> schema.LaneSpan:
+    return schema.LaneSpan(
+        step=number, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms
+    )
 
 
 def memory(number: int) -> schema.Memory:

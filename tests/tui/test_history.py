@@ -136,8 +136,10 @@ def test_only_the_newest_timelines_are_kept() -> None:
 
 
 def test_waits_of_compute_name_what_ended_them() -> None:
-    def span(lane: str, name: str, start_ms: float, spent_ms: float) -> schema.Span:
-        return schema.Span(step=1, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
+    def span(lane: str, name: str, start_ms: float, spent_ms: float) -> schema.LaneSpan:
+        return schema.LaneSpan(
+            step=1, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms
+        )
 
     found = waits_of(
         [

@@ -108,7 +108,7 @@ class History:
         self.moments = Timed()
         self.sampled = Timed()
         """Step numbers whose lanes were sampled."""
-        self._spans: OrderedDict[int, list[bytes | schema.Span]] = OrderedDict()
+        self._spans: OrderedDict[int, list[bytes | schema.LaneSpan]] = OrderedDict()
         self._pending: list[Json] = []
         self.last_time_s = 0.0
         self.unreadable = 0
@@ -142,7 +142,7 @@ class History:
     def feed(self, record: Record, line: bytes = b"") -> None:
         """A record that is no step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
-        if isinstance(record.event, schema.Span):
+        if isinstance(record.event, schema.LaneSpan):
             self._span(record.event.step, record.time_s, record.event)
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
@@ -234,7 +234,7 @@ class History:
         self.systems.add(time_s, values)
         return True
 
-    def _span(self, step: int, time_s: float, span: bytes | schema.Span) -> None:
+    def _span(self, step: int, time_s: float, span: bytes | schema.LaneSpan) -> None:
         if step not in self._spans:
             self._spans[step] = []
             self.sampled.add(time_s, step)
@@ -243,7 +243,7 @@ class History:
         self._spans[step].append(span)
         self.last_time_s = max(self.last_time_s, time_s)
 
-    def spans(self, step: int) -> list[schema.Span] | None:
+    def spans(self, step: int) -> list[schema.LaneSpan] | None:
         """Of a sampled step; None if it is none, or too old to be kept."""
         kept = self._spans.get(step)
         if kept is None:
@@ -252,9 +252,9 @@ class History:
         return [span for span in read if span is not None]
 
 
-def _read_span(line: bytes) -> schema.Span | None:
+def _read_span(line: bytes) -> schema.LaneSpan | None:
     record = schema.from_line(line)
-    return record.event if record and isinstance(record.event, schema.Span) else None
+    return record.event if record and isinstance(record.event, schema.LaneSpan) else None
 
 
 def _number(value: Any) -> float | None:
@@ -423,7 +423,7 @@ class View:
         return steps if isinstance(steps, int) else None
 
     @property
-    def spans(self) -> list[schema.Span]:
+    def spans(self) -> list[schema.LaneSpan]:
         """Of the newest sampled step."""
         sampled = self.history.sampled
         for step in reversed(sampled.values[: sampled.count(self.time_s)]):

@@ -18,7 +18,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Layout, State
 from offloadtrain.step.formats import FORMATS
-from offloadtrain.step.memory import Request
+from offloadtrain.step.memory import MemoryRequest
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,13 +65,16 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
         name: FORMATS[name].fields(MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
     }
     requests = [
-        Request(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
+        MemoryRequest(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
         for name, kept in fields.items()
         for field in kept
     ]
-    requests += [Request("out", numel, "float32")] * 3
-    requests += [Request("grad", numel, "bfloat16"), Request("working", numel, "bfloat16")]
-    requests.append(Request("wide", numel, "float32"))
+    requests += [MemoryRequest("out", numel, "float32")] * 3
+    requests += [
+        MemoryRequest("grad", numel, "bfloat16"),
+        MemoryRequest("working", numel, "bfloat16"),
+    ]
+    requests.append(MemoryRequest("wide", numel, "float32"))
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
     made = {name: _TYPES[name](*(next(tensors) for _ in kept)) for name, kept in fields.items()}
     out = Fp32State(*(next(tensors) for _ in range(3)))

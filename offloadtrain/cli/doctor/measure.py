@@ -27,7 +27,7 @@ from offloadtrain.config.model_shape import ModelShape, block_flops_per_token
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.model.transformer import Block
+from offloadtrain.model.transformer import TransformerBlock
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 
@@ -132,7 +132,7 @@ def block_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: f
         positions="learned",
     )
     with torch.device(device):
-        block = Block(shape).to(dtype)
+        block = TransformerBlock(shape).to(dtype)
         x_BTD = torch.randn(1, TOKENS[device.type], width, dtype=dtype, requires_grad=True)
     for param in block.parameters():
         torch.nn.init.normal_(param, std=0.02)

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from offloadtrain.engine.block import Block
 
 
-class Audit(TorchDispatchMode):
+class AccessTracker(TorchDispatchMode):
     """Active during one forward; calls `missed(module, block)` or `late(module, block)` for every
     such read, once for each pair: late if the module was running when the block was entered."""
 
@@ -50,7 +50,7 @@ class Audit(TorchDispatchMode):
         self._handles: list[RemovableHandle] = []
         self._ignoring = False
 
-    def __enter__(self) -> Audit:
+    def __enter__(self) -> AccessTracker:
         self._handles = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(module)),
             register_module_forward_hook(lambda *_: self._left(), always_call=True),

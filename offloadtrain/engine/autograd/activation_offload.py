@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.runtime.lanes import PARKED, Buffer, Event, Lane, Lanes, copy
+from offloadtrain.runtime.lanes import PARKED, Buffer, Lane, LaneEvent, Lanes, copy
 
 _LEAVING = 2
 """Tensors whose copy may be in flight."""
@@ -36,7 +36,7 @@ class _Berth:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.free_after: Event | None = None
+        self.free_after: LaneEvent | None = None
 
     def buffer(self, dtype: torch.dtype) -> Buffer:
         return Buffer("parked input", self.memory.view(dtype))
@@ -53,7 +53,7 @@ class Parked:
         self.like = torch.empty_like(tensor, device="meta")
         self.before: weakref.ref[Parked] | None = None
         """Parked just before this one in the same forward."""
-        self.returning: tuple[Event, Tensor] | None = None
+        self.returning: tuple[LaneEvent, Tensor] | None = None
         """On the device again after the event."""
 
     def unpack(self) -> Tensor:
@@ -74,7 +74,7 @@ class Parking:
         self._device = device
         self._allocate = allocate
         self._free: dict[int, list[_Berth]] = {}
-        self._leaving: deque[tuple[Event, Tensor, int]] = deque()
+        self._leaving: deque[tuple[LaneEvent, Tensor, int]] = deque()
         """After the event nobody but compute needs the tensor; its version when it was saved."""
         self._last: weakref.ref[Parked] | None = None
 
@@ -133,7 +133,7 @@ class Parking:
         free = self._free.get(nbytes)
         return free.pop() if free else _Berth(self._allocate(nbytes))
 
-    def _load(self, parked: Parked) -> tuple[Event, Tensor]:
+    def _load(self, parked: Parked) -> tuple[LaneEvent, Tensor]:
         tensor = torch.empty_like(parked.like, device=self._device)
         # The allocator may have taken this memory from what compute still works on.
         ready = self._lanes.record(Lane.COMPUTE)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.autograd.access_tracker import Audit
+from offloadtrain.engine.autograd.access_tracker import AccessTracker
 from offloadtrain.engine.autograd.activation_offload import Parking
 from offloadtrain.engine.autograd.hooks import watch, watch_inside
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
@@ -32,7 +32,7 @@ class _Running(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Passage:
+class _HookedModule:
     """What the hooks of one module do, and what one running forward of it holds."""
 
     name: str
@@ -45,7 +45,7 @@ class _Passage:
     """Forwards inside of it that are over, whose blocks it reads afterwards."""
 
 
-class Passages:
+class ForwardHooks:
     """The watcher of every module whose forward reads weights."""
 
     def __init__(
@@ -69,11 +69,11 @@ class Passages:
         self._parking = parking
         self._blocks = blocks
         self._order: dict[Block, None] = {}
-        self._passages: dict[nn.Module, _Passage] = {}
+        self._hooked: dict[nn.Module, _HookedModule] = {}
         self._late_readers: dict[Block, set[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
-        self._audit: Audit | None = None
-        self._audited = _has_compiled(model)
+        self._tracker: AccessTracker | None = None
+        self._tracked = _has_compiled(model)
         self._saved = _saved_tensors(blocks, residency)
         written = Written()
         self._recomputed = {m: Recomputed(m, weakref.ref(self), written) for m in recomputed}
@@ -91,58 +91,58 @@ class Passages:
         """
         if module is self._model and not _in_backward():
             self._enter_root()
-        passage = self._passages[module]
-        blocks = tuple(passage.waits)
+        hooked = self._hooked[module]
+        blocks = tuple(hooked.waits)
         if not _in_backward():
-            passage.handles = True
+            hooked.handles = True
         self._use(blocks)
-        if not passage.handles and not again:
+        if not hooked.handles and not again:
             for block in blocks:
                 block.runs_again()
         reads = [weights for block in blocks for weights in block.weights]
-        span = self._lanes.open_span(f"forward {passage.name}", reads)
+        span = self._lanes.open_span(f"forward {hooked.name}", reads)
         parking = self._parking if not again and module in self._recomputed else None
         outside = self._saved.enter(blocks, again=again or _in_backward())
-        pushed = passage.handles and self._saved.push(parking)
-        passage.running.append(_Running(span, pushed, blocks, outside))
+        pushed = hooked.handles and self._saved.push(parking)
+        hooked.running.append(_Running(span, pushed, blocks, outside))
 
     def enter_inside(self, module: nn.Module) -> bool:
         """Pre-forward of a module inside of a streamed block, which matters where the block's hooks
         have not fired: in a forward that somebody calls past them, or runs again ([Note: Recompute
         without hooks]). Returns whether `leave` is to follow."""
-        passage = self._passages[module]
-        for block in passage.waits:
+        hooked = self._hooked[module]
+        for block in hooked.waits:
             if not block.forwards:
                 self.enter(module)
                 return True
-        passage.handles = passage.handles and _in_backward()
+        hooked.handles = hooked.handles and _in_backward()
         return False
 
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
-        passage = self._passages[module]
-        if not passage.running:
+        hooked = self._hooked[module]
+        if not hooked.running:
             return
-        running = passage.running.pop()
+        running = hooked.running.pop()
         self._saved.within = running.outside
         if running.pushed:
             self._saved.pop()
-        while passage.held and not passage.running:
-            self._end(passage.held.pop())
+        while hooked.held and not hooked.running:
+            self._end(hooked.held.pop())
         reader = self._reader_after(module, running)
         if reader is not None:
             reader.held.append(running)
         else:
             self._end(running)
-        if module is self._model and self._audit is not None and not passage.running:
-            self._audit.__exit__(None, None, None)
-            self._audit = None
+        if module is self._model and self._tracker is not None and not hooked.running:
+            self._tracker.__exit__(None, None, None)
+            self._tracker = None
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """No forward is running: those that an interruption ended have not said so, since torch
         calls hooks behind an `Exception` only."""
-        for module, passage in self._passages.items():
-            while passage.running:
+        for module, hooked in self._hooked.items():
+            while hooked.running:
                 self.leave(module)
 
     def close(self) -> None:
@@ -155,10 +155,10 @@ class Passages:
     def _attach(self, entries: Mapping[nn.Module, list[Block]]) -> None:
         without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}
         for module, waits in {**without, **entries}.items():
-            self._passage_of(module).waits += waits
+            self._hooked_of(module).waits += waits
         for module, waits in _inside_streamed(self._blocks).items():
-            if module not in self._passages:
-                self._passage_of(module, inner=True).waits += waits
+            if module not in self._hooked:
+                self._hooked_of(module, inner=True).waits += waits
         for recomputed in self._recomputed.values():
             recomputed.put()
 
@@ -167,12 +167,12 @@ class Passages:
         self._residency.restart()
         if self._parking is not None:
             self._parking.restart()
-        if not self._audited:
-            self._audited = True
+        if not self._tracked:
+            self._tracked = True
             if _has_compiled(self._model):
                 return
-            self._audit = Audit(self._model, self._saved.owner, self._missed, self._late)
-            self._audit.__enter__()
+            self._tracker = AccessTracker(self._model, self._saved.owner, self._missed, self._late)
+            self._tracker.__enter__()
 
     def _use(self, blocks: Sequence[Block]) -> None:
         """All of them stay while the forward runs: pinned first, so that none evicts another."""
@@ -188,38 +188,38 @@ class Passages:
 
     def _use_one(self, block: Block) -> None:
         self._order.setdefault(block)
-        if self._audit is None:
+        if self._tracker is None:
             block.use()
             return
-        with self._audit.ignored():
+        with self._tracker.ignored():
             block.use()
-        self._audit.entered(block)
+        self._tracker.entered(block)
 
     def _end(self, running: _Running) -> None:
         for block in running.blocks:
             block.forwards -= 1
         self._lanes.close_span(running.span)
 
-    def _reader_after(self, module: nn.Module, running: _Running) -> _Passage | None:
+    def _reader_after(self, module: nn.Module, running: _Running) -> _HookedModule | None:
         """Whose forward, still going on, reads these blocks after their own."""
         readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
-        passages = [self._passages[m] for m in readers if m is not module]
-        return next((passage for passage in passages if passage.running), None)
+        passages = [self._hooked[m] for m in readers if m is not module]
+        return next((hooked for hooked in passages if hooked.running), None)
 
     def _missed(self, module: nn.Module, block: Block) -> None:
         self._order.setdefault(block)
-        self._passage_of(module).waits.append(block)
+        self._hooked_of(module).waits.append(block)
 
     def _late(self, module: nn.Module, block: Block) -> None:
-        self._passage_of(module)
+        self._hooked_of(module)
         self._late_readers.setdefault(block, set()).add(module)
 
-    def _passage_of(self, module: nn.Module, *, inner: bool = False) -> _Passage:
-        if module not in self._passages:
+    def _hooked_of(self, module: nn.Module, *, inner: bool = False) -> _HookedModule:
+        if module not in self._hooked:
             name = next(name for name, m in self._model.named_modules() if m is module)
-            self._passages[module] = _Passage(name or "root", [])
+            self._hooked[module] = _HookedModule(name or "root", [])
             self._handles += (watch_inside if inner else watch)(module, self)
-        return self._passages[module]
+        return self._hooked[module]
 
 
 def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:

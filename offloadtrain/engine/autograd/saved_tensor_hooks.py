@@ -72,7 +72,7 @@ class Handle:
         self.block.released()
 
 
-class Kept:
+class SavedTensor:
     """Stands for a saved tensor that is no weight."""
 
     __slots__ = ("_tensor", "_version")
@@ -115,7 +115,7 @@ class WhileStreaming:
 
     def __init__(
         self,
-        packed: Kept | PassedOn | Parked,
+        packed: SavedTensor | PassedOn | Parked,
         residency: Residency,
         blocks: tuple[Block, ...],
         clock: int,
@@ -208,11 +208,11 @@ class SavedTensors:
         found = self._find(tensor)
         if found is not None and tensor.dtype == found[1].dtype:
             return Handle(*found, tensor, self._clock)
-        packed: Kept | PassedOn | Parked
+        packed: SavedTensor | PassedOn | Parked
         if parking is not None and parking.wants(tensor):
             packed = parking.park(tensor)
         else:
-            packed = Kept(tensor) if outer is None else PassedOn(outer, tensor)
+            packed = SavedTensor(tensor) if outer is None else PassedOn(outer, tensor)
         if self._residency is None:
             return packed
         return WhileStreaming(packed, self._residency, self.within, self._clock)
@@ -267,5 +267,5 @@ class _Chain:
         return self._saved.pack(tensor, self.outer, self.parking)
 
     @staticmethod
-    def unpack(packed: Handle | Parked | Kept | PassedOn | WhileStreaming) -> Tensor:
+    def unpack(packed: Handle | Parked | SavedTensor | PassedOn | WhileStreaming) -> Tensor:
         return packed.unpack()

@@ -41,9 +41,9 @@ from offloadtrain.runtime.kernels.scalars import AdamScalars
 from offloadtrain.runtime.kernels.selection import (
     Backend,
     KernelError,
+    active_backend,
     available,
     backend,
-    kernels_in_force,
     place,
     set_threads,
     use,
@@ -141,7 +141,7 @@ def adam(
         return
     target = state if out is None else out
     check_adam(state, target, grad, working, layout, scalars)
-    kernels_in_force().adam(state, target, grad, working, layout, scalars)
+    active_backend().adam(state, target, grad, working, layout, scalars)
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
@@ -155,7 +155,7 @@ def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
         on_device.accumulate(total, grad, first)
         return
     _check_pair(total, grad)
-    kernels_in_force().accumulate(total, grad, first)
+    active_backend().accumulate(total, grad, first)
 
 
 def accumulate_squares(
@@ -172,7 +172,7 @@ def accumulate_squares(
         return
     _check_pair(total, grad)
     _check_squares(layout, grad, squares)
-    kernels_in_force().accumulate_squares(total, grad, layout, first, squares)
+    active_backend().accumulate_squares(total, grad, layout, first, squares)
 
 
 def cast(source: Tensor, target: Tensor) -> None:
@@ -186,7 +186,7 @@ def cast(source: Tensor, target: Tensor) -> None:
         target.copy_(source)
         return
     _check_pair(source, target)
-    kernels_in_force().cast(source, target)
+    active_backend().cast(source, target)
 
 
 def sum_squares(values: Tensor) -> float:
@@ -208,7 +208,7 @@ def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
         return
     check_operand("flat", flat, _FLOATS)
     _check_squares(layout, flat, squares)
-    kernels_in_force().sum_squares(flat, layout, squares)
+    active_backend().sum_squares(flat, layout, squares)
 
 
 def copy(source: Tensor, target: Tensor) -> None:
@@ -219,7 +219,7 @@ def copy(source: Tensor, target: Tensor) -> None:
     check_operand("source", source, _FLOATS)
     check_operand("target", target, (source.dtype,), source.numel())
     check_disjoint({"source": source, "target": target})
-    kernels_in_force().copy_flat(source, target)
+    active_backend().copy_flat(source, target)
 
 
 def zero(memory: Tensor) -> None:
@@ -228,7 +228,7 @@ def zero(memory: Tensor) -> None:
         memory.zero_()
         return
     check_operand("memory", memory, _FLOATS)
-    kernels_in_force().zero_flat(memory)
+    active_backend().zero_flat(memory)
 
 
 def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
@@ -246,7 +246,7 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
         raise TypeError(f"grad and working must be of 16 bits, not {grad.dtype}, {working.dtype}")
     if backend().name != "native":
         raise KernelError("the traffic loop is one of the native kernels")
-    kernels_in_force().traffic(state, grad, working)
+    active_backend().traffic(state, grad, working)
 
 
 def first_touch(memory: Tensor) -> None:
@@ -258,7 +258,7 @@ def first_touch(memory: Tensor) -> None:
     if memory.device.type != "cpu" or memory.dim() != 1 or not memory.is_contiguous():
         raise TypeError(f"memory must be 1-D, contiguous and on the CPU, not {describe(memory)}")
     check_alive("memory", memory)
-    kernels_in_force().first_touch(memory)
+    active_backend().first_touch(memory)
 
 
 def _check_pair(full: Tensor, other: Tensor) -> None:

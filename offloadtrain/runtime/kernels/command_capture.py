@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from offloadtrain.runtime.kernels.native import Native
-from offloadtrain.runtime.kernels.selection import kernels_in_force
+from offloadtrain.runtime.kernels.selection import active_backend
 
 
 class KernelCalls:
@@ -35,7 +35,7 @@ class KernelCalls:
 def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any | None:
     """The operation as native calls that have been checked and not been made; None if it is more
     than kernels, or the kernels in force are not native."""
-    kernels = kernels_in_force()
+    kernels = active_backend()
     if not (isinstance(operation, KernelCalls) and isinstance(kernels, Native)):
         return None
     return kernels.capture(lambda: operation(*operands))
@@ -43,5 +43,5 @@ def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any
 
 def native_lane() -> Native | None:
     """What makes queues and flags; None where the kernels in force are not native."""
-    kernels = kernels_in_force()
+    kernels = active_backend()
     return kernels if isinstance(kernels, Native) else None

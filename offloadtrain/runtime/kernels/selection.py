@@ -140,7 +140,7 @@ def _isa() -> tuple[str, str]:
 _selection = _Selection()
 
 
-def kernels_in_force() -> Any:
+def active_backend() -> Any:
     """The module or object whose functions run."""
     return _selection.get()
 

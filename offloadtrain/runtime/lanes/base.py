@@ -68,7 +68,7 @@ class Range:
         return (self.hi - self.lo) * self.buffer.flat.element_size()
 
 
-class Event:
+class LaneEvent:
     """A point on one lane that other lanes can wait for; made by `Lanes.record` only."""
 
     __slots__ = ()
@@ -158,15 +158,15 @@ class Lanes(ABC):
         """Put `fn` at the end of `lane`; it is called with the declared views."""
 
     @abstractmethod
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> LaneEvent:
         """The event that happens when everything launched on `lane` so far is done."""
 
     @abstractmethod
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         """What is launched on `lane` from here on starts after `event`."""
 
     @abstractmethod
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         """Block the calling thread until `event` has happened. Counted as exposed time."""
 
     @abstractmethod

@@ -30,9 +30,9 @@ import torch
 from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import cuda_driver
 from offloadtrain.runtime.lanes.base import (
-    Event,
     Interval,
     LaneError,
+    LaneEvent,
     Lanes,
     LaneTotals,
     Operation,
@@ -49,7 +49,7 @@ _KEPT = 32
 """Intervals of compute, from which on those that have ended are counted and let go."""
 
 
-class _CudaEvent(Event):
+class _CudaEvent(LaneEvent):
     """`cuda` is None for the host lane; `issued` is set once there is something to wait for."""
 
     __slots__ = ("cuda", "handle", "issued", "lane")
@@ -152,7 +152,7 @@ class CudaLanes(Lanes):
         else:
             worker.put(lambda: self._run_on_stream(lane, name, fn, operands))
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> LaneEvent:
         if not self._closed:
             self._failure.check()
         elif lane is not Lane.COMPUTE:  # of which weights are still taken off the device
@@ -170,7 +170,7 @@ class CudaLanes(Lanes):
             worker.put(lambda: self._issue(event, lane), always=True)
         return event
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         self._failure.check()
         event = _own(event)
         worker = self._workers.get(lane)
@@ -194,7 +194,7 @@ class CudaLanes(Lanes):
         else:
             self._host.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         own = _own(event)
         if not own.has_happened():
             began = self._timing_event(Lane.COMPUTE)
@@ -375,7 +375,7 @@ def _bind(device: torch.device) -> None:
     torch.cuda.current_stream(device).query()
 
 
-def _own(event: Event) -> _CudaEvent:
+def _own(event: LaneEvent) -> _CudaEvent:
     if not isinstance(event, _CudaEvent):
         raise TypeError(f"{event!r} was not recorded by these lanes")
     return event

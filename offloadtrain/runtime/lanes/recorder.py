@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offloadtrain.runtime.lanes.base import (
-    Event,
     Interval,
+    LaneEvent,
     Lanes,
     LaneTotals,
     Operation,
@@ -26,10 +26,10 @@ from offloadtrain.step.recording import (
 )
 
 
-class _Numbered(Event):
+class _Numbered(LaneEvent):
     __slots__ = ("inner", "number")
 
-    def __init__(self, number: int, inner: Event) -> None:
+    def __init__(self, number: int, inner: LaneEvent) -> None:
         self.number = number
         self.inner = inner
 
@@ -64,17 +64,17 @@ class RecordingLanes(Lanes):
         self.program.append(Launched(lane, name, _bytes(reads), _bytes(writes)))
         self.inner.launch(lane, name, fn, reads, writes)
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> LaneEvent:
         self._events += 1
         self.program.append(Recorded(lane, self._events))
         return _Numbered(self._events, self.inner.record(lane))
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         own = _own(event)
         self.program.append(Waited(lane, own.number, why))
         self.inner.wait(lane, own.inner, why)
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         own = _own(event)
         self.program.append(Waited(None, own.number, why))
         self.inner.host_wait(own.inner, why)
@@ -120,7 +120,7 @@ def extent(range_: Range) -> Bytes:
     return Bytes(range_.buffer.name, lo, lo + range_.nbytes)
 
 
-def _own(event: Event) -> _Numbered:
+def _own(event: LaneEvent) -> _Numbered:
     if not isinstance(event, _Numbered):
         raise TypeError(f"{event!r} was not recorded by these lanes")
     return event

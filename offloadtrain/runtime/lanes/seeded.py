@@ -13,11 +13,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offloadtrain.runtime.lanes.base import Event, Interval, Lanes, Operation, Range, Span, views
+from offloadtrain.runtime.lanes.base import (
+    Interval,
+    LaneEvent,
+    Lanes,
+    Operation,
+    Range,
+    Span,
+    views,
+)
 from offloadtrain.step.operations import Lane
 
 
-class _Flag(Event):
+class _Flag(LaneEvent):
     """Set when its place in the queue of `lane` is reached."""
 
     __slots__ = ("done", "lane")
@@ -71,7 +79,7 @@ class SeededLanes(Lanes):
             self._queues[lane].append(_Run(fn, operands))
         self._run_some()
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane)
         if lane is Lane.COMPUTE:
             event.done = True
@@ -79,14 +87,14 @@ class SeededLanes(Lanes):
             self._queues[lane].append(_Set(event))
         return event
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         flag = _own(event)
         if lane is Lane.COMPUTE:
             self._run_until(flag)
         else:
             self._queues[lane].append(_Await(flag))
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         self._run_until(_own(event))
 
     def synchronize(self) -> None:
@@ -152,7 +160,7 @@ def _blocked(entry: _Run | _Await | _Set) -> bool:
     return isinstance(entry, _Await) and not entry.event.done
 
 
-def _own(event: Event) -> _Flag:
+def _own(event: LaneEvent) -> _Flag:
     if not isinstance(event, _Flag):
         raise TypeError(f"{event!r} was not recorded by these lanes")
     return event

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.runtime.lanes.base import Event, Operation, Range, now_ms, views
+from offloadtrain.runtime.lanes.base import LaneEvent, Operation, Range, now_ms, views
 from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.step.operations import Lane
 
 
-class _Done(Event):
+class _Done(LaneEvent):
     """Happened before `record` returned, because everything runs at launch."""
 
     __slots__ = ()
@@ -34,13 +34,13 @@ class SequentialLanes(ClockedLanes):
         self._count(lane, name, writes)
         self._account(lane, name, start_ms)
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> LaneEvent:
         return _DONE
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         self._check(event)
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         self._check(event)
 
     def synchronize(self) -> None:
@@ -55,6 +55,6 @@ class SequentialLanes(ClockedLanes):
             self._expose(lane, start_ms)
 
     @staticmethod
-    def _check(event: Event) -> None:
+    def _check(event: LaneEvent) -> None:
         if not isinstance(event, _Done):
             raise TypeError(f"{event!r} was not recorded by these lanes")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
-    Event,
     Interval,
+    LaneEvent,
     LaneTotals,
     Operation,
     Range,
@@ -23,7 +23,7 @@ from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
 
 
-class _Flag(Event):
+class _Flag(LaneEvent):
     __slots__ = ("happened", "lane")
 
     def __init__(self, lane: Lane, happened: Flag) -> None:
@@ -85,7 +85,7 @@ class ThreadLanes(ClockedLanes):
         else:
             self._workers[lane].put(task)
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane, self._host.make_flag())
         if lane is Lane.COMPUTE:
             event.happened.set()
@@ -95,7 +95,7 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(event.happened.set, always=True)
         return event
 
-    def wait(self, lane: Lane, event: Event, why: str) -> None:
+    def wait(self, lane: Lane, event: LaneEvent, why: str) -> None:
         flag = _own(event)
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
@@ -104,7 +104,7 @@ class ThreadLanes(ClockedLanes):
         else:
             self._workers[lane].put(lambda: _block_on(flag))
 
-    def host_wait(self, event: Event, why: str) -> None:
+    def host_wait(self, event: LaneEvent, why: str) -> None:
         flag, start_ms = _own(event), now_ms()
         if not flag.happened.is_set():
             _block_on(flag)
@@ -150,7 +150,7 @@ def _block_on(flag: _Flag) -> None:
     flag.happened.wait()
 
 
-def _own(event: Event) -> _Flag:
+def _own(event: LaneEvent) -> _Flag:
     if not isinstance(event, _Flag):
         raise TypeError(f"{event!r} was not recorded by these lanes")
     return event

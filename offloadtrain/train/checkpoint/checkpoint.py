@@ -121,7 +121,7 @@ def save(
     """
     started = time.perf_counter()
     final = folder / f"step-{step:08d}"
-    unfinished = ranks.tell(folder / f"{final.name}.tmp-{secrets.token_hex(4)}")
+    unfinished = ranks.broadcast_object(folder / f"{final.name}.tmp-{secrets.token_hex(4)}")
     try:
         with _together(ranks, final):
             if ranks.rank == 0:
@@ -156,7 +156,7 @@ def _together(ranks: Ranks, final: Path) -> Iterator[None]:
     kind = NotFiniteError if isinstance(failed, NotFiniteError) else CheckpointError
     for rank, (other, kind_there) in enumerate(ranks.gather((message, kind))):
         if other is not None:
-            where = "" if ranks.alone else f"rank {rank}: "
+            where = "" if ranks.is_single else f"rank {rank}: "
             raise kind_there(where + other) from failed
 
 
@@ -219,7 +219,7 @@ def newest_good(
         CheckpointError: the newest was written by a newer version of the format. It is good, so
             it is not passed over for an older one.
     """
-    for path in ranks.tell(find(folder)):
+    for path in ranks.broadcast_object(find(folder)):
         try:
             return verify(path, ranks)
         except DamagedCheckpointError as damage:
@@ -323,7 +323,7 @@ def _write(
     """Write this rank's tensors; return its files and what they hold."""
     files: _Files = {}
     described: _Described = []
-    extents, of_rank = optimizer.extents(), "" if ranks.alone else f"r{ranks.rank:03d}-"
+    extents, of_rank = optimizer.extents(), "" if ranks.is_single else f"r{ranks.rank:03d}-"
     owned = _finite(_owned(model, optimizer, ranks))
     for number, group in enumerate(_groups(owned, group_bytes)):
         name = f"tensors-{of_rank}{number:05d}.safetensors"

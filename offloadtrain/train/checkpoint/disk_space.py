@@ -27,7 +27,7 @@ def require(
     Raises:
         CheckpointError: it does not fit.
     """
-    needed = int(int(ranks.exchange([num_bytes]).sum()) * 1.05) + (1 << 20)
+    needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = os.statvfs(there)
     free = disk.f_bavail * disk.f_frsize + sum(map(_held_bytes, unfinished))

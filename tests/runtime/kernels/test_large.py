@@ -9,7 +9,7 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.memory import Request
+from offloadtrain.step.memory import MemoryRequest
 from tests.runtime.kernels.format_cases import (
     SCALARS,
     differing,
@@ -31,7 +31,7 @@ def needs(gib: int) -> None:
 def arena(*kinds: torch.dtype) -> list[torch.Tensor]:
     """Zeros on huge pages; the last two of int8 state are scales."""
     sizes = [kernels.blocks(NUMEL) if i in (5, 6) else NUMEL for i in range(len(kinds))]
-    requests = [Request("test", size, kind) for size, kind in zip(sizes, kinds, strict=True)]
+    requests = [MemoryRequest("test", size, kind) for size, kind in zip(sizes, kinds, strict=True)]
     return Arena(Ledger(), pin=False).map(requests)
 
 

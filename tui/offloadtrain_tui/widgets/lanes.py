@@ -39,7 +39,7 @@ class Lanes:
     """
 
     step: int
-    spans: tuple[schema.Span, ...] = ()
+    spans: tuple[schema.LaneSpan, ...] = ()
     zoom: float = 1.0
     offset: float = 0.0
 
@@ -60,7 +60,7 @@ class Lanes:
         names = (LANES[0], schema.WAIT, *LANES[1:])
         return [name for name in names if name not in (schema.WAIT, "comm") or self.lane(name)]
 
-    def lane(self, name: str) -> list[schema.Span]:
+    def lane(self, name: str) -> list[schema.LaneSpan]:
         return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)
 
 
@@ -135,7 +135,7 @@ class Timeline(Widget):
         return []
 
 
-def union_ms(spans: Sequence[schema.Span]) -> float:
+def union_ms(spans: Sequence[schema.LaneSpan]) -> float:
     """How long at least one of them ran; by start. Spans of compute lie in each other."""
     total = done_ms = 0.0
     for span in spans:
@@ -145,7 +145,7 @@ def union_ms(spans: Sequence[schema.Span]) -> float:
     return total
 
 
-def labelled(spans: Sequence[schema.Span], start: float, end: float, width: int) -> str:
+def labelled(spans: Sequence[schema.LaneSpan], start: float, end: float, width: int) -> str:
     """A lane as `width` characters: filled where it worked, with names where these fit."""
     scale = width / (end - start) if end > start else 0.0
     filled = [0.0] * width
@@ -170,7 +170,7 @@ def _fill(cells: list[float], start: float, length: float) -> None:
         cells[cell] = min(cells[cell] + max(covered, 0.0), 1.0)
 
 
-def waits_of(spans: Iterable[schema.Span], least_ms: float = 0.05) -> list[Wait]:
+def waits_of(spans: Iterable[schema.LaneSpan], least_ms: float = 0.05) -> list[Wait]:
     """Each wait of compute, with what of another lane ended in it last; where the log has none, the
     gaps of the compute lane."""
     ordered = sorted(spans, key=lambda span: span.start_ms)
@@ -180,7 +180,7 @@ def waits_of(spans: Iterable[schema.Span], least_ms: float = 0.05) -> list[Wait]
     return [_wait_between(*one, others) for one in stretches if one[1] - one[0] >= least_ms]
 
 
-def _gaps(ordered: Iterable[schema.Span]) -> list[tuple[float, float]]:
+def _gaps(ordered: Iterable[schema.LaneSpan]) -> list[tuple[float, float]]:
     gaps: list[tuple[float, float]] = []
     done_ms: float | None = None
     for span in ordered:
@@ -190,7 +190,7 @@ def _gaps(ordered: Iterable[schema.Span]) -> list[tuple[float, float]]:
     return gaps
 
 
-def _wait_between(start_ms: float, end_ms: float, others: Sequence[schema.Span]) -> Wait:
+def _wait_between(start_ms: float, end_ms: float, others: Sequence[schema.LaneSpan]) -> Wait:
     slack_ms = 0.1 + 0.05 * (end_ms - start_ms)
     ended = [
         span for span in others if start_ms < span.start_ms + span.duration_ms <= end_ms + slack_ms

@@ -241,6 +241,36 @@ def test_every_test_path_in_the_readme_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = ("py", "h", "cpp", "md", "svg", "tcss")
+WITHIN = ("", "offloadtrain", "tui/offloadtrain_tui", "docs", "tests")
+"""A page may leave these out in front of a path."""
+
+
+def missing_paths(text: str) -> list[str]:
+    """What a page names between backticks as a file of code or a folder here, and is not there; a
+    bare name may be a file of any folder."""
+    missing = []
+    for path in re.findall(r"`([\w./-]+)`", text):
+        folder = path.endswith("/") and (ROOT / path.split("/")[0]).is_dir()
+        if not folder and path.rpartition(".")[2] not in CODE:
+            continue
+        bare = "/" not in path and any(ROOT.glob(f"[!.]*/**/{path}"))
+        if not (bare or any((ROOT / base / path).exists() for base in WITHIN)):
+            missing.append(path)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    assert missing_paths(page.read_text()) == []
+
+
+def test_the_check_of_paths_sees_what_is_not_there() -> None:
+    text = "`step/formats.py` `formats.py` `step/gone.py` `tests/gone/` `control/` `my.toml` `a.b`"
+    assert missing_paths(text) == ["step/gone.py", "tests/gone/"]
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_help_lists_the_commands() -> None:
     listed = subprocess.run(

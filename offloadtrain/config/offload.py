@@ -7,18 +7,20 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from offloadtrain.config.toml import nearest
+
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
-State: TypeAlias = Literal["fp32", "split16", "int8"]
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Precision → dtype of working weights and gradients, by torch's name."""
 
-STATE_PRECISIONS: dict[State, tuple[Precision, ...]] = {
+STATE_PRECISIONS: dict[str, tuple[Precision, ...]] = {
     "fp32": ("bf16", "fp16", "fp32"),
     "split16": ("bf16",),
     "int8": ("bf16", "fp16"),
 }
-"""State format → precisions whose weights it can store."""
+"""State format → precisions whose weights it can store. A program may add its own
+(`optim.register_state_format`)."""
 
 
 class OptionError(ValueError):
@@ -42,7 +44,7 @@ class OffloadConfig:
     """
 
     precision: Precision = "bf16"
-    state: State = "fp32"
+    state: str = "fp32"
     state_on: Literal["host", "device"] = "host"
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"
@@ -97,9 +99,10 @@ class OffloadConfig:
         return self.working == "host" or self.zero_stage_among(ranks) == 3
 
     def _unknown_choices(self) -> Iterator[str]:
-        for key, allowed in _choices().items():
+        for key, allowed in {**_choices(), "state": tuple(STATE_PRECISIONS)}.items():
             if (value := getattr(self, key)) not in allowed:
-                yield f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}"
+                hint = nearest(value, allowed) if isinstance(value, str) else ""
+                yield f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}{hint}"
 
     def _out_of_range(self) -> Iterator[str]:
         may_be_none = {f.name for f in fields(self) if f.default is None}
@@ -170,7 +173,10 @@ def _choices() -> dict[str, tuple[Any, ...]]:
     return {key: get_args(kinds[key]) for key in named if get_origin(kinds[key]) is Literal}
 
 
-def _cannot_keep(state: State, precision: Precision) -> str:
+def _cannot_keep(state: str, precision: Precision) -> str:
+    if state not in ("split16", "int8"):
+        kept = " or ".join(map(repr, STATE_PRECISIONS[state]))
+        return f"state = '{state}' does not keep {precision} weights: use precision = {kept}"
     if precision == "fp32":
         return (
             f"state = '{state}' stores the upper half of each master as its 16-bit working weight, "

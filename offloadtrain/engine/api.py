@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.checks import ModelError, check_arguments, check_model
+from offloadtrain.engine.checks import ModelError, check_arguments, check_model, check_state_keeps
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
 from offloadtrain.engine.param_groups import normalise_groups
@@ -83,7 +83,7 @@ def offload(
     Args:
         model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
             with `param_init_fn`: then a full copy of the model never exists.
-        rule: `AdamW(...)` or `Adam(...)`, which are all rules there are; default AdamW().
+        rule: `AdamW(...)`, `Adam(...)` or your own (docs/extending.md); default AdamW().
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
@@ -92,7 +92,8 @@ def offload(
         precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
             "fp32".
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
-            or "int8" (5). Gradients take 2 more, or 4 where microbatches are summed.
+            or "int8" (5), or one of your own (docs/extending.md). Gradients take 2 more, or 4 where
+            microbatches are summed.
         state_on: "host"; "device": nothing is offloaded: gradients, masters and moments stay on the
             device, and Adam runs there. For "fp32" state, update mode "exact" and working =
             "device"; among ranks all ZeRO stages.
@@ -160,6 +161,7 @@ def offload(
         raise ModelError("the model is offloaded already: close() its optimizer first")
     check_model(model, may_be_meta=param_init_fn is not None)
     rule = rule or AdamW()
+    check_state_keeps(chosen.state, rule)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
     lanes = lanes_for(

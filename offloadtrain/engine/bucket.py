@@ -150,8 +150,9 @@ class Bucket:
         """What the shard holds of a parameter's state: 1-D pieces of the buffers, in the order of
         the fields."""
         first, last = self.piece(slot)
-        start = slot.offset - self.lo if first < last else 0
-        pieces = []
+        if first == last:  # of a scale, too, which rounding up would take from another parameter
+            return tuple(buffer.flat[:0] for buffer in self.state)
+        start, pieces = slot.offset - self.lo, []
         for buffer in self.state:
             per = self.shard_numel // buffer.flat.numel()
             lo, hi = (start + first) // per, -(-(start + last) // per)

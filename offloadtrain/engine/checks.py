@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.formats import FORMATS
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +23,16 @@ class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
 
 
-_RULES = "The rules are ot.Adam(lr=…) and ot.AdamW(lr=…)"
+_RULES = "The rules are ot.Adam(lr=…), ot.AdamW(lr=…) and your own (docs/extending.md)"
+_OF_A_RULE = (
+    "moments",
+    "calls_only_kernels",
+    "defaults",
+    "check",
+    "update",
+    "set_master",
+    "convert",
+)
 
 
 def check_arguments(model: object, rule: object) -> None:
@@ -44,8 +55,26 @@ def check_arguments(model: object, rule: object) -> None:
         torchs = issubclass(rule, torch.optim.Optimizer)
         found = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
         raise TypeError(f"rule is {found}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
-    if rule is not None and not callable(getattr(rule, "update", None)):
+    if rule is None:
+        return
+    if not callable(getattr(rule, "update", None)):
         raise TypeError(f"rule is {rule!r:.80}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
+    if missing := [name for name in _OF_A_RULE if not hasattr(rule, name)]:
+        raise TypeError(
+            f"rule is {rule!r:.80}, which lacks {', '.join(missing)} of optim.UpdateRule: "
+            "optim.ElementwiseRule brings all but moments and update_fp32"
+        )
+
+
+def check_state_keeps(state: str, rule: UpdateRule) -> None:
+    """Raises ValueError where a format cannot keep the rule's moments."""
+    format = FORMATS[state]
+    if format.moments and format.moments != tuple(rule.moments):
+        others = [f"'{name}'" for name, one in FORMATS.items() if not one.moments]
+        raise ValueError(
+            f"state = '{state}' keeps {' and '.join(format.moments)} only, and "
+            f"{type(rule).__name__} has {' and '.join(rule.moments)}: use {' or '.join(others)}"
+        )
 
 
 def _as_rule(optimizer: torch.optim.Optimizer) -> str:

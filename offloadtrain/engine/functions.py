@@ -151,7 +151,7 @@ class Functions:
                 out=after if update.out_of_place else None,
             )
 
-        return KernelCalls(adam) if rule.calls_only_kernels else adam
+        return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
 
 def _add(staged: Tensor, grad: Tensor) -> None:

@@ -23,7 +23,7 @@ from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.partition import Part
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.runtime.kernels import BLOCK
+from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)
@@ -148,18 +148,10 @@ def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> 
     dtype, on any device."""
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
+    fields = bucket.format.fields(rule.moments)
     for lo in range(0, flat.numel(), _CHUNK):  # narrow formats encode in wide temporaries
         piece = flat[lo : lo + _CHUNK].float()
-        rule.set_master(bucket.format, _part(state, flat.numel(), lo, piece.numel()), piece)
-
-
-def _part(state: tuple[Tensor, ...], numel: int, lo: int, count: int) -> tuple[Tensor, ...]:
-    """Elements [lo, lo + count) of a parameter's state; some fields have one value per block."""
-    parts = []
-    for field in state:
-        per = 1 if field.numel() == numel else BLOCK
-        parts.append(field[lo // per : -(-(lo + count) // per)])
-    return tuple(parts)
+        rule.set_master(bucket.format, cut(fields, state, lo, lo + piece.numel()), piece)
 
 
 def _adopt(bucket: Bucket, rule: UpdateRule) -> None:

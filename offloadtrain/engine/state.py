@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import EngineError
 from offloadtrain.optim import UpdateRule
-from offloadtrain.runtime.kernels import BLOCK
+from offloadtrain.runtime.dtypes import name_of
+from offloadtrain.runtime.kernels import cut
 from offloadtrain.step.formats import FP32, Field, recognise
 
 
@@ -51,8 +52,9 @@ def load_dict(
         raise EngineError(f"the state has nothing for '{without[0]}' ({len(without)} in all)")
     for key, param in zip(keys, params, strict=True):
         if "step" not in entries[key]:
+            wanted = ", ".join(rule.moments)
             name, has = held[param][1].name, ", ".join(entries[key]) or "nothing"
-            raise EngineError(f"'{name}' needs a step and the moments of Adam, the state has {has}")
+            raise EngineError(f"'{name}' needs a step and {wanted}, the state has {has}")
     steps = {float(entries[key]["step"]) for key in keys}
     if len(steps) != 1:
         raise EngineError(f"all parameters step together, but the state has steps {sorted(steps)}")
@@ -85,7 +87,8 @@ def load(
     """
     given = _tensors(tensors)
     without_master = set(given) == set(rule.moments)
-    source = FP32 if without_master else recognise(given, rule.moments)
+    dtypes = {key: name_of(tensor.dtype) for key, tensor in given.items()}
+    source = FP32 if without_master else recognise(dtypes, rule.moments, bucket.format)
     if source is None:
         wanted = ", ".join(field.name for field in bucket.format.fields(rule.moments))
         raise EngineError(
@@ -98,9 +101,9 @@ def load(
     begin, end = max(first, lo), min(last, lo + count)
     if begin >= end:
         return
-    flat = _cut(fields, taken, begin - lo, end - lo)
+    flat = cut(fields, taken, begin - lo, end - lo)
     own_fields = bucket.format.fields(rule.moments)
-    own = _cut(own_fields, bucket.state_of(slot), begin - first, end - first)
+    own = cut(own_fields, bucket.state_of(slot), begin - first, end - first)
     if without_master:
         flat = (_master(bucket, rule, own, end - begin), *flat)
     if [x.dtype for x in own] == [x.dtype for x in flat]:
@@ -159,7 +162,7 @@ def _master(bucket: Bucket, rule: UpdateRule, own: tuple[Tensor, ...], count: in
 def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
     """A tensor of saved state as (n,), in the order of the parameter's memory."""
     wanted: tuple[int, ...]
-    if field.per_block:
+    if field.per > 1:
         fits, wanted = tensor.numel() == field.numel(count), (field.numel(count),)
     elif lo is None:
         fits, wanted = tuple(tensor.shape) == slot.shape, slot.shape
@@ -170,15 +173,5 @@ def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int)
             f"'{slot.name}' needs {field.name} of shape {wanted}, the state has "
             f"{tuple(tensor.shape)}"
         )
-    whole = lo is None and not field.per_block
+    whole = lo is None and field.per == 1
     return slot.flattened(tensor) if whole else tensor.reshape(-1)
-
-
-def _cut(
-    fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int
-) -> tuple[Tensor, ...]:
-    """Elements [lo, hi) of each, or the scales of the blocks that they are in."""
-    return tuple(
-        tensor[lo // BLOCK : -(-hi // BLOCK)] if field.per_block else tensor[lo:hi]
-        for field, tensor in zip(fields, tensors, strict=True)
-    )

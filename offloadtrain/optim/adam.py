@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
@@ -32,7 +32,6 @@ class Adam:
     weight_decay: float = 0.0
 
     decoupled: ClassVar[bool] = False
-    calls_only_kernels: ClassVar[bool] = True
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -68,6 +67,10 @@ class Adam:
         if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
             raise ValueError(f"betas = {group['betas']} are not two numbers in [0, 1)")
 
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        """Where Adam has a kernel of its own."""
+        return format.name in _STATES
+
     def update(
         self,
         format: StateFormat,
@@ -95,13 +98,45 @@ class Adam:
             grad_scale=grad_scale,
             seed=seed,
         )
+        if format.name not in _STATES:
+            self._update_by_codec(format, state, grad, working, layout, scalars, out)
+            return
         target = None if out is None else _packed(format, out)
         kernels.adam(
             _packed(format, state), grad, scalars, working=working, layout=layout, out=target
         )
 
+    def _update_by_codec(
+        self,
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+        grad: Tensor,
+        working: Tensor | None,
+        layout: kernels.Layout,
+        scalars: kernels.AdamScalars,
+        out: tuple[Tensor, ...] | None,
+    ) -> None:
+        """The fp32 kernel over the values of a format that has none of its own."""
+        scaled = replace(scalars, grad_scale=1.0)
+        kernels.update_by_codec(
+            format,
+            self.moments,
+            state,
+            grad,
+            working,
+            layout,
+            lambda master, moments, g: kernels.adam(kernels.Fp32State(master, *moments), g, scaled),
+            step=scalars.step,
+            grad_scale=scalars.grad_scale,
+            seed=scalars.seed,
+            out=out,
+        )
+
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
         """See `UpdateRule.set_master`."""
+        if format.name not in _STATES:
+            kernels.set_master_by_codec(format, state, master)
+            return
         kernels.set_master(_packed(format, state), master)
 
     def convert(
@@ -112,7 +147,7 @@ class Adam:
         state: tuple[Tensor, ...],
     ) -> None:
         """See `UpdateRule.convert`."""
-        kernels.from_fp32(_packed(format, state), kernels.to_fp32(_packed(source, given)))
+        kernels.convert_by_codec(source, given, format, state)
 
 
 def _usage(rule: type[Adam]) -> str:

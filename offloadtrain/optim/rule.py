@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor
 
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.formats import StateFormat
 
@@ -16,13 +20,13 @@ class UpdateRule(Protocol):
     hyperparameters."""
 
     @property
-    def calls_only_kernels(self) -> bool:
-        """`update` calls only `offloadtrain.runtime.kernels`, which run without the GIL."""
-        ...
-
-    @property
     def moments(self) -> tuple[str, ...]:
         """State per parameter besides the master weight, e.g. ("exp_avg", …)."""
+        ...
+
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        """Whether `update` of this format calls only kernels that are captured when they are
+        launched, and run without Python's interpreter lock (`kernels.capture`)."""
         ...
 
     def defaults(self) -> dict[str, Any]:
@@ -75,3 +79,89 @@ class UpdateRule(Protocol):
     ) -> None:
         """Convert state of another format, rounded to nearest if this one is narrower."""
         ...
+
+
+class ElementwiseRule(ABC):
+    """A rule in plain torch: what a frozen dataclass of hyperparameters needs beside `moments` and
+    `update_fp32`. Any state format.
+
+    Elementwise, since a bucket may be cut between any two multiples of 128 elements, for staging
+    and among ranks: no element's update may depend on another's. A norm over a matrix, or its
+    singular values, cannot be had here.
+    """
+
+    moments: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def update_fp32(
+        self,
+        master: Tensor,
+        moments: list[Tensor],
+        grad: Tensor,
+        group: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """One step in place, on a lane's thread.
+
+        Args:
+            master, moments, grad: a part of one parameter, (n,) fp32. The gradient is unscaled and
+                clipped, and may be used as scratch.
+            group: the hyperparameters to use.
+            step: optimizer step, 1-based.
+        """
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError if a group's hyperparameters are out of range; here: not finite."""
+        for key in self.defaults():
+            if isinstance(group[key], float) and not math.isfinite(group[key]):
+                raise ValueError(f"{key} = {group[key]} is not a finite number")
+
+    def defaults(self) -> dict[str, Any]:
+        """The fields of the dataclass."""
+        return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        return False
+
+    def update(
+        self,
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+        grad: Tensor,
+        working: Tensor | None,
+        layout: Layout,
+        *,
+        group: Mapping[str, Any],
+        step: int,
+        grad_scale: float,
+        seed: int,
+        out: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        """See `UpdateRule.update`."""
+        kernels.update_by_codec(
+            format,
+            self.moments,
+            state,
+            grad,
+            working,
+            layout,
+            lambda master, moments, g: self.update_fp32(master, moments, g, group, step),
+            step=step,
+            grad_scale=grad_scale,
+            seed=seed,
+            out=out,
+        )
+
+    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
+        """See `UpdateRule.set_master`."""
+        kernels.set_master_by_codec(format, state, master)
+
+    def convert(
+        self,
+        source: StateFormat,
+        given: tuple[Tensor, ...],
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+    ) -> None:
+        """See `UpdateRule.convert`."""
+        kernels.convert_by_codec(source, given, format, state)

@@ -14,8 +14,8 @@ from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.spec import StepSpec
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of Adam and AdamW, the only rules a job can name."""
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
+"""State of each rule that a job can name (`optim.name`); `train.build.update_rule` makes them."""
 
 
 class PlanError(OffloadTrainError):
@@ -80,7 +80,7 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
             config.offload,
             ranks=ranks,
             num_tensors=num_tensors(config.model),
-            moments=MOMENTS,
+            moments=MOMENTS[config.optim.name],
             available_bytes=available_bytes,
         )
     except (DeviceMemoryError, OptionError) as error:

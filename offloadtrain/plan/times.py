@@ -231,8 +231,8 @@ class _Costs:
         return 1e9 * whole / self._local
 
     def _adam_rate(self, bucket: BucketSpec) -> float:
-        """Parameters per second of one rank."""
-        measured: float = getattr(self.machine, f"{bucket.format.name}_gparams")
+        """Parameters per second of one rank; the memory's limit where none were measured."""
+        measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         if measured and self.spec.offloaded:
             return 1e9 * measured / self._local
         return self._dram / self._traffic(Kind.ADAM, bucket)

@@ -5,10 +5,10 @@ See [Note: State formats] in `kernels.state`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offloadtrain.config.offload import State
+from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, Precision
 
 ITEMSIZE = {
     "float64": 8,
@@ -30,17 +30,28 @@ class Field:
     """One tensor of a parameter's state.
 
     Attributes:
+        name: of a moment's field, what is appended to the moment's name.
         dtype: by torch's name; None: that of the working weights.
-        per_block: one value per `SCALE_BLOCK` elements instead of one per element.
+        per: elements of the parameter that one value stands for: 1; `SCALE_BLOCK` for a scale; 2
+            for two codes in a byte. A divisor of `SCALE_BLOCK`, on which parameters and shards
+            start.
     """
 
     name: str
     dtype: str | None
-    per_block: bool = False
+    per: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in ITEMSIZE:
+            raise ValueError(
+                f"field '{self.name}': dtype = {self.dtype!r} is not one of {', '.join(ITEMSIZE)}"
+            )
+        if self.per < 1 or SCALE_BLOCK % self.per:
+            raise ValueError(f"field '{self.name}': per = {self.per} does not divide {SCALE_BLOCK}")
 
     def numel(self, elements: int) -> int:
         """How many values a bucket of so many elements needs."""
-        return -(-elements // SCALE_BLOCK) if self.per_block else elements
+        return -(-elements // self.per)
 
     def nbytes(self, elements: int, weight_bytes: int) -> int:
         """Of a bucket of so many elements."""
@@ -51,17 +62,21 @@ class Field:
 class StateFormat:
     """How master weights and moments are kept.
 
+    Memory of zeros is a state whose moments are zero: that is what a run starts with.
+
     Attributes:
-        master: the fields that together are the master weight; where the first of them is "weight",
-            it is the working weight itself and is uploaded from where it lies.
-        moment: dtype of each moment.
-        scaled: whether moments have a scale per block.
+        master: the fields that together are the master weight. The first is the fp32 master weight;
+            or, where its dtype is None, the working weight, which is uploaded from where it lies.
+        moment: the fields that each moment is kept in.
+        precisions: whose working weights it can keep; weights of another dtype have fp32 state.
+        moments: the only ones that it can keep; empty: any.
     """
 
-    name: State
+    name: str
     master: tuple[Field, ...]
-    moment: str
-    scaled: bool
+    moment: tuple[Field, ...]
+    precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+    moments: tuple[str, ...] = ()
 
     @property
     def holds_weight(self) -> bool:
@@ -70,16 +85,20 @@ class StateFormat:
 
     def fields(self, moments: Sequence[str]) -> tuple[Field, ...]:
         """Every tensor kept for an optimizer with these moments, in the kernels' order."""
-        kept = tuple(Field(name, self.moment) for name in moments)
-        scales = tuple(Field(f"{name}_scale", "float32", per_block=True) for name in moments)
-        return self.master + kept + (scales if self.scaled else ())
+        return self.master + tuple(
+            Field(name + field.name, field.dtype, field.per)
+            for field in self.moment
+            for name in moments
+        )
+
+    def keeps(self, dtype: str) -> bool:
+        """Whether working weights of this dtype can have it."""
+        return any(PRECISIONS.get(precision) == dtype for precision in self.precisions)
 
     def bytes_per_param(self, moments: Sequence[str], weight_bytes: int) -> float:
         """Of the state, without gradients."""
         return sum(
-            (ITEMSIZE[field.dtype] if field.dtype else weight_bytes)
-            / (SCALE_BLOCK if field.per_block else 1)
-            for field in self.fields(moments)
+            field.nbytes(SCALE_BLOCK, weight_bytes) / SCALE_BLOCK for field in self.fields(moments)
         )
 
     def traffic_per_param(
@@ -92,20 +111,72 @@ class StateFormat:
 
 
 _WEIGHT = Field("weight", None)
-FP32 = StateFormat("fp32", (Field("master", "float32"),), "float32", scaled=False)
-SPLIT16 = StateFormat("split16", (_WEIGHT, Field("low", "int16")), "bfloat16", scaled=False)
-INT8 = StateFormat("int8", (_WEIGHT, Field("correction", "int8")), "uint8", scaled=True)
+FP32 = StateFormat(
+    "fp32", (Field("master", "float32"),), (Field("", "float32"),), STATE_PRECISIONS["fp32"]
+)
+SPLIT16 = StateFormat(
+    "split16",
+    (_WEIGHT, Field("low", "int16")),
+    (Field("", "bfloat16"),),
+    STATE_PRECISIONS["split16"],
+)
+INT8 = StateFormat(
+    "int8",
+    (_WEIGHT, Field("correction", "int8")),
+    (Field("", "uint8"), Field("_scale", "float32", SCALE_BLOCK)),
+    STATE_PRECISIONS["int8"],
+    moments=("exp_avg", "exp_avg_sq"),
+)
 FORMATS: dict[str, StateFormat] = {state.name: state for state in (FP32, SPLIT16, INT8)}
 
 
+def register(state: StateFormat) -> None:
+    """Make a format known by its name, to jobs, plans and `offload`. What keeps values in it is
+    added beside it: `kernels.register_state_format`.
+
+    Raises:
+        ValueError: there is one of this name, or its fields contradict each other.
+    """
+    if state.name in FORMATS:
+        raise ValueError(f"there is a state format '{state.name}': {', '.join(FORMATS)}")
+    if not (state.master and state.moment and state.precisions):
+        raise ValueError(f"state format '{state.name}' lacks master, moment or precisions")
+    if state.master[0].dtype not in (None, "float32"):
+        raise ValueError(
+            f"state format '{state.name}': the first field of master is the fp32 master weight or "
+            f"the working weight (dtype None), not {state.master[0].dtype}"
+        )
+    names = [field.name for field in state.fields(state.moments or ("exp_avg", "exp_avg_sq"))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"state format '{state.name}' has fields of one name: {', '.join(names)}")
+    FORMATS[state.name] = state
+    STATE_PRECISIONS[state.name] = state.precisions
+
+
+def unregister(name: str) -> None:
+    """Undo `register`."""
+    del FORMATS[name], STATE_PRECISIONS[name]
+
+
 def format_for(name: str, dtype: str) -> StateFormat:
-    """The format of a bucket: weights that stay fp32 in a 16-bit model have fp32 state."""
-    return FP32 if dtype == "float32" else FORMATS[name]
+    """The format of a bucket: weights that it cannot keep, such as those that stay fp32 in a 16-bit
+    model, have fp32 state."""
+    return FORMATS[name] if FORMATS[name].keeps(dtype) else FP32
 
 
-def recognise(keys: Collection[str], moments: Sequence[str]) -> StateFormat | None:
-    """The format with exactly these tensors."""
-    for state in FORMATS.values():
-        if {field.name for field in state.fields(moments)} == set(keys):
-            return state
-    return None
+def recognise(
+    dtypes: Mapping[str, str], moments: Sequence[str], own: StateFormat
+) -> StateFormat | None:
+    """The format of tensors of these names and dtypes: `own` where they fit it, else the first
+    that they fit. Where only names fit, the first of these: values are widened or narrowed."""
+    named = [
+        state
+        for state in FORMATS.values()
+        if {field.name for field in state.fields(moments)} == dtypes.keys()
+    ]
+    fitting = (
+        state
+        for state in sorted(named, key=lambda state: state is not own)
+        if all(field.dtype in (None, dtypes[field.name]) for field in state.fields(moments))
+    )
+    return next(fitting, named[0] if named else None)

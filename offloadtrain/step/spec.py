@@ -100,6 +100,7 @@ class StepSpec:
         config: what `offload` was asked for, "auto" resolved.
         ranks: who shares the state.
         num_tensors: parameters of the model as tensors; a tied one counts once.
+        moments: what the update rule keeps beside the master weights.
         streamed: names of blocks that come to a slot of the device when they are used.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
@@ -109,7 +110,7 @@ class StepSpec:
     config: OffloadConfig
     ranks: int
     num_tensors: int
-    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    moments: tuple[str, ...]
     streamed: frozenset[str] = frozenset()
     second_copies: frozenset[str] = frozenset()
 

@@ -145,7 +145,7 @@ def offload_job(model: Transformer, config: Config, device: torch.device) -> Off
     """Offload a model with the options of its job, whose precision is resolved."""
     return offload(
         model,
-        _update_rule(config),
+        update_rule(config),
         params=decay_groups(model, config),
         device=device,
         config=config.offload,
@@ -305,7 +305,8 @@ def _rates_of(rates: Machine, here: Machine) -> Machine:
     )
 
 
-def _update_rule(config: Config) -> optim.Adam:
+def update_rule(config: Config) -> optim.Adam:
+    """Return the rule that the job names."""
     rule = {"adamw": optim.AdamW, "adam": optim.Adam}[config.optim.name]
     chosen = config.optim
     return rule(lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay)

@@ -18,7 +18,6 @@ from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.optim import AdamW
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import DeviceArena, Ledger, MetaArena
 from offloadtrain.runtime.lanes import SequentialLanes
@@ -29,7 +28,7 @@ from offloadtrain.step.operations import Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.train.build import decay_groups
+from offloadtrain.train.build import decay_groups, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
@@ -74,9 +73,10 @@ def laid_out(plan: Plan) -> Ledger:
     ranks = Ranks.fake(planned.ranks)
     with device:
         model = Transformer(config.model)
-    groups = normalise_groups(model, decay_groups(model, config), AdamW())
+    rule = update_rule(config)
+    groups = normalise_groups(model, decay_groups(model, config), rule)
     blocks, _ = make_blocks(partition(model), model, groups, config.offload, ranks, lanes)
-    spec = lay_out(model, AdamW(), blocks, config.offload, ranks, plan.second_copy_budget)
+    spec = lay_out(model, rule, blocks, config.offload, ranks, plan.second_copy_budget)
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena = MetaArena(ledger) if spec.offloaded else DeviceArena(ledger, device)

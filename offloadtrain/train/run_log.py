@@ -146,12 +146,11 @@ class RunLog:
             measured = bandwidth(device)
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
-        local, ranks = context.local, context.ranks.size
+        local, ranks, found = context.local, context.ranks.size, context.plan
         weight = 4 if context.precision == "fp32" else 2
         gradient = 4 if local.train.grad_accum_steps > 1 else weight
         state = FORMATS[self._config.offload.state]
-        traffic = state.traffic_per_param(("exp_avg", "exp_avg_sq"), weight, gradient)
-        found = context.plan
+        traffic = state.traffic_per_param(found.placed.spec.moments, weight, gradient)
         host = {owner: size for owner, size in found.host.items() if owner != "Python, torch"}
         return plan | {
             "machine": found.name,

@@ -159,7 +159,7 @@ BAD_VALUES = [
     ("optim.name=sgd", "optim.name = 'sgd' must be one of adamw, adam"),
     (
         "offload.state=int4",
-        "offload.state = 'int4' must be one of fp32, split16, int8; did you mean int8?",
+        "offload.state = 'int4' is not one of 'fp32', 'split16', 'int8'; did you mean int8?",
     ),
     ("device.kind=gpu", "device.kind = 'gpu' must be one of auto, cpu, cuda; did you mean cpu?"),
     ("offload.device_slots=0", "offload.device_slots = 0 is not positive"),

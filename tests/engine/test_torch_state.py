@@ -111,7 +111,7 @@ def test_masters_stay_in_every_format(kept: str) -> None:
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "weight decay"),
         (
             lambda p: torch.optim.SGD(p, momentum=0.9),
-            "needs a step and the moments of Adam, the state has momentum_buffer",
+            "needs a step and exp_avg, exp_avg_sq, the state has momentum_buffer",
         ),
     ],
 )

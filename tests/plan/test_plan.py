@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan import placement, suggest
@@ -29,6 +29,7 @@ from offloadtrain.plan.times import _Costs
 from offloadtrain.step import memory as step_memory
 from offloadtrain.step.simulate import steady
 from offloadtrain.train import dry_run
+from offloadtrain.train.build import update_rule
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
 from tests import levels
 from tests.plan.test_memory import job
@@ -425,7 +426,11 @@ def test_of_ranks_too(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "said"),
     [
-        ("MOMENTS", ("exp_avg",), r"moments \('exp_avg', 'exp_avg_sq'\) and \('exp_avg',\)"),
+        (
+            "MOMENTS",
+            {"adamw": ("exp_avg",)},
+            r"moments \('exp_avg', 'exp_avg_sq'\) and \('exp_avg',\)",
+        ),
         ("num_tensors", lambda shape: 3, "num_tensors 292 and 3"),
         ("blocks_of", lambda config, ranks: blocks_of(config, ranks)[:-1], "norm.*None"),
     ],
@@ -436,6 +441,13 @@ def test_a_plan_that_the_engine_contradicts(
     monkeypatch.setattr(placement, name, wrong)
     with pytest.raises(DryRunError, match=f"the layout differs from the plan: .*{said}"):
         check(planned(small()))
+
+
+def test_a_plan_knows_the_moments_of_every_rule_that_a_job_can_name() -> None:
+    names = get_args(get_type_hints(OptimConfig)["name"])
+    for name in names:
+        assert update_rule(small(optim__name=name)).moments == placement.MOMENTS[name]
+    assert set(names) == placement.MOMENTS.keys()
 
 
 def test_a_ledger_that_is_not_the_specs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from offloadtrain_tui.app import PANELS
+from offloadtrain_tui.app import PANELS, with_keys
 
 from tests.tui.recordings import Timed, plain, ranks, unlucky, write
 
@@ -35,8 +35,8 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sc
         async def one_by_one() -> Screens:
             found = {}
             async with watching(folder, size=size) as (app, press):
-                for number, name in enumerate(PANELS, 1):
-                    await press(str(number))
+                for key, name in with_keys(PANELS):
+                    await press(key) if key else app.action_panel(name)
                     found[name] = text(app).replace(str(base), "…")
             return found
 

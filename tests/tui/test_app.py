@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from offloadtrain_tui import runs
-from offloadtrain_tui.app import Monitor
+from offloadtrain_tui.app import Monitor, with_keys
 from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.frame import screen_text
@@ -381,6 +381,14 @@ def test_themes(tmp_path: Path) -> None:
                 assert text(app) == before, f"colors only: {theme}"
 
     go(test())
+
+
+def test_panels_behind_the_tenth_have_no_key() -> None:
+    names = [f"panel {number}" for number in range(1, 12)]
+    keys = [key for key, _ in with_keys(names)]
+    assert keys == [*"1234567890", ""]
+    assert [name for _, name in with_keys(names)] == names
+    assert with_keys(names[:2]) == [("1", "panel 1"), ("2", "panel 2")]
 
 
 def test_help_and_palette(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The monitor: snapshots from a reader thread, one state, nine screens.
+"""The monitor: snapshots from a reader thread, one state, a screen for each panel.
 
 One `ViewState` determines the screen. It changes when the reader has news, every second, and when a
 key is pressed; the visible panel then receives it.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
@@ -59,6 +60,14 @@ PANELS: dict[str, type[Panel]] = {
     "job": JobPanel,
     "runs": RunsPanel,
 }
+
+
+def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
+    """(key, panel): 1 to 9 and 0 in their order; those behind the tenth have none, and are found by
+    name with Ctrl+P."""
+    return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
+
+
 WIDE, NARROW, SHORT = 160, 100, 30
 RUNS_EVERY_S = 3.0
 
@@ -88,8 +97,9 @@ class Monitor(RunActions):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
-            Binding(str(number), f"panel('{name}')", name, show=number in (1, 2, 3, 4, 5, 7, 9))
-            for number, name in enumerate(PANELS, 1)
+            Binding(key, f"panel('{name}')", name, show=key in "1234579")
+            for key, name in with_keys(PANELS)
+            if key
         ),
         Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
         Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
@@ -384,10 +394,9 @@ class Monitor(RunActions):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)
-        for number, name in enumerate(PANELS, 1):
-            yield SystemCommand(
-                f"Screen {number}: {name}", "", lambda name=name: self.action_panel(name)
-            )
+        for key, name in with_keys(PANELS):
+            title = f"Screen {key}: {name}" if key else f"Screen: {name}"
+            yield SystemCommand(title, "", lambda name=name: self.action_panel(name))
         for title, action in (
             ("Save a checkpoint", self.action_checkpoint),
             ("Stop or abort the run", self.action_stop),

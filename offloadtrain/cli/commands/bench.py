@@ -71,7 +71,8 @@ def step(
 
     The first part runs on threads, with a fixed time for every operation, and measures the engine's
     overhead. The second part alternates the demo model offloaded and resident on the device. With
-    --thread, neither runs: lanes do nothing, and the engine's cost to the training thread is measured.
+    --thread, neither runs: lanes do nothing, and the engine's cost per layer to the training thread
+    is measured.
 
     Parameters
     ----------

@@ -24,8 +24,19 @@ from offloadtrain.runtime.kernels.arguments import (
     check_operand,
     describe,
 )
-from offloadtrain.runtime.kernels.codec import from_fp32, master_of, set_master, to_fp32
+from offloadtrain.runtime.kernels.codec import master_of, set_master, to_fp32
 from offloadtrain.runtime.kernels.command_capture import KernelCalls, capture, native_lane
+from offloadtrain.runtime.kernels.formats import (
+    Change,
+    Draw,
+    RegisteredFormat,
+    StateCodec,
+    convert_by_codec,
+    cut,
+    register_state_format,
+    set_master_by_codec,
+    update_by_codec,
+)
 from offloadtrain.runtime.kernels.scalars import AdamScalars
 from offloadtrain.runtime.kernels.selection import (
     Backend,
@@ -51,13 +62,17 @@ __all__ = [
     "BLOCK",
     "AdamScalars",
     "Backend",
+    "Change",
+    "Draw",
     "Fp32State",
     "Int8State",
     "KernelCalls",
     "KernelError",
     "Layout",
+    "RegisteredFormat",
     "Split16State",
     "State",
+    "StateCodec",
     "accumulate",
     "accumulate_squares",
     "adam",
@@ -66,18 +81,22 @@ __all__ = [
     "blocks",
     "capture",
     "cast",
+    "convert_by_codec",
     "copy",
+    "cut",
     "first_touch",
-    "from_fp32",
     "master_of",
     "native_lane",
     "place",
+    "register_state_format",
     "set_master",
+    "set_master_by_codec",
     "set_threads",
     "sum_squares",
     "sum_squares_many",
     "to_fp32",
     "traffic",
+    "update_by_codec",
     "use",
     "zero",
 ]

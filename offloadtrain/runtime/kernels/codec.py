@@ -108,6 +108,13 @@ def split_int8(master: Tensor, dtype: torch.dtype, random: Tensor) -> tuple[Tens
     return weight, _wrapped(x & 0xFF, 8).to(torch.int8)
 
 
+def set_master_int8(state: Int8State, master: Tensor, random: Tensor) -> None:
+    """Write weight and correction; `random` is uniform over 8 bits."""
+    weight, correction = split_int8(master, state.weight.dtype, random)
+    state.weight.copy_(weight)
+    state.correction.copy_(correction)
+
+
 def _bf16_plus_8(magnitude: Tensor, random: Tensor) -> Tensor:
     special = torch.where(magnitude > _INFINITY, _NAN, magnitude)
     return torch.where(magnitude < _INFINITY, magnitude + random, special) >> 8
@@ -245,10 +252,7 @@ def set_master(state: State, master: Tensor) -> None:
         state.weight.copy_(weight)
         state.low.copy_(low)
     else:
-        half = torch.full(master.shape, 0x80, device=master.device)
-        weight, correction = split_int8(master, state.weight.dtype, half)
-        state.weight.copy_(weight)
-        state.correction.copy_(correction)
+        set_master_int8(state, master, torch.full(master.shape, 0x80, device=master.device))
 
 
 def to_fp32(state: State) -> Fp32State:
@@ -258,14 +262,3 @@ def to_fp32(state: State) -> Fp32State:
     if isinstance(state, Split16State):
         return Fp32State(master_of(state), state.exp_avg.float(), state.exp_avg_sq.float())
     return Fp32State(master_of(state), *decode_moments(state))
-
-
-def from_fp32(state: State, values: Fp32State) -> None:
-    """Set the state of one parameter, rounded to nearest if the format is narrower."""
-    set_master(state, values.master)
-    if isinstance(state, Int8State):
-        half = torch.full(values.master.shape, 0x800800, device=values.master.device)
-        encode_moments(values.exp_avg, values.exp_avg_sq, half, state)
-    else:
-        state.exp_avg.copy_(values.exp_avg)
-        state.exp_avg_sq.copy_(values.exp_avg_sq)

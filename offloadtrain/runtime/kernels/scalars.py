@@ -32,12 +32,17 @@ class AdamScalars:
     seed: int = 0
 
     def key(self, parameter: int, element: int) -> int:
-        """Return the 64-bit key of the random bits around an element of a parameter.
+        """See `random_key`."""
+        return random_key(self.seed, self.step, parameter, element)
 
-        It depends on seed, step, parameter and the element's number above its low 32 bits.
-        """
-        of_step = _mix(_mix(self.seed & _MASK) + self.step)
-        return _mix(_mix(of_step + parameter) + (element >> 32))
+
+def random_key(seed: int, step: int, parameter: int, element: int) -> int:
+    """Return the 64-bit key of the random bits around an element of a parameter.
+
+    It depends on seed, step, parameter and the element's number above its low 32 bits.
+    """
+    of_step = _mix(_mix(seed & _MASK) + step)
+    return _mix(_mix(of_step + parameter) + (element >> 32))
 
 
 def _mix(value: int) -> int:

@@ -13,7 +13,7 @@ to the largest of their block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from offloadtrain.step.formats import SCALE_BLOCK
 
 BLOCK = SCALE_BLOCK
 """Elements that share one scale per 8-bit moment, counted from a parameter's start."""
+
+_PIECE = 1 << 20
+"""Elements that plain torch widens at once."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -130,3 +133,12 @@ class Layout:
 def blocks(numel: int) -> int:
     """Return the number of scales for `numel` elements."""
     return -(-numel // BLOCK)
+
+
+def pieces(numel: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Cut where the element's number, counted from `first`, is a multiple of the piece's size."""
+    lo = 0
+    while lo < numel:
+        hi = min(lo + _PIECE - (first + lo) % _PIECE, numel)
+        yield lo, hi
+        lo = hi

@@ -6,22 +6,15 @@ Same bits as the native ones, at a tenth of the speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.codec import (
-    encode_moments,
-    fma,
-    random_bits,
-    round_bf16,
-    split,
-    split_int8,
-    to_fp32,
-)
+from offloadtrain.runtime.kernels.codec import fma, random_bits, to_fp32
+from offloadtrain.runtime.kernels.formats import CODECS
 from offloadtrain.runtime.kernels.scalars import AdamScalars, Coefficients
 from offloadtrain.runtime.kernels.state import (
     BLOCK,
@@ -31,9 +24,9 @@ from offloadtrain.runtime.kernels.state import (
     Split16State,
     State,
     blocks,
+    pieces,
 )
 
-_PIECE = 1 << 20
 SEGMENT = 2048
 
 
@@ -50,14 +43,15 @@ def adam(
         _adam_fp32(state, out, grad, working, Coefficients.of(scalars))
         return
     assert layout is not None
-    step = _adam_split16 if isinstance(state, Split16State) else _adam_int8
+    codec = CODECS["split16" if isinstance(state, Split16State) else "int8"]
+    c = Coefficients.of(scalars)
     for offset, numel, parameter, first in layout.rows():
-        for lo, hi in _pieces(numel, first):
+        for lo, hi in pieces(numel, first):
             key = scalars.key(parameter, first + lo)
             elements = torch.arange(first + lo, first + hi, device="cpu") & 0xFFFFFFFF
             piece = (offset + lo, offset + hi)
-            values = random_bits(key, elements)
-            step(_at(state, *piece), _at(out, *piece), grad[slice(*piece)], values, scalars)
+            new = _step(to_fp32(_at(state, *piece)), grad[slice(*piece)], c)
+            codec.store(_at(out, *piece), new, partial(random_bits, key, elements))
 
 
 def _at(state: State, lo: int, hi: int) -> Any:
@@ -71,7 +65,7 @@ def _at(state: State, lo: int, hi: int) -> Any:
 def _adam_fp32(
     state: Fp32State, out: Fp32State, grad: Tensor, working: Tensor | None, c: Coefficients
 ) -> None:
-    for lo, hi in _pieces(grad.numel()):
+    for lo, hi in pieces(grad.numel()):
         new = _step(_at(state, lo, hi), grad[lo:hi], c)
         for target, value in zip(out, new, strict=True):
             target[lo:hi] = value
@@ -79,30 +73,9 @@ def _adam_fp32(
             working[lo:hi] = new.master
 
 
-def _adam_split16(
-    state: Split16State, out: Split16State, grad: Tensor, random: Tensor, scalars: AdamScalars
-) -> None:
-    new = _step(to_fp32(state), grad, Coefficients.of(scalars))
-    weight, low = split(new.master)
-    exp_avg = round_bf16(new.exp_avg, random & 0xFFFF)
-    exp_avg_sq = round_bf16(new.exp_avg_sq, random >> 16)
-    for target, value in zip(out, (weight, low, exp_avg, exp_avg_sq), strict=True):
-        target.copy_(value)
-
-
-def _adam_int8(
-    state: Int8State, out: Int8State, grad: Tensor, random: Tensor, scalars: AdamScalars
-) -> None:
-    new = _step(to_fp32(state), grad, Coefficients.of(scalars))
-    weight, correction = split_int8(new.master, state.weight.dtype, random & 0xFF)
-    out.weight.copy_(weight)
-    out.correction.copy_(correction)
-    encode_moments(new.exp_avg, new.exp_avg_sq, random >> 8, out)
-
-
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
     """See `kernels.accumulate`."""
-    for lo, hi in _pieces(total.numel()):
+    for lo, hi in pieces(total.numel()):
         if first:
             total[lo:hi] = grad[lo:hi].float()
         else:
@@ -145,15 +118,6 @@ def first_touch(memory: Tensor) -> None:
     memory.zero_()
 
 
-def _pieces(numel: int, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Split at multiples of the piece's size, counted from `first`."""
-    lo = 0
-    while lo < numel:
-        hi = min(lo + _PIECE - (first + lo) % _PIECE, numel)
-        yield lo, hi
-        lo = hi
-
-
 def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:
     """Compute one Adam step in fp32, in new memory."""
     master, exp_avg, exp_avg_sq = state
@@ -170,7 +134,7 @@ def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:
 
 def _sum_squares(values: Tensor) -> float:
     total = 0.0
-    for lo, hi in _pieces(values.numel()):
+    for lo, hi in pieces(values.numel()):
         squares = values[lo:hi].double().square()
         squares = torch.nn.functional.pad(squares, (0, -squares.numel() % SEGMENT))
         tree = squares.view(-1, SEGMENT)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Layout, State
+from offloadtrain.step.formats import FP32, INT8, SPLIT16
 from tests.runtime.kernels.kernel_cases import BACKENDS, NAN, SPECIALS
 
 SCALARS = AdamScalars(
@@ -57,8 +58,16 @@ def random_state(name: str, numel: int, dtype: torch.dtype, seed: int = 0) -> St
         1e-3 * spread.square(),
     )
     state = zero_state(name, numel, dtype)
-    kernels.from_fp32(state, values)
+    from_fp32(state, values)
     return state
+
+
+FORMAT_OF = {kernels.Fp32State: FP32, kernels.Split16State: SPLIT16, kernels.Int8State: INT8}
+
+
+def from_fp32(state: State, values: kernels.Fp32State) -> None:
+    """Take over the state of one parameter, rounded to nearest."""
+    kernels.convert_by_codec(FP32, values, FORMAT_OF[type(state)], state)
 
 
 def gradient(numel: int, dtype: torch.dtype, seed: int = 1) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Int8State, Layout, State
-from tests.runtime.kernels.format_cases import clone
+from tests.runtime.kernels.format_cases import clone, from_fp32
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
 MANTISSA_BITS = 3
@@ -57,7 +57,7 @@ def changed(step: Step, /, **scalars: float) -> Step:
 def nearest_step(case: Case) -> State:
     """The mutant that rounds to nearest. One parameter at offset 0 only."""
     wide, found = wide_after(case), clone(case.state)
-    kernels.from_fp32(found, wide)
+    from_fp32(found, wide)
     return found
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State
 from tests import levels
-from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
+from tests.runtime.kernels.format_cases import NARROW, from_fp32, ids_of, zero_state
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
 STEPS, BURST, NUMEL, BETA2 = 10_000, 10, 512, 0.999
@@ -169,7 +169,7 @@ def nearest_int8(run: Run) -> Fp32State:
     for step in range(1, run.steps + 1):
         values = kernels.to_fp32(state)._replace(master=exact)
         kernels.adam(values, run.grad(step), run.scalars(step))
-        kernels.from_fp32(state, values)
+        from_fp32(state, values)
     return kernels.to_fp32(state)._replace(master=exact)
 
 

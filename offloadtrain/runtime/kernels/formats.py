@@ -1,0 +1,268 @@
+"""Every state format in plain torch: fields to fp32 values and back, and any update rule over them.
+
+The three shipped formats have fast kernels for Adam beside this. A format of a program's own is one
+object, a `StateCodec`, and everything else follows from what that declares (docs/extending.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from offloadtrain.config.offload import PRECISIONS
+from offloadtrain.runtime.kernels.codec import (
+    encode_moments,
+    join,
+    random_bits,
+    round_bf16,
+    set_master_int8,
+    split,
+    to_fp32,
+)
+from offloadtrain.runtime.kernels.scalars import random_key
+from offloadtrain.runtime.kernels.state import Int8State, Layout, pieces
+from offloadtrain.step import formats
+from offloadtrain.step.formats import FP32, INT8, SPLIT16, Field, StateFormat
+
+Draw = Callable[[], Tensor]
+"""Makes (n,) int64, uniform in [0, 2^32): a function of seed, step, parameter and element."""
+
+Change = Callable[[Tensor, list[Tensor], Tensor], object]
+"""One step in place: (master, moments, gradient), all (n,) fp32; the gradient is scratch."""
+
+
+class StateCodec(Protocol):
+    """A state format with how its fields are read and written, elements of one parameter at a time.
+
+    Attributes:
+        format: what is kept.
+    """
+
+    @property
+    def format(self) -> StateFormat: ...
+
+    def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Master weights, then each moment, as (n,) fp32: the fields themselves where they are."""
+        ...
+
+    def store(
+        self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
+    ) -> None:
+        """Write what `load` would return into the fields.
+
+        Args:
+            draw: random bits for a rounding that uses some; None: round to nearest.
+        """
+        ...
+
+
+class _Fp32:
+    format = FP32
+
+    def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        return [field.float() for field in fields]
+
+    def store(
+        self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
+    ) -> None:
+        for field, value in zip(fields, values, strict=True):
+            if field.data_ptr() != value.data_ptr():
+                field.copy_(value)
+
+
+class _Split16:
+    format = SPLIT16
+
+    def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        weight, low, *moments = fields
+        return [join(weight, low), *(moment.float() for moment in moments)]
+
+    def store(
+        self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
+    ) -> None:
+        weight, low, *moments = fields
+        random = draw() if draw else None
+        for field, half in zip((weight, low), split(values[0]), strict=True):
+            field.copy_(half)
+        for number, (field, value) in enumerate(zip(moments, values[1:], strict=True)):
+            rounded = value if random is None else round_bf16(value, _16_bits(random, number))
+            field.copy_(rounded)
+
+
+def _16_bits(random: Tensor, number: int) -> Tensor:
+    """For each moment its own: the halves of `random`, then of what it hashes to."""
+    word = random if number < 2 else random_bits(number // 2, random)
+    return (word >> 16 * (number % 2)) & 0xFFFF
+
+
+class _Int8:
+    format = INT8
+
+    def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        return to_fp32(Int8State(*fields))
+
+    def store(
+        self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
+    ) -> None:
+        state, (master, exp_avg, exp_avg_sq) = Int8State(*fields), values
+        nearest = 0x800800 << 8 | 0x80  # half a unit in each of the three random numbers
+        random = draw() if draw else torch.full(master.shape, nearest, device=master.device)
+        set_master_int8(state, master, random & 0xFF)
+        encode_moments(exp_avg, exp_avg_sq, random >> 8, state)
+
+
+CODECS: dict[str, StateCodec] = {
+    codec.format.name: codec for codec in (_Fp32(), _Split16(), _Int8())
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredFormat:
+    """What `register_state_format` returns; in a `with`, it is removed at the end."""
+
+    name: str
+
+    def remove(self) -> None:
+        """Forget the format. Optimizers that use it must be closed."""
+        if CODECS.pop(self.name, None) is not None:
+            formats.unregister(self.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def register_state_format(codec: StateCodec) -> RegisteredFormat:
+    """Make a state format known: `ot.offload(..., state=codec.format.name)`.
+
+    It runs in plain torch, for every update rule.
+
+    Raises:
+        TypeError: the codec is none, or does not give fp32 values of the right shapes.
+        ValueError: there is a format of this name; its fields contradict each other; or memory of
+            zeros, which a run starts with, does not hold moments of zero.
+    """
+    if not isinstance(getattr(codec, "format", None), StateFormat):
+        raise TypeError(f"{codec!r:.80} has no `format` that is a StateFormat")
+    formats.register(codec.format)
+    try:
+        for precision in codec.format.precisions:
+            _check(codec, getattr(torch, PRECISIONS[precision]))
+    except BaseException:
+        formats.unregister(codec.format.name)
+        raise
+    CODECS[codec.format.name] = codec
+    return RegisteredFormat(codec.format.name)
+
+
+def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
+    """Load and store memory of zeros, whose last block is not whole."""
+    moments = codec.format.moments or ("exp_avg", "exp_avg_sq")
+    fields = tuple(
+        torch.zeros(field.numel(numel), dtype=_dtype(field, weights), device="cpu")
+        for field in codec.format.fields(moments)
+    )
+    values = codec.load(fields)
+    found = [(value.dtype, tuple(value.shape)) for value in values]
+    if found != [(torch.float32, (numel,))] * (1 + len(moments)):
+        raise TypeError(
+            f"state format '{codec.format.name}': load of {numel} elements must give the master "
+            f"and {len(moments)} moments as float32 of shape ({numel},), and gives {found}"
+        )
+    if any(bool(value.any()) for value in values):
+        raise ValueError(
+            f"state format '{codec.format.name}': memory of zeros, which a run starts with, is "
+            "loaded as other values than zero"
+        )
+    for draw in (None, partial(_draw, 0, 1, 0, 0, numel)):
+        codec.store(fields, values, draw)
+
+
+def _dtype(field: Field, weights: torch.dtype) -> torch.dtype:
+    dtype = weights if field.dtype is None else getattr(torch, field.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def codec_of(format: StateFormat) -> StateCodec:
+    """Raises ValueError if it is not registered (any more)."""
+    if format.name not in CODECS:
+        raise ValueError(f"there is no state format '{format.name}': {', '.join(CODECS)}")
+    return CODECS[format.name]
+
+
+def update_by_codec(
+    format: StateFormat,
+    moments: Sequence[str],
+    state: tuple[Tensor, ...],
+    grad: Tensor,
+    working: Tensor | None,
+    layout: Layout,
+    change: Change,
+    *,
+    step: int,
+    grad_scale: float,
+    seed: int,
+    out: tuple[Tensor, ...] | None = None,
+) -> None:
+    """One step of one bucket: load, `change`, store, a piece of a parameter at a time.
+
+    Args:
+        See `UpdateRule.update`. What of `working` is no parameter's becomes zero.
+    """
+    codec, fields, end = codec_of(format), format.fields(moments), 0
+    for offset, numel, parameter, first in layout.rows():
+        if working is not None:
+            working[end:offset].zero_()
+        for lo, hi in pieces(numel, first):
+            piece = (offset + lo, offset + hi)
+            kept = cut(fields, state, *piece)
+            if out is not None:
+                source, kept = kept, cut(fields, out, *piece)
+                torch._foreach_copy_(list(kept), list(source))
+            values = codec.load(kept)
+            change(values[0], list(values[1:]), grad[slice(*piece)].float() * grad_scale)
+            codec.store(kept, values, partial(_draw, seed, step, parameter, first + lo, hi - lo))
+            if working is not None:
+                working[slice(*piece)] = values[0]
+        end = offset + numel
+    if working is not None:
+        working[end:].zero_()
+
+
+def cut(fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int) -> tuple[Tensor, ...]:
+    """What of each tensor stands for elements [lo, hi); `lo` is a block's start."""
+    return tuple(
+        tensor[lo // field.per : -(-hi // field.per)]
+        for field, tensor in zip(fields, tensors, strict=True)
+    )
+
+
+def _draw(seed: int, step: int, parameter: int, first: int, count: int) -> Tensor:
+    elements = torch.arange(first, first + count, device="cpu") & 0xFFFFFFFF
+    return random_bits(random_key(seed, step, parameter, first), elements)
+
+
+def set_master_by_codec(format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
+    """Take over (n,) fp32 master weights; moments stay, to the bit."""
+    codec, scratch = codec_of(format), tuple(torch.empty_like(field) for field in state)
+    codec.store(scratch, [master, *codec.load(state)[1:]], None)
+    for field, new in zip(state[: len(format.master)], scratch, strict=False):
+        field.copy_(new)
+
+
+def convert_by_codec(
+    source: StateFormat,
+    given: tuple[Tensor, ...],
+    format: StateFormat,
+    state: tuple[Tensor, ...],
+) -> None:
+    """Take over state of another format, rounded to nearest where this one is narrower."""
+    codec_of(format).store(state, codec_of(source).load(given), None)

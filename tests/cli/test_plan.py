@@ -38,6 +38,15 @@ def test_what_is_printed(capsys: Captured) -> None:
     assert max(map(len, out.splitlines())) < 140
 
 
+def test_a_job_is_planned_for_the_machine_that_it_names(capsys: Captured) -> None:
+    assert plan("gpt_13b_v100") == 0
+    of_the_job = capsys.readouterr().out
+    assert plan("gpt_13b_v100", "--machine", "v100_32gb") == 0
+    assert of_the_job == capsys.readouterr().out
+    assert plan("gpt_13b_v100", "--machine", "dgx2") == 0
+    assert of_the_job != capsys.readouterr().out
+
+
 def test_json_sums_up(capsys: Captured) -> None:
     assert plan("demo", "--machine", "dgx2", "--gpus", 4, "--json", *SMALL) == 0
     told = found(capsys)

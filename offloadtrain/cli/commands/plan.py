@@ -51,7 +51,8 @@ def plan(
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
         v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx3090, rtx4090, rtx5090, gh200, cpu2.
-        Default: this machine, with the rates of the most similar shipped one.
+        Default: the job's device.machine, else this machine, with the rates of the most similar
+        shipped one.
     gpus
         Number of ranks, one per GPU. They divide the job's batch; with --largest each has one
         sequence.
@@ -76,7 +77,6 @@ def plan(
     from offloadtrain.plan.plan import make
 
     parse_ranks("--gpus", str(gpus))
-    name, target = chosen_machine(machine, gpu_memory, host_memory)
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
     if largest:
@@ -84,10 +84,12 @@ def plan(
             raise ConfigError(
                 f"--largest searches over models: leave out {job or '--sweep, --set'}"
             )
+        name, target = chosen_machine(machine, gpu_memory, host_memory)
         return _largest(name, target, gpus, as_json=as_json)
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
     config = jobs.load(find_job(job), overrides, say_on_stderr)
+    name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
     config = suggest.settled(config, name, target, gpus)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)

@@ -3,7 +3,7 @@
     import offloadtrain as ot
     optimizer = ot.offload(model, ot.AdamW(lr=3e-4), clip_norm=1.0)
 
-Names are loaded on first use, so that `offloadtrain.events` and the command line cost no torch.
+Names are loaded on first use, so `offloadtrain.events` and the command line import no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError, OffloadTrainError
     from offloadtrain.config.offload import OffloadConfig
-    from offloadtrain.engine import OffloadOptimizer, StepReport, offload
+    from offloadtrain.engine import (
+        GradientError,
+        ModelError,
+        OffloadOptimizer,
+        StaleGraphError,
+        StepReport,
+        offload,
+    )
     from offloadtrain.optim import Adam, AdamW
 
 __version__ = "0.1.0"
@@ -21,9 +29,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adam": "offloadtrain.optim",
     "AdamW": "offloadtrain.optim",
+    "DeviceMemoryError": "offloadtrain.config.errors",
+    "GradientError": "offloadtrain.engine",
+    "HostMemoryError": "offloadtrain.config.errors",
+    "ModelError": "offloadtrain.engine",
     "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.config.errors",
+    "StaleGraphError": "offloadtrain.engine",
     "StepReport": "offloadtrain.engine",
     "offload": "offloadtrain.engine",
 }
@@ -31,8 +44,14 @@ _HOMES = {
 __all__ = [
     "Adam",
     "AdamW",
+    "DeviceMemoryError",
+    "GradientError",
+    "HostMemoryError",
+    "ModelError",
     "OffloadConfig",
     "OffloadOptimizer",
+    "OffloadTrainError",
+    "StaleGraphError",
     "StepReport",
     "__version__",
     "offload",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import offloadtrain
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     path for folder in ("offloadtrain", "tui") for path in (ROOT / folder).rglob("*.py")
@@ -86,6 +88,13 @@ def test_the_ground_floor_loads_nothing_heavy(module: str) -> None:
 def test_the_packages_themselves_load_no_torch(module: str) -> None:
     path = f"sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tui')]!r}; import {module}"
     assert "torch" not in _loaded_by(path)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in offloadtrain.__all__:
+        assert getattr(offloadtrain, name) is not None
+    errors = [getattr(offloadtrain, name) for name in offloadtrain.__all__ if "Error" in name]
+    assert len(errors) >= 6 and all(issubclass(e, offloadtrain.OffloadTrainError) for e in errors)
 
 
 def test_the_check_of_loaded_modules_sees_one() -> None:

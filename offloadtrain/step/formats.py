@@ -1,4 +1,4 @@
-"""State formats: which tensors are kept of each parameter, with which dtype. The one table of them.
+"""State formats: the tensors of each parameter's state, and their dtypes. The one table of them.
 
 See [Note: State formats] in `kernels.state`.
 """
@@ -39,23 +39,23 @@ class Field:
     per_block: bool = False
 
     def numel(self, elements: int) -> int:
-        """How many values a bucket of so many elements needs."""
+        """Return the number of values for a bucket of so many elements."""
         return -(-elements // SCALE_BLOCK) if self.per_block else elements
 
     def nbytes(self, elements: int, weight_bytes: int) -> int:
-        """Of a bucket of so many elements."""
+        """Return the bytes of this field for a bucket of so many elements."""
         return self.numel(elements) * (ITEMSIZE[self.dtype] if self.dtype else weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """How master weights and moments are kept.
+    """The encoding of master weights and moments.
 
     Attributes:
-        master: the fields that together are the master weight; where the first of them is "weight",
-            it is the working weight itself and is uploaded from where it lies.
+        master: the fields that together are the master weight. If the first of them is "weight", it
+            is the working weight itself and is uploaded from where it lies.
         moment: dtype of each moment.
-        scaled: whether moments have a scale per block.
+        scaled: moments have a scale per block.
     """
 
     name: State
@@ -65,7 +65,7 @@ class StateFormat:
 
     @property
     def holds_weight(self) -> bool:
-        """Whether the state's first field is the working weight."""
+        """True if the state's first field is the working weight."""
         return self.master[0].dtype is None
 
     def fields(self, moments: Sequence[str]) -> tuple[Field, ...]:
@@ -75,7 +75,7 @@ class StateFormat:
         return self.master + kept + (scales if self.scaled else ())
 
     def bytes_per_param(self, moments: Sequence[str], weight_bytes: int) -> float:
-        """Of the state, without gradients."""
+        """Return the bytes of the state per parameter, without gradients."""
         return sum(
             (ITEMSIZE[field.dtype] if field.dtype else weight_bytes)
             / (SCALE_BLOCK if field.per_block else 1)
@@ -85,8 +85,8 @@ class StateFormat:
     def traffic_per_param(
         self, moments: Sequence[str], weight_bytes: int, grad_bytes: int
     ) -> float:
-        """Bytes that an update moves through memory: gradient and state read, state and working
-        weight written."""
+        """Return the bytes that an update moves through memory per parameter: gradient and state
+        read, state and working weight written."""
         state = 2 * self.bytes_per_param(moments, weight_bytes)
         return grad_bytes + state + (0 if self.holds_weight else weight_bytes)
 

@@ -48,8 +48,7 @@ _chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
 def lanes_for(
     device: torch.device, *, among_ranks: bool = False, state_on_device: bool = False
 ) -> Lanes:
-    """The backend that overlaps where the device can: streams on CUDA, in order on the CPU; or what
-    `on_lanes` has chosen."""
+    """Make the lanes of a device: streams on CUDA, in order on the CPU; or those of `on_lanes`."""
     if (chosen := _chosen.get()) is not None:
         return chosen
     if device.type != "cuda":
@@ -59,7 +58,7 @@ def lanes_for(
 
 @contextmanager
 def on_lanes(lanes: Lanes) -> Iterator[None]:
-    """What is offloaded inside runs on these: for tests and measurements."""
+    """Models offloaded inside run on these lanes: for tests and measurements."""
     token = _chosen.set(lanes)
     try:
         yield

@@ -156,7 +156,7 @@ class Block:
 
     # [Note: Backward spans]
     # Autograd reads a block's weights from the first unpacking of a saved handle until the last
-    # handle dies with its graph node. That interval is the block's backward span.
+    # handle is freed with its graph node. That interval is the block's backward span.
 
     def packed(self) -> None:
         self._live_handles += 1

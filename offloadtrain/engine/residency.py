@@ -114,6 +114,7 @@ class Residency:
             block.leave_device()
         self._exposed.clear()
         self._tell_misses()
+        # Launches loads to the slots without a pin, beside what compute and the host still run.
         self.interpreter.run(self._program.pass_begins(self._pinned()))
 
     def reset(self) -> None:

@@ -95,6 +95,7 @@ class ActivationOffloader:
                 "forward again before backward"
             )
         self._tell_dropped()
+        # Compute waits for this input only; the next one comes beside this block's backward.
         self._interpreter.run(self._program.activation_needed(number))
         self._check_freed()
         # Autograd owns it from here on and frees it in the order of compute, which has waited.

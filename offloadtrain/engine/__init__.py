@@ -1,8 +1,8 @@
 """The offload engine over arbitrary modules.
 
-It knows no model, no data, no job. `partition.py` cuts a model into blocks, `build.py` allocates,
-`autograd/` sits in the user's forward and backward, `gradients.py` and `residency.py` hand events
-to the program of `step`, and `interpreter.py` runs its operations on lanes.
+It knows no model, no data, no job. `partition.py` divides a model into blocks, `build.py`
+allocates, `autograd/` hooks into the user's forward and backward, `gradients.py` and `residency.py`
+report events to the program of `step`, and `interpreter.py` runs its operations on lanes.
 Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradient's way.
 """
 

@@ -1,9 +1,9 @@
-"""What Accelerate's wrapper of an optimizer does, for one that is not wrapped.
+"""The behaviour of Accelerate's optimizer wrapper, for an optimizer that is not wrapped.
 
-`Accelerator.prepare` (so the Trainer of transformers, and TRL's) wraps an optimizer. The wrapper
-copies its whole state dict to the device, here 12 bytes per parameter, and never asks it whether a
-step was skipped. An optimizer that says that it is prepared is left as it is, and has to do the
-rest itself: nothing in `step` and `zero_grad` before the last microbatch of `accumulate`.
+`Accelerator.prepare` (and with it the Trainers of transformers and TRL) wraps an optimizer. The
+wrapper copies its whole state dict to the device, here 12 bytes per parameter, and never asks it
+whether a step was skipped. An optimizer that reports to be prepared is not wrapped, and must do the
+rest itself: `step` and `zero_grad` do nothing before the last microbatch of `accumulate`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class Prepared:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True, and from here on Accelerate says when a step is due."""
+        """True; from the first read on, Accelerate says when a step is due.
+
+        Raises:
+            EngineError: Accelerate is to scale losses.
+        """
         if _state("AcceleratorState").get("_mixed_precision") == "fp16":
             raise EngineError(
                 "Accelerator(mixed_precision = 'fp16') scales losses by a GradScaler, which finds "
@@ -39,22 +43,22 @@ class Prepared:
 
     @property
     def optimizer(self) -> Prepared:
-        """Itself: where Accelerate looks for whose learning rate a scheduler sets."""
+        """Itself: Accelerate compares it with the optimizer of a learning-rate scheduler."""
         return self
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing, so that a scheduler should wait."""
+        """True if the last step changed nothing, so that a scheduler should wait."""
         return self.last_step is not None and self.last_step.skipped
 
     @property
     def _accumulating(self) -> bool:
-        """Whether more microbatches come before Accelerate's next step."""
+        """True if more microbatches come before Accelerate's next step."""
         return self._prepared and not _state("GradientState").get("sync_gradients", True)
 
 
 def _state(name: str) -> dict[str, Any]:
-    """What Accelerate shares between all objects of one of its classes; nothing where it is not
+    """Return the state that Accelerate shares between all objects of a class; {} if it is not
     loaded."""
     found = getattr(sys.modules.get("accelerate.state"), name, None)
     return {} if found is None else dict(found._shared_state)

@@ -1,4 +1,4 @@
-"""The public face: `offload()`."""
+"""The public function `offload()`."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def offload(
     values as given become the fp32 master weights. Tied parameters stay tied. Frozen parameters are
     moved and cast with the rest and have no state. Norms with running statistics keep fp32
     parameters; buffers keep their dtype. fp32 inputs are cast where they meet 16-bit weights (see
-    `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`; of
-    16-bit logits that it returns, or inside of a `checkpoint` of its own, take the loss of
+    `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`. For
+    16-bit logits that it returns, and inside a `checkpoint` of your own, take the loss of
     `logits.float()`.
 
-    Gradients are taken from `.grad` during backward: what reads `.grad` afterwards finds None. So
-    torch's `clip_grad_norm_`, and with it Accelerate's, the Trainer's `max_grad_norm` and
+    Gradients are taken from `.grad` during backward: code that reads `.grad` afterwards finds None.
+    So torch's `clip_grad_norm_`, and with it Accelerate's, the Trainer's `max_grad_norm` and
     Lightning's `gradient_clip_val`, **clip nothing and return 0.0** (a warning says so once): use
     `clip_norm`, or `optimizer.clip_grad_norm_(max_norm)` between the last backward and `step()`.
 
     `optimizer.backward(loss)` divides by `grad_accum_steps` and scales fp16 losses. A plain
-    `loss.backward()` does neither, as in every torch loop: divide the loss before it. Where others
-    have divided already (Accelerate, the Trainer): `optimizer.backward(loss, divide=False)`. Loops
-    whose backwards follow each other without a forward in between (pipelines) call
+    `loss.backward()` does neither, as in every torch loop: divide the loss before it. If the loss
+    is divided already (Accelerate, the Trainer), call `optimizer.backward(loss, divide=False)`.
+    Loops whose backwards follow each other without a forward in between (pipelines) call
     `optimizer.end_micro_step()` behind each plain `loss.backward()`.
 
     `model.load_state_dict` keeps working: fp32 values become the master weights as they are.
@@ -87,9 +87,9 @@ def offload(
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
-        config: all the options that follow but `process_group` and `param_init_fn`, in place of
-            them.
-        precision: of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
+        config: all the options below in one object, instead of the arguments; not `process_group`
+            and `param_init_fn`.
+        precision: dtype of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
             "fp32".
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
             or "int8" (5), or one of your own (docs/extending.md). Gradients take 2 more, or 4 where
@@ -97,20 +97,21 @@ def offload(
         state_on: "host"; "device": nothing is offloaded: gradients, masters and moments stay on the
             device, and Adam runs there. For "fp32" state, update mode "exact" and working =
             "device"; among ranks all ZeRO stages.
-        seed: of stochastic rounding in "split16" and "int8".
+        seed: seed of stochastic rounding in "split16" and "int8".
         update: update mode. "exact": the update of a resident run. "speculative": the same bits;
-            Adam runs inside backward on the guess that nothing is clipped or skipped, into a second
-            copy of the state. "delayed": one step of staleness, Adam beside the whole next step.
-        warmup_steps: of "delayed": exact steps before the first delayed one.
-        clip_norm: largest global gradient norm; None: no clipping but by `clip_grad_norm_` of the
-            optimizer.
-        skip_nonfinite: skip a step whose gradient norm is not finite; three in a row are warned
-            of. Where this is off and nothing is clipped, Adam of mode "exact" runs inside backward.
-        grad_accum_steps: microbatches per step, summed in fp32 on the host; see above for who
-            divides by it.
+            Adam runs inside backward on the assumption that nothing is clipped or skipped, into a
+            second copy of the state. "delayed": one step of staleness, Adam beside the whole next
+            step.
+        warmup_steps: in mode "delayed", exact steps before the first delayed one.
+        clip_norm: largest global gradient norm; None: only `clip_grad_norm_` of the optimizer
+            clips.
+        skip_nonfinite: skip a step whose gradient norm is not finite; three in a row log a warning.
+            If False and nothing is clipped, Adam of mode "exact" runs inside backward.
+        grad_accum_steps: microbatches per step, summed in fp32 on the host; `backward` divides by
+            it, see above.
         host_memory_limit: bytes that the engine may hold on the host; decides how many blocks
             "speculative" can speculate on. None: nine tenths of what is available.
-        working: where the working weights live: "device", or "host": repeated blocks (the layers of
+        working: residence of the working weights. "device"; "host": repeated blocks (the layers of
             a list) are streamed, loaded ahead of their use in forward and in backward. Embedding,
             final norm and head stay on the device.
         device_slots: how many streamed blocks are on the device at once.
@@ -118,9 +119,9 @@ def offload(
             `device_memory_limit` leaves room for; without one, none.
         device_memory_limit: bytes that the engine may hold on the device: weights, slots and
             gradient staging. Activations and gradients on their way are torch's.
-        activation: what the layers of a list keep for backward: "keep" everything; "recompute":
-            their inputs, and run their forward again (dropout draws the same); "offload": as
-            "recompute", with the inputs in host memory.
+        activation: the activations of the layers of a list. "keep": all stay on the device;
+            "recompute": inputs stay, and forward runs again in backward (dropout draws the same);
+            "offload": as "recompute", with the inputs in host memory.
         process_group: of torch.distributed, whose ranks share the state of this model: each keeps
             and updates its shard. Every one of them calls `offload`, `step` and so on at the same
             point. Default: all ranks where torch.distributed is initialised, else this process
@@ -142,11 +143,11 @@ def offload(
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
-        ModelError: a model that cannot be trained rightly, naming the parameter.
-        HostMemoryError, DeviceMemoryError: before anything is allocated, if a limit, or what the
-            host has, is too small.
-        ValueError, TypeError: arguments out of range, that contradict each other, or that are not
-            what they should be.
+        ModelError: a model that would not train correctly, naming the parameter.
+        HostMemoryError, DeviceMemoryError: before anything is allocated, if a limit or the
+            available memory is too small.
+        RankError: ranks differ in model, groups or options.
+        ValueError, TypeError: arguments out of range, contradictory or of a wrong type.
     """
     given = locals()
     check_arguments(model, rule)
@@ -154,7 +155,8 @@ def offload(
     chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
     on = _resolve_device(device)
     _check_precision(chosen.precision, on)
-    _place_kernels(on)  # before the first collective: NUMA, and pinning beside it
+    # Before any host memory is mapped: it lies next to the CPUs that touch it first.
+    _place_kernels(on)
     ranks = Ranks.of(process_group, on)
     chosen.zero_stage_among(ranks.size)
     if model in offloaded:
@@ -173,7 +175,11 @@ def offload(
 
 
 def _chosen(options: OffloadConfig, config: OffloadConfig | None) -> OffloadConfig:
-    """The options, which are either in their own arguments or in `config`."""
+    """Return the options, which are either in their own arguments or in `config`.
+
+    Raises:
+        ValueError: an option is in both.
+    """
     if config is None:
         return options
     default = OffloadConfig()
@@ -201,7 +207,7 @@ def _resolve_device(device: str | torch.device) -> torch.device:
 
 
 def _place_kernels(device: torch.device) -> None:
-    """Kernels and host memory next to the GPU, whose ranks share the cores; see `cpus`."""
+    """Bind kernels and host memory to the GPU's NUMA node, whose ranks share its cores."""
     if device.type != "cuda":
         return
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -213,7 +219,7 @@ def _place_kernels(device: torch.device) -> None:
 
 
 def _check_precision(precision: str, device: torch.device) -> None:
-    """Raises ValueError for what this device does not compute in."""
+    """Raises ValueError for a precision without arithmetic on this device."""
     if precision == "auto":
         raise ValueError(f"precision = 'auto' is not one of {', '.join(map(repr, PRECISIONS))}")
     if device.type == "cuda" and precision == "bf16":
@@ -226,7 +232,7 @@ def _check_precision(precision: str, device: torch.device) -> None:
 def _check_same(
     model: nn.Module, groups: list[dict[str, Any]], config: OffloadConfig, ranks: Ranks
 ) -> None:
-    """Every rank must be about to train the same model in the same way."""
+    """Raises RankError unless all ranks have the same model, groups and options."""
     if ranks.is_single:
         return
     names = {param: name for name, param in model.named_parameters()}
@@ -245,7 +251,7 @@ def _check_same(
 
 
 def _first(one: Any, first: Any) -> str:
-    """The first entry that differs."""
+    """Describe the first entry that differs."""
     pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (one, first)))
     a, b = next(pair for pair in pairs if pair[0] != pair[1])
     return f"{a} and {b}"

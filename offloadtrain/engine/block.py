@@ -1,4 +1,4 @@
-"""One block: where its working weights are now, and who still reads them."""
+"""One block: the residence of its working weights, and the graphs that still read them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
 
 class StaleGraphError(OffloadTrainError):
-    """A backward pass over a graph that was built with weights that are gone."""
+    """A backward over a graph whose weights have been updated since."""
 
 
 @contextmanager
 def _ordinary_tensors() -> Iterator[None]:
-    """Views made inside of a user's inference mode could not be trained with afterwards."""
+    """Leave a user's inference mode: views made inside it could not be trained afterwards."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 _Views = list[tuple[nn.Parameter, Tensor]]
-"""What parameters are views of. Made once: blocks come and go at every use."""
+"""Each parameter with its view. Made once per memory: blocks change slots at every use."""
 
 
 def _show(views: _Views) -> None:
+    # Only the view changes; autograd does not notice. Saved weights are handles for this reason.
     for param, view in views:
         param.data = view
 
 
 class Source(Protocol):
-    """What brings a block's weights to where compute reads them."""
+    """Brings a block's weights to where compute reads them."""
 
     def use(self, block: Block) -> None: ...
     def unpacked(self, block: Block, clock: int) -> None: ...
@@ -46,15 +47,16 @@ class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 
     Attributes:
-        buckets: of what is trained.
-        frozen: of what is not, where the block may be streamed: their weights come and go with it.
-        repeated: one of several of its kind, and used one after the other: it can be streamed.
-        streamed: its weights come to a slot of the device for their use.
+        buckets: the trained ones.
+        frozen: the frozen ones, where the block may be streamed: they are loaded with the others.
+        repeated: one of several alike that are used one after the other: it can be streamed.
+        streamed: its weights are loaded into a device slot for their use.
         source: brings its weights to where compute reads them.
-        forwards: forwards of it that are running.
-        generation: how many times the weights were replaced. A saved handle with another generation
-            belongs to an older graph.
-        clock: when its last forward outside of a backward began, in forwards of modules.
+        forwards: the number of its forwards that are running.
+        generation: the number of times its weights were replaced. A saved handle with another
+            generation belongs to an older graph.
+        clock: the time, in forwards of modules, at which its last forward outside of a backward
+            began.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
@@ -86,16 +88,17 @@ class Block:
         self._placeholders: dict[Bucket, Tensor] = {}
         self._weights: dict[Buffer | None, tuple[Range, ...]] = {}
         self._views: dict[Buffer, _Views] = {}
-        """Of a streamed block: memory of its first bucket in a slot → what parameters are then."""
+        """For a streamed block: memory of its first bucket in a slot → its parameters' views."""
         self._absent: _Views = []
-        """What they are without a slot."""
+        """Its parameters' views without a slot."""
 
     @property
     def quiet(self) -> bool:
         """No graph holds a saved view of the weights."""
         if self._live_handles:
             return False
-        # A recompute that nothing has told of: its graph holds them until autograd has gone on.
+        # A recompute past the hooks leaves plain views in its graph, which no handle counts: they
+        # are alive until backward has passed the block.
         return not (self._runs_again and self.source.pinned(self))
 
     @property
@@ -105,7 +108,7 @@ class Block:
 
     @property
     def weights(self) -> tuple[Range, ...]:
-        """All that a forward or a backward of it reads, where it is now."""
+        """The ranges that a forward or a backward of it reads, where they are now."""
         memory = self.held[0].working if self.held else None
         if memory not in self._weights:
             self._weights[memory] = tuple(bucket.working.whole for bucket in self.held)
@@ -116,14 +119,17 @@ class Block:
         self.source.use(self)
 
     def enter_device(self) -> None:
-        """A slot holds the weights, or is about to: compute waits for them in `use`."""
-        memory = self.held[0].working  # all buckets of a block change their slot together
+        """Make the parameters views of the slot; compute waits for the weights in `use`."""
+        # All buckets of a block change their slot together: the first one stands for all.
+        memory = self.held[0].working
         if memory not in self._views:
             self._views[memory] = self._seen(lambda bucket, slot: slot.view(bucket.working.flat))
+        # Before the load is done: no kernel reads through these views until `use` has waited.
         _show(self._views[memory])
 
     def leave_device(self) -> None:
-        """The slot goes to another block; the parameters are NaN until the next use."""
+        """Make the parameters NaN until the next use: the slot goes to another block."""
+        # The span ends before the slot changes hands: a load into it would race with its reads.
         self.end_backward()
         if not self._absent:
             self._absent = self._seen(
@@ -132,7 +138,8 @@ class Block:
         _show(self._absent)
 
     def expose_host_weights(self) -> None:
-        """Of a streamed block without a slot: parameters are the host's copy until the next use."""
+        """Make the parameters of a streamed block without a slot views of the host's copy."""
+        # The lanes are empty: no update writes this memory while the user looks at it.
         _show(self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat)))
 
     def _seen(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
@@ -140,7 +147,7 @@ class Block:
             return [(slot.param, view(b, slot)) for b in self.held for slot in b.slots]
 
     def placeholder(self, bucket: Bucket) -> Tensor:
-        """The NaN that stands for the weights of a bucket while they are not on the device."""
+        """Return the 0-dim NaN, on the device, that stands for weights that are not there."""
         if bucket not in self._placeholders:
             flat = bucket.working.flat
             nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
@@ -149,7 +156,7 @@ class Block:
 
     # [Note: Backward spans]
     # Autograd reads a block's weights from the first unpacking of a saved handle until the last
-    # handle dies with its graph node. That interval is the block's backward span.
+    # handle is freed with its graph node. That interval is the block's backward span.
 
     def packed(self) -> None:
         self._live_handles += 1
@@ -158,8 +165,8 @@ class Block:
         """A node of the graph is about to read the weights.
 
         Args:
-            generation: of the weights when the graph was built.
-            clock: when that was, in forwards of modules.
+            generation: that of the weights when the graph was built.
+            clock: the time of that, in forwards of modules.
 
         Raises:
             StaleGraphError: if they were replaced since the graph was built.
@@ -170,18 +177,21 @@ class Block:
                 f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
                 "are gone. Run forward again after step()."
             )
+        # Compute waits for the load, and the block is pinned: no prefetch evicts it while this
+        # backward reads it.
         if self.streamed:
             self.source.unpacked(self, clock)
         if self._backward is None:
             self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
 
     def runs_again(self) -> None:
-        """A forward of it runs as a part of a backward, and nothing was unpacked that told so."""
+        """Its forward runs as a part of a backward that has not unpacked any of its handles."""
         self._runs_again = True
         self.unpacked(self.generation, self.clock)
 
     def released(self) -> None:
         self._live_handles -= 1
+        # The last reader of the weights is gone: the span of its reads ends on compute here.
         if self._live_handles == 0:
             self.end_backward()
 

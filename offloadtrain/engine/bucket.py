@@ -1,4 +1,4 @@
-"""Flat layout: how the parameters of a block lie in the buffers that move as one."""
+"""Flat layout: the parameters of a block in buffers that move as one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offloadtrain.step.spec import BucketSpec, padded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Where one parameter lies in its bucket's flat buffers (the same elements in each of them).
+    """One parameter's elements in its bucket's flat buffers, the same in each of them.
 
     Attributes:
         index: position in `model.named_parameters()`: the order in which norms are added.
-        shape, stride: of the parameter, so that any dense memory format is kept.
+        shape, stride: those of the parameter, so that any dense memory format is kept.
     """
 
     name: str
@@ -34,15 +34,16 @@ class Slot:
     stride: tuple[int, ...]
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's elements of a flat buffer, shaped as the parameter."""
+        """View the parameter's elements of a whole flat buffer, shaped as the parameter."""
         return self.shaped(flat[self.offset : self.offset + self.numel])
 
     def shaped(self, piece: Tensor) -> Tensor:
-        """(numel,) of the parameter's own → its shape; one value per block stays 1-D."""
+        """View (numel,) elements in the parameter's shape; one value per block stays 1-D."""
         return piece.as_strided(self.shape, self.stride) if piece.numel() == self.numel else piece
 
     def flattened(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of the parameter's shape as (numel,), in the order of its memory."""
+        """Copy a tensor of the parameter's shape, on any device, to (numel,) on the host, in the
+        order of the parameter's memory."""
         flat = torch.empty(self.numel, dtype=tensor.dtype, device="cpu")
         self.shaped(flat).copy_(tensor)
         return flat
@@ -52,26 +53,26 @@ class Slot:
 class Bucket:
     """Parameters of one block with one working dtype and one set of hyperparameters.
 
-    Every buffer on the host is this rank's shard, and so is `kept`: elements [lo, hi) of the whole.
-    One rank's shard is the whole.
+    Every buffer on the host, and `device_shard`, is this rank's shard: elements [lo, hi) of the
+    whole. A single rank's shard is the whole.
 
     Attributes:
         spec: its sizes and formats; padding holds zeros.
         group: index into `param_groups`.
         lo, hi: the shard.
         working: device, working dtype: the weights that compute uses; parameters are views of it.
-            Of a streamed block: in the slot that it has, or had last.
-        layout: what of its slots is in the shard, as the kernels know it.
-        device_shard: device, working dtype: of a block that is gathered before its use, the shard.
-        state: host: the format's fields, master weights first; none of frozen weights.
+            For a streamed block: in the slot that it has, or had last.
+        layout: the elements of its slots that are in the shard, as the kernels know them.
+        device_shard: device, working dtype: the shard of a block that is gathered for its use.
+        state: host: the format's fields, master weights first; none for frozen weights.
         other: host: a second copy of `state`, which speculative updates are written into.
-        pending: host, working dtype: the rounded new weights until their upload, where they have to
-            wait for it longer than the gradient's memory is free.
-        snapshot: host, working dtype: of a streamed block, the weights of the step in progress,
-            where an update of it may run inside its backward; of frozen ones, the weights.
-        gradient: host: of the only microbatch, in the working dtype, then, where nothing else holds
-            them, the rounded new weights on their way up; or the fp32 sum over microbatches.
-        streamed: its block's weights come to a slot of the device when they are used.
+        pending: host, working dtype: the rounded new weights until their upload, where they wait
+            longer than the gradient's memory is free.
+        snapshot: host, working dtype: a streamed block's weights of the step in progress, where an
+            update may run inside its backward; or the frozen weights of a streamed block.
+        gradient: host: the only microbatch's gradient in the working dtype and then, where nothing
+            else holds them, the rounded new weights; or the fp32 sum over microbatches.
+        streamed: its block's weights are loaded into a device slot for their use.
     """
 
     spec: BucketSpec
@@ -106,48 +107,49 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Of the whole, padding included."""
+        """Elements of the whole, padding included."""
         return self.spec.numel
 
     @property
     def format(self) -> StateFormat:
-        """How its state is kept."""
+        """The format of its state."""
         return self.spec.format
 
     @property
     def shard_numel(self) -> int:
-        """Of each buffer on the host."""
+        """Elements of each buffer on the host."""
         return self.spec.shard_numel
 
     def piece(self, slot: Slot) -> tuple[int, int]:
-        """[lo, hi) of a parameter's elements, in the order of its memory, that the shard holds."""
+        """Return [lo, hi) of a parameter's elements, in the order of its memory, in the shard."""
         lo = min(max(self.lo - slot.offset, 0), slot.numel)
         return lo, max(lo, min(self.hi - slot.offset, slot.numel))
 
     @property
     def host_weight(self) -> Buffer | None:
-        """The state's own working weights, uploaded from where they lie."""
+        """The working weights in the state, which are uploaded from there."""
         return self.state[0] if self.format.holds_weight else None
 
     @property
     def load_source(self) -> Buffer:
-        """Of a streamed block: the copy of the weights that loads read."""
+        """The copy of a streamed block's weights that loads read."""
         buffer = self.device_shard or self.snapshot or self.host_weight or self.pending
         assert buffer is not None
         return buffer
 
     def swap_state(self) -> None:
-        """The other copy of the state becomes the state."""
+        """Make the other copy of the state the state."""
+        # Views of `state` that a user holds show the old copy from here on.
         self.state, self.other = self.other, self.state
 
     def weights_of(self, slot: Slot) -> Tensor:
-        """What the shard holds of a parameter's weights, where loads read them: (n,)."""
+        """View the shard's part of a parameter's weights, where loads read them: (n,)."""
         lo, hi = self.piece(slot)
         start = slot.offset + lo - self.lo if lo < hi else 0
         return self.load_source.flat[start : start + hi - lo]
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
-        """What the shard holds of a parameter's state: 1-D pieces of the buffers, in the order of
+        """View the shard's part of a parameter's state: 1-D pieces of the buffers, in the order of
         the fields."""
         first, last = self.piece(slot)
         if first == last:  # of a scale, too, which rounding up would take from another parameter
@@ -169,7 +171,7 @@ def pack(
     state: str,
     ranks: Ranks = ALONE,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned, and cut the whole into shards.
+    """Lay parameters out one after the other, each aligned, and divide the whole into shards.
 
     Args:
         state: the format of 16-bit buckets.
@@ -188,7 +190,7 @@ def pack(
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides if it is dense (any memory format), else contiguous ones."""
+    """Return the tensor's own strides if it is dense (any memory format), else contiguous ones."""
     return tuple(
         torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
     )

@@ -16,7 +16,7 @@ from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
-from offloadtrain.engine.device_memory import DeviceMemory, map_slots, map_staging, map_weights
+from offloadtrain.engine.device_memory import DeviceMemory, map_staging, map_weights
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
@@ -33,7 +33,7 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
-from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.memory import MemoryRequest, slot_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec, StepSpec
@@ -53,11 +53,11 @@ def build(
     inputs: Arena,
     ledger: Ledger,
 ) -> tuple[Engine, list[Block]]:
-    """Cut the model, move its weights into flat buffers, make the engine.
+    """Partition the model, move its weights into flat buffers, make the engine.
 
-    After it every trainable parameter is a view of a flat buffer on the device, its fp32 value is
-    in the arena. Frozen parameters and buffers are on the device, but the frozen parameters of
-    streamed blocks, which are in the arena. `inputs`: host memory for block inputs.
+    Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
+    arena. Frozen parameters and buffers are on the device, except the frozen parameters of streamed
+    blocks, which are in the arena. `inputs`: host memory for block inputs.
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
@@ -77,6 +77,7 @@ def build(
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
+    # Before any hook or launch: this thread writes masters that the host lane owns later.
     adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
     offloader = None
     if config.activation == "offload":
@@ -122,7 +123,7 @@ def lay_out(
     ranks: Ranks,
     available_bytes: int,
 ) -> StepSpec:
-    """The spec of the model's step; its blocks know afterwards which of them are streamed.
+    """Make the spec of the model's step, and mark the blocks that are streamed.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
@@ -137,8 +138,9 @@ def lay_out(
     )
     memory.check_host_limit(spec)
     for block in blocks:
+        # Frozen weights of a block that stays on the device are no bucket: they never move.
         if block.name not in spec.streamed:
-            block.frozen = ()  # these stay where the rest of the model's frozen weights are
+            block.frozen = ()
         block.streamed = block.name in spec.streamed
         for bucket in block.held:
             bucket.streamed = spec.is_streamed(bucket.spec)
@@ -162,7 +164,7 @@ def map_memory(
     on_device = DeviceMemory(ledger, device)
     norms = map_host(arena, blocks, spec)
     map_weights(on_device, blocks, spec)
-    slots = map_slots(on_device, spec)
+    slots = on_device.map(slot_requests(spec))
     staging = map_staging(on_device, spec)
     staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
     return MappedMemory(norms, slots, staging)
@@ -176,9 +178,12 @@ def make_blocks(
     ranks: Ranks,
     lanes: Lanes,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
-    """All blocks, and by module those that its forward waits for.
+    """Make all blocks, and by module the list of those that its forward waits for.
 
-    A parameter belongs to the first part that refers to it; later ones wait for its block.
+    A parameter belongs to the first part that refers to it; later parts wait for its block.
+
+    Raises:
+        ModelError: two buckets would have the same name.
     """
     order = {param: index for index, param in enumerate(model.parameters())}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
@@ -206,7 +211,7 @@ def make_blocks(
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """A bucket is known by its name, which a user's own name of a module can look like."""
+    """Raises ModelError for two buckets of one name, which a user's module names can cause."""
     counts = Counter(names)
     twice = next((name for name, count in counts.items() if count > 1), None)
     if twice is not None:
@@ -219,7 +224,7 @@ def _check_names(names: Sequence[str]) -> None:
 def _streamable_frozen(
     part: Part, owner: Mapping[nn.Parameter, Block]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Frozen parameters of a repeated part, which come and go with its trained ones."""
+    """List the frozen parameters of a repeated part, which are loaded with its trained ones."""
     if not part.repeated:
         return []
     return [
@@ -241,7 +246,7 @@ def _buckets(
     config: OffloadConfig,
     ranks: Ranks,
 ) -> tuple[Bucket, ...]:
-    """One bucket per (hyperparameters, working dtype) among a block's parameters."""
+    """Make a bucket per (parameter group, working dtype) among a block's parameters."""
     dtype = PRECISIONS[config.precision]
     sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
@@ -262,7 +267,9 @@ def _recomputed(parts: Sequence[Part], config: OffloadConfig) -> list[nn.Module]
 
 
 def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> Staging:
-    """Host buffers of block inputs, whose size only the first forward shows."""
+    """Map host buffers of block inputs when the first forward shows their size.
+
+    The returned function raises HostMemoryError beyond the limit."""
     made: dict[str | int, Tensor] = {}
 
     def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
@@ -276,8 +283,8 @@ def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> 
 
 
 def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
-    """For gradients that are summed, and for weights that have nowhere else to wait; otherwise it
-    is mapped when a slot is first asked for."""
+    """Map host staging at once where microbatches are summed; otherwise when a slot is first asked
+    for."""
     pieces: list[Tensor] = []
 
     def slot(number: str | int, _: int = 0) -> tuple[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a model must be like to be offloaded, and whether it is still like that."""
+"""Checks that a model can be offloaded, and that nobody else changes it afterwards."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _OF_A_RULE = (
 
 
 def check_arguments(model: object, rule: object) -> None:
-    """Refuse what the first two arguments of other libraries' functions would be.
+    """Refuse arguments in the order or of the kinds that other libraries take.
 
     Raises:
-        TypeError: saying what to write in its place.
+        TypeError: with the call to write instead.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -78,7 +78,7 @@ def check_state_keeps(state: str, rule: UpdateRule) -> None:
 
 
 def _as_rule(optimizer: torch.optim.Optimizer) -> str:
-    """The rule that does what torch's optimizer would have done."""
+    """Name the rule that corresponds to torch's optimizer."""
     name = type(optimizer).__name__
     if name not in ("Adam", "AdamW"):
         return "ot.AdamW(lr=…)"
@@ -87,17 +87,18 @@ def _as_rule(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
-    """Refuse, before anything is allocated or changed, what could not be trained rightly.
+    """Refuse, before anything is allocated or changed, a model that would not train correctly.
 
     Raises:
-        ModelError: naming the parameter or module and what to do.
+        ModelError: naming the parameter or module and the remedy.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(
             f"the model is wrapped in {type(model).__name__}, which keeps gradients of its own: "
             "offload model.module"
         )
-    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper; its class would import the compiler
+    # torch.compile's wrapper; asking for its class would import the compiler.
+    if hasattr(model, "_orig_mod"):
         raise ModelError(
             "the model is compiled as a whole, and its weights move between calls: compile each "
             "block instead (block.forward = torch.compile(block.forward)) and offload the model"
@@ -106,16 +107,12 @@ def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
     for name, param in model.named_parameters():
-        _check_parameter(name, param, may_be_meta)
+        for found, what in _faults(param, may_be_meta):
+            if found:
+                raise ModelError(f"parameter '{name}' {what}")
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
         raise ModelError("the model has nothing to train: no parameter has requires_grad=True")
     _check_overlap(list(model.named_parameters()))
-
-
-def _check_parameter(name: str, param: nn.Parameter, may_be_meta: bool) -> None:
-    for found, what in _faults(param, may_be_meta):
-        if found:
-            raise ModelError(f"parameter '{name}' {what}")
 
 
 def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]]:
@@ -147,7 +144,7 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
 
 
 def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Two parameters over the same bytes are tied in a way that flat buffers would break."""
+    """Raises ModelError for two parameters over the same bytes: flat buffers would untie them."""
     extents = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in named
@@ -162,14 +159,15 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]:
-    """Parameters that stay fp32 on the device whatever the precision.
+    """Return the parameters that stay fp32 on the device whatever the precision.
 
-    Those of norms with running statistics (torch refuses mixed dtypes there), what a Hugging Face
-    model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, and what the user
-    does.
+    These are those of norms with running statistics (torch refuses mixed dtypes there), those that
+    a Hugging Face model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, and
+    those that the user names.
 
     Raises:
-        ModelError: a pattern in `named` that no parameter matches.
+        ModelError: a pattern in `named` that no parameter matches, or that leaves a module with two
+            dtypes.
     """
     kept: set[nn.Parameter] = set()
     for module in model.modules():
@@ -212,7 +210,7 @@ def check_runs_twice(name: str, module: nn.Module) -> None:
 
 
 def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
-    """Where clipping is by the norm of a part of the world."""
+    """Warn of clipping by the norm of a process group that is a part of the world."""
     if ranks.size < ranks.world_size:
         _log.warning(
             "%s in a process group of %d of %d ranks: the norm, and with it clipping and skipping, "
@@ -229,14 +227,14 @@ _Seal = tuple[int, int, bool]
 
 
 class ParameterGuard:
-    """Notices that parameters were written, moved, frozen or added behind the engine's back.
+    """Detects parameters that were written, moved, frozen or added outside the engine.
 
-    The engine writes through flat buffers, which moves neither a parameter's version counter nor
-    its address; whoever else writes moves one of them.
+    The engine writes through flat buffers, which changes neither a parameter's version counter nor
+    its address; any other write changes one of them.
     """
 
     def __init__(self, model: nn.Module, moving: Collection[nn.Parameter] = ()) -> None:
-        """`moving`: parameters whose address the engine changes."""
+        """`moving`: parameters whose address the engine changes, those of streamed blocks."""
         self._model = model
         self._moving = set(moving)
         self._names = [name for name, _ in model.named_parameters()]
@@ -245,7 +243,7 @@ class ParameterGuard:
         self._seals = [self._seal(param) for param in self._params]
 
     def written(self) -> list[nn.Parameter]:
-        """Parameters whose values were written by others since the last renewal."""
+        """Return the parameters whose values were written by others since the last renewal."""
         pairs = zip(self._params, self._seals, strict=True)
         return [param for param, seal in pairs if param._version != seal[0]]
 
@@ -258,7 +256,7 @@ class ParameterGuard:
         return (param._version, address, param.requires_grad)
 
     def check(self) -> None:
-        """Raises ModelError naming the first parameter that is not as it was."""
+        """Raises ModelError naming the first parameter that others have changed."""
         walked = _parameters(self._model)
         same = len(walked) == len(self._walked) and all(map(is_, walked, self._walked))
         if not same or [self._seal(param) for param in self._params] != self._seals:
@@ -280,11 +278,12 @@ class ParameterGuard:
 
 
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Each of the model once, module by module: every step asks, and `model.parameters()` passes
-    each on through a generator per level and makes its name."""
+    """List the model's parameters once each, module by module. Every step calls it; it is faster
+    than `model.parameters()`, with a generator per level and a name for each."""
     found: dict[nn.Parameter | None, None] = {}
     modules, seen = [model], {model}
-    for module in modules:  # grows while it is walked
+    # The list grows while it is walked.
+    for module in modules:
         found.update(dict.fromkeys(module._parameters.values()))
         for child in module._modules.values():
             if child is not None and child not in seen:

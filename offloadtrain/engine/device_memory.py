@@ -1,4 +1,4 @@
-"""Weights, slots and staging on the device: mapped as the step's spec asks for them."""
+"""Weights, slots and staging on the device, mapped from the step's spec."""
 
 from __future__ import annotations
 
@@ -13,42 +13,38 @@ from offloadtrain.engine.memory_map import Staging
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer
-from offloadtrain.step.memory import MemoryRequest, slot_requests, staging_requests, weight_requests
+from offloadtrain.step.memory import MemoryRequest, staging_requests, weight_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.spec import StepSpec
 
 
 class DeviceMemory:
-    """Maps on one device, and books it."""
+    """Maps memory of one device, and books it in the Ledger."""
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self._ledger = ledger
         self._device = device
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        """Tensors of undefined contents in the order of the requests."""
+        """Allocate a 1-D tensor per request, of undefined contents, in their order."""
         take = self._ledger.device_tensor
         return [take(r.owner, r.numel, DTYPES[r.dtype], self._device) for r in requests]
 
 
 def map_weights(memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec) -> None:
-    """Flat working weights of blocks that stay on the device, and shards of those that are
-    gathered."""
+    """Map flat working weights of blocks that stay on the device, and shards of blocks that are
+    gathered for their use."""
     buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
     requests = list(weight_requests(spec))
     for request, tensor in zip(requests, memory.map(requests), strict=True):
         give(buckets[request.bucket], request, Buffer(request.name, tensor))
 
 
-def map_slots(memory: DeviceMemory, spec: StepSpec) -> list[Tensor]:
-    """Slots for the streamed blocks; until its first load a block's weights are nowhere."""
-    return memory.map(slot_requests(spec))
-
-
 def map_staging(memory: DeviceMemory, spec: StepSpec) -> dict[Memory, Staging]:
-    """A few slots for gathered gradients, or a place for each of them (ZeRO stage 1)."""
+    """Map a few slots for gathered gradients, or memory for each piece of them (ZeRO stage 1)."""
     requests = staging_requests(spec)
 
+    # Mapped when the first gradient comes, and kept: `MemoryMap` asks for it once.
     def own(owner: str | int, nbytes: int) -> tuple[str, Tensor]:
         (place,) = memory.map([MemoryRequest("gradients", nbytes, "uint8")])
         return f"gradients {owner}[0]", place

@@ -1,6 +1,6 @@
 """The engine: a step from the first forward hook to the last upload, over any module tree.
 
-What happens when is said by the program: [Note: The program] in `step.program`.
+The order of operations is the program's: [Note: The program] in `step.program`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class EngineError(OffloadTrainError):
 
 @dataclass(slots=True)
 class _Norm:
-    """Of the step's gradient, unscaled. It is measured once; clipping multiplies coefficients.
+    """The norm of the step's gradient, unscaled. It is measured once; clipping multiplies
+    coefficients.
 
     [Note: Clipping]
     `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
@@ -96,7 +97,7 @@ class Engine:
         self._totals = lanes.read_totals()
         self._sampling = False
         self._norm: _Norm | None = None
-        """Of the step in progress, where it was asked for before step()."""
+        """The norm of the step in progress, where it was measured before step()."""
         self._skipped_in_a_row = 0
         self.warns_of_skips = True
 
@@ -114,7 +115,7 @@ class Engine:
 
     @property
     def seed(self) -> int:
-        """Of stochastic rounding."""
+        """The seed of stochastic rounding."""
         return self._functions.seed
 
     @seed.setter
@@ -123,7 +124,8 @@ class Engine:
 
     @property
     def forward_order(self) -> list[Block]:
-        """In which weights go up; among ranks it is what rank 0 saw in its first step."""
+        """The order in which weights go up; among ranks, that of rank 0's first forward. Its first
+        use is a collective then."""
         if self._ranks.is_single:
             return self._forward_hooks.forward_order
         if self._forward_order is None:
@@ -134,7 +136,12 @@ class Engine:
         return self._forward_order
 
     def deliver(self, block: Block, slot: Slot) -> None:
-        """Post-accumulate-grad hook of one parameter."""
+        """Post-accumulate-grad hook of one parameter.
+
+        Raises:
+            EngineError: after close(), after clip_grad_norm_(), or a plain backward in fp16.
+            GradientError: for a gradient that cannot be used.
+        """
         if self._closed:
             self._require_open("backward")
         if self.scaler is not None and not self._in_explicit_backward:
@@ -152,16 +159,30 @@ class Engine:
             self.program.grads_again(block.name)
         elif arrival is GradStatus.COMPLETE and self.last_step is not None:
             early = self._decision()
+            # Modes that update early launch Adam here, beside the rest of backward. Not in the
+            # first step, whose backward shows which blocks deliver twice.
             for one in complete:
                 self._run(self.program.grads_complete(one.name, early))
+        # Mode "delayed": a block's new weights go up, beside backward, once no graph holds its old
+        # ones. Earlier they would overwrite what this backward still reads.
         if self._behind:
             for name in tuple(self._behind):
                 if self._by_name[name].quiet:
                     self._run(self.program.graph_freed(name), updates=True)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
-        """One micro-step: mean over microbatches, loss scale, backward."""
+        """Run one micro-step: mean over microbatches, loss scale, backward.
+
+        Args:
+            loss: scalar on the device, the mean over the microbatch.
+            divide: divide by the number of microbatches.
+
+        Raises:
+            EngineError, GradientError: out of turn, or a gradient that cannot be used; the
+                gradients of the step are dropped.
+        """
         self._require_open("backward")
+        # A plain backward before this one may have left its micro-step open.
         self._gradients.end_micro_step()
         if divide and self._config.grad_accum_steps > 1:
             loss = loss / self._config.grad_accum_steps
@@ -183,7 +204,11 @@ class Engine:
         self._gradients.end_micro_step()
 
     def clip(self, max_norm: float) -> float:
-        """Clip the step in progress; returns the norm before it. See [Note: Clipping]."""
+        """Clip the step in progress; returns the norm before it. See [Note: Clipping].
+
+        Raises:
+            EngineError: without a backward, or where Adam runs inside backward.
+        """
         self._require_open("clip_grad_norm_")
         if not self.program.waits_for_norm:
             raise EngineError(
@@ -196,10 +221,20 @@ class Engine:
         return before
 
     def step(self) -> StepReport:
-        """Norm, skip or clip, then launch Adam and uploads; returns before these are done."""
+        """Measure the norm, skip or clip, then launch Adam and uploads; returns before these are
+        done.
+
+        Raises:
+            EngineError: without a backward since the last step.
+            RankError: ranks disagree about the step.
+            UpdateError: hyperparameters changed after updates inside backward.
+        """
         self._require_open("step")
+        # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self._norm is not None and not self._ranks.is_single:
             self._check_agreement(self._ranks.all_gather_host(self._intent(self._norm.coef)))
+        # Otherwise the training thread waits here, and nowhere else in a step: the decision to skip
+        # and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step")
         if self._config.clip_norm is not None:
             norm.clip(self._config.clip_norm)
@@ -207,14 +242,18 @@ class Engine:
         skipped = self._config.skip_nonfinite and not math.isfinite(norm.value)
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
+        # Only launches: Adam and uploads run beside the user's code and the next forward, whose
+        # blocks wait for their own upload.
         self._run(self.program.norm_known(order, decision), updates=True)
         self.step_count += not skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._norm = None
         self._gradients.drop()
         self.program.step_ends()
+        # Launches the loads of the first streamed blocks, beside Adam of the others.
         self.residency.restart()
         self.last_step = self._report(norm, decision, micro_steps)
+        # The step is done and reported: raising before would have left it half done.
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
@@ -223,35 +262,47 @@ class Engine:
         return self.last_step
 
     def emit(self) -> None:
-        """Replace the working weights by the masters, rounded."""
+        """Replace the working weights by the masters, rounded; waits until they are.
+
+        Raises:
+            EngineError: between backward and step().
+        """
         self._require_open("replace the weights")
         if self.phase is not Phase.FORWARD:
             raise EngineError(
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
         self._run(self.program.masters_set(), updates=True)
+        # The caller may read parameters, or write masters again, outside of any hook that waits.
         self.synchronize()
 
     def drop_gradients(self) -> None:
-        """Forget what backward has delivered since the last step."""
+        """Forget the gradients since the last step."""
         self._norm = None
+        # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.cut is not None and not self._interpreter.torn:
             self._reset()
         self._gradients.drop()
+        # Copies down in flight need no wait: the next step's write the same memory behind them.
         self._run(self.program.drop(), updates=True)
 
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
         if not self._closed:
+            # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
+            # weights.
             if self.phase is Phase.FORWARD:
                 self._run(self.program.flush(), updates=True)
+            # The caller reads or writes state past the lanes: nothing may be in flight.
             self.lanes.synchronize()
+            # The program knows it too: later launches wait for nothing before this point.
             self.program.synchronized()
             self.residency.expose_host_weights()
 
     def _reset(self) -> None:
-        """Operations were cut short: whatever was launched ends, and nothing is on its way."""
+        """Restart after operations were cut short: end what was launched, forget the rest."""
+        # First, as operations in flight still use the memory that is released below.
         self.lanes.synchronize()
         self._forward_hooks.reset()
         self.program.reset()
@@ -269,13 +320,23 @@ class Engine:
             return
         self._closed = True
         self._forward_hooks.close()
+        # Drains: the caller gives the host memory back next, which copies and kernels still use.
         self.lanes.close()
+        # Behind the drain: parameters of streamed blocks get their weights out of host memory,
+        # which holds the newest ones only now.
         self._interpreter.cut = None
         self.residency.close()
+        # Last, as the comm lane had collectives of these groups in flight.
         self._ranks.close()
 
     def _measure(self, asker: str, max_norm: float | None = None) -> _Norm:
-        """Waits for the norm of the step, here and on every rank."""
+        """Wait for the norm of the step, here and on every rank.
+
+        Raises:
+            EngineError: no gradient has arrived since the last step.
+            RankError: ranks disagree about the step.
+        """
+        # A plain backward leaves its micro-step open: its last blocks are sent here.
         self._gradients.end_micro_step()
         if self._gradients.micro_steps == 0:
             raise EngineError(
@@ -288,7 +349,7 @@ class Engine:
         return _Norm(value, measured.nonfinite)
 
     def _intent(self, clipping: float | None) -> list[float]:
-        """What every rank must be about to do alike; see `_check_agreement`."""
+        """Return what must be the same on every rank; see `_check_agreement`."""
         if self._ranks.is_single:
             return []
         digests = [crc32(repr(x).encode()) for x in (self._functions.hyperparameters(), clipping)]
@@ -296,10 +357,11 @@ class Engine:
         return [*counts, self._functions.take_digest(), *digests]
 
     def _check_agreement(self, of_ranks: torch.Tensor) -> None:
-        """Every rank must have launched the same collectives and be about to do the same update.
+        """Check that all ranks have launched the same collectives and are about to do the same
+        update.
 
         Args:
-            of_ranks: (ranks, n), the intent of each.
+            of_ranks: (ranks, n) fp64 on the host, the intent of each.
 
         Raises:
             RankError: naming the first rank that differs from rank 0.
@@ -327,6 +389,7 @@ class Engine:
 
     def _report(self, norm: _Norm, decision: Decision, micro_steps: int) -> StepReport:
         timeline: tuple[Interval, ...] = ()
+        # A sampled step waits for its lanes, so that its intervals have ended; others never wait.
         if self._sampling:
             self._sampling = False
             timeline = tuple(self.lanes.take_timeline())

@@ -1,9 +1,9 @@
-"""Clipping that finds no gradients is noticed, by one parameter that knows who reads its `.grad`.
+"""Detects clipping that finds no gradients, by one parameter that sees who reads its `.grad`.
 
 torch's `clip_grad_norm_`, and with it Accelerate's, Lightning's and the Trainer's, reads `.grad` of
 every parameter after backward. By then gradients have left for the host: it clips nothing, returns
-0.0 and says nothing. So the class of one parameter, as of torch's own lazy parameters, has a `grad`
-that looks where it is read from. It costs nothing where nobody asks.
+0.0 and says nothing. So one parameter gets a class, as torch's own lazy parameters have one, whose
+`grad` looks at the calling code. It costs nothing where `.grad` is not read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 _log = logging.getLogger(__name__)
 
 _GRAD: Any = Tensor.grad
-"""torch's own attribute: on the class, what gets, sets and deletes it."""
+"""torch's own descriptor of the attribute."""
 
 _on_clipping = WeakIdKeyDictionary()
-"""Parameter → whom to tell."""
+"""Parameter → a weak reference to the function to call."""
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that tells when torch's clipping reads its gradient; its copies do not."""
+    """A parameter that reports when torch's clipping reads its gradient; its copies do not."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -56,26 +56,26 @@ class WatchedParameter(nn.Parameter):
 
 
 def _nobody() -> None:
-    """As a weak reference to who is gone."""
+    """Stands for a weak reference to an object that is gone."""
 
 
 def watch_clipping(param: nn.Parameter, noticed: Callable[[], Callable[[], None] | None]) -> None:
-    """When torch's clipping reads the gradient, call what `noticed` (a weak reference) refers to.
-    Parameters of other classes than torch's are left as they are."""
+    """Call the function that `noticed` (a weak reference) refers to when torch's clipping reads the
+    gradient. Parameters of other classes than torch's are left as they are."""
     if type(param) is nn.Parameter:
         param.__class__ = WatchedParameter
         _on_clipping[param] = noticed
 
 
 def unwatch(param: nn.Parameter) -> None:
-    """An ordinary parameter again."""
+    """Make it an ordinary parameter again."""
     if type(param) is WatchedParameter:
         param.__class__ = nn.Parameter  # type: ignore[assignment]
         _on_clipping.pop(param, None)
 
 
 def warn_of_clipping(clip_norm: float | None) -> None:
-    """torch's clipping was called after backward; `clip_norm`: what clips all the same."""
+    """Warn that torch's clipping was called after backward; `clip_norm`: the engine's own."""
     _log.warning(
         "torch's clip_grad_norm_ (or what calls it: Accelerate's, Lightning's gradient_clip_val, "
         "the Trainer's max_grad_norm) found no gradients, which have left for the host: it returns "

@@ -1,4 +1,4 @@
-"""What each kind of operation does, as a function over the views of its memory."""
+"""The function of each kind of operation, over the views of its memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Functions:
     """Makes the function of a launch; it gets the views of its reads, then those of its writes.
 
     Attributes:
-        delivered: bucket → what autograd has left, while it is sent down.
-        seed: of stochastic rounding.
+        delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
+        seed: that of stochastic rounding.
     """
 
     def __init__(
@@ -59,25 +59,27 @@ class Functions:
         }
 
     def of(self, op: Launch) -> Operation:
-        """The function of this launch."""
+        """Return the function of this launch."""
         make = self._made.get(op.kind)
         return _ALIKE[op.kind] if make is None else make(op)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Of every group, as they are now."""
+        """Return those of every group, as they are now."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
 
     def take_digest(self) -> int:
-        """A checksum of the collectives since the last call, and of their order."""
+        """Return a checksum of the collectives since the last call, in their order."""
         digest, self._digest = self._digest, 0
         return digest
 
     def _gather(self, op: Launch) -> Operation:
-        """A flat copy of the gradients, zero where there is none, each rank's part behind the
+        """Make a flat copy of the gradients, zero where there is none, each rank's part behind the
         other: see [Note: Pieces of a shard]."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         count, ranks = op.hi - op.lo, self._ranks.size
-        if op.hi == bucket.shard_numel:  # the last piece: with it the gradients' memory goes
+        # With the last piece the function is the only owner of the gradients: they are freed when
+        # it has run on compute, before the next node of backward allocates.
+        if op.hi == bucket.shard_numel:
             self.delivered.pop(op.owner, None)
 
         def gather(flat: Tensor) -> None:
@@ -92,21 +94,15 @@ class Functions:
 
     def _reduce_scatter(self, op: Launch) -> Operation:
         self._count(op)
-
-        def reduce(memory: Tensor) -> None:
-            self._ranks.reduce_scatter(memory)
-
-        return reduce
+        return self._ranks.reduce_scatter
 
     def _all_gather(self, op: Launch) -> Operation:
         self._count(op)
-
-        def gather(memory: Tensor) -> None:
-            self._ranks.all_gather(memory)
-
-        return gather
+        return self._ranks.all_gather
 
     def _count(self, op: Launch) -> None:
+        # By the launching thread, in launch order: ranks compare it with the norm, so that a
+        # collective matched with another one is found in the step where it happened.
         self._digest = crc32(op.name.encode(), self._digest)
         self._lanes.totals.comm_bytes += self._ranks.sent_bytes(op.writes[0].nbytes)
 
@@ -132,7 +128,8 @@ class Functions:
     def _adam(self, op: Launch) -> Operation:
         bucket, update = self._buckets[op.owner], op.update
         assert update is not None
-        group = dict(self._groups[bucket.group])  # as it is now: it may change after step()
+        # A copy: Adam runs on the host lane later, beside a scheduler that may change the group.
+        group = dict(self._groups[bucket.group])
         rule, format, layout, seed = self._rule, bucket.format, bucket.layout, self.seed
         fields, emits = len(bucket.state), not format.holds_weight
 
@@ -166,7 +163,7 @@ def fill(flat: Tensor, lo: int, delivered: Delivered) -> None:
     """Write elements [lo, lo + len(flat)) of a bucket's gradient, zero where there is none.
 
     Args:
-        flat: device, (n,), working dtype.
+        flat: (n,) on the device, working dtype, or fp32 where ranks sum in fp32.
     """
     hi, end = lo + flat.numel(), lo
     targets, sources = [], []
@@ -199,7 +196,7 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.ACTIVATION_DOWN: copy,
     Kind.ACTIVATION_UP: copy,
 }
-"""What every launch of a kind does alike."""
+"""The functions that are the same for every launch of a kind."""
 
 
 def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:

@@ -1,21 +1,20 @@
-"""Gradients as autograd delivers them: which block is whole, and when it sends them down.
+"""Gradients as autograd delivers them: the completion of each block, and its way down.
 
 [Note: Micro-steps]
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
 when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()`
-the first delivery opens the micro-step and the next forward of the model, or `step()`, ends it;
-where backwards follow each other without a forward in between, `optimizer.end_micro_step()` has to.
-What a block has not delivered by then is zero. A block whose parameters have all delivered leaves
-at once; if one of them delivers again in the same micro-step (reentrant recompute), the block's
-later gradient is added to the earlier one, and from then on the block leaves only at the end of
-its micro-steps.
+the first delivery opens the micro-step, and the next forward of the model or `step()` ends it.
+Where backwards follow each other without a forward in between, `optimizer.end_micro_step()` must.
+A gradient not delivered by then is zero. A block whose parameters have all delivered is sent at
+once. If one of them delivers again in the same micro-step (reentrant recompute), the later gradient
+is added to the earlier one, and from then on the block is sent only at the end of its micro-steps.
 
 [Note: Whose turn]
 Several ranks must launch their reduce-scatters in one order, whatever each of them is ready for
-first. In the first micro-step that is the order of registration, last block first; then what rank 0
-saw in its first backward. A block that is ready early waits; one that no gradient has reached on
-this rank sends zeros at the end. Which blocks deliver twice is agreed on after the first micro-step
-too.
+first. In the first micro-step that is the order of registration, last block first; later, the order
+of rank 0's first backward. A block that is ready early waits. One without a gradient on this rank
+sends zeros at the end. After the first micro-step ranks also agree on the blocks that deliver
+twice.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class GradientError(OffloadTrainError):
 
 
 class GradStatus(Enum):
-    """What one delivered gradient means for the block's gradient of the step."""
+    """The status of the block's gradient of the step, after one delivery."""
 
     PART = auto()
     """More is to come."""
     COMPLETE = auto()
-    """It is whole, launched to the host, and measured there."""
+    """It is whole; its copy to the host and its norm there are launched."""
     AGAIN = auto()
-    """It was taken for complete in this backward, and was not."""
+    """It was sent as complete in this backward, and was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,9 @@ class Measured:
     """The gradient of a step, as every rank knows it.
 
     Attributes:
-        squares: the sum of all squares, fp64; of the sum over ranks, with the loss scale.
+        squares: the sum of all squares, fp64, of gradients summed over ranks and loss-scaled.
         nonfinite: names of the parameters whose own sums are not finite.
-        told: (ranks, n) fp64, what each said beside it.
+        told: (ranks, n) fp64 on the host, each rank's `beside`.
     """
 
     squares: float
@@ -71,7 +70,7 @@ class Measured:
 
 @dataclass(slots=True)
 class _Delivery:
-    """Of one block in the micro-step in progress."""
+    """The deliveries of one block in the micro-step in progress."""
 
     arrived: int = 0
     left: bool = False
@@ -91,8 +90,8 @@ class Gradients:
         ranks: Ranks,
         norms: Buffer,
     ) -> None:
-        """`norms`: host fp64, (number of parameters,), each parameter's sum of squares, of what
-        is in this rank's shards."""
+        """`norms`: (number of parameters,) fp64, beside the state, each parameter's sum of squares
+        in this rank's shards."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
@@ -117,10 +116,10 @@ class Gradients:
         """Autograd has put a gradient into `slot.param.grad`.
 
         Returns:
-            What that means, and the blocks whose gradient of the step is now complete.
+            The block's status, and the blocks whose gradient of the step is now complete.
 
         Raises:
-            GradientError: if it is one backward too many, or a sparse one.
+            GradientError: for one backward too many, or a sparse gradient or one of another shape.
         """
         if not self.open:
             self._begin()
@@ -129,10 +128,13 @@ class Gradients:
             raise _bad_gradient(slot, grad)
         delivery = self._deliveries[block]
         delivery.arrived += 1
+        # The block's gradients have left: this one stays in `.grad` until the micro-step ends.
         if delivery.left:
             self._check_twice(block)
             delivery.leaves_late = True
             return GradStatus.AGAIN, []
+        # Sent as soon as it is complete, so that gather, copy and norm run beside the rest of
+        # backward.
         if delivery.arrived < block.expected or delivery.leaves_late:
             return GradStatus.PART, []
         due = [self._trained[number] for number in self._turns.ready(self._number[block])]
@@ -142,20 +144,24 @@ class Gradients:
 
     @property
     def _in_last(self) -> bool:
-        """Whether the micro-step in progress is the last of the step."""
+        """True if the micro-step in progress is the last of the step."""
         return self.micro_steps + 1 == self._grad_accum_steps
 
     def end_micro_step(self) -> None:
-        """What was not delivered by now is zero. Ignored if no micro-step is open."""
+        """End the micro-step: gradients not delivered by now are zero. Ignored if none is open."""
         if not self.open:
             return
+        # The other ranks reduce these blocks: this one must launch the same collectives.
         for number in self._turns.rest():
             self._take(self._trained[number])
         if self._agreed:
-            for block in self._late():
-                self._take(block)
+            for block in self._trained:
+                if self._deliveries[block].leaves_late:
+                    self._take(block)
         else:
             self._agree()
+        # Graphs that are still alive hold handles: their backward spans end here, or their reads
+        # would reach into step(), which uploads new weights.
         for block in self._blocks:
             block.end_backward()
         self._reset_deliveries()
@@ -164,6 +170,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget every gradient since the last step."""
+        # Gradients not sent down go back to the allocator, in the order of compute.
         self._functions.delivered = {}
         for block in self._blocks:
             block.end_backward()
@@ -174,16 +181,19 @@ class Gradients:
         self.micro_steps = 0
 
     def measure(self, beside: Sequence[float] = ()) -> Measured:
-        """All gradients of the step; waits for the last norm, and for every rank's.
+        """Measure the gradient of the step; waits for the last norm, and for every rank's.
 
         Each parameter's sum runs over fixed segments (see `kernels`); ranks are added in order,
         then parameters in the order of `model.named_parameters()`, so that blocks, buckets and
         groups change no bit.
 
         Args:
-            beside: what every rank tells the others in the same exchange.
+            beside: numbers that every rank sends to the others in the same exchange.
         """
+        # The only wait of the training thread in a step. The norms of early blocks ran beside
+        # backward; what is exposed is the way down of the last one.
         self._interpreter.run(self._program.norm())
+        # The host lane has written the norms: the program's last operation has waited for it.
         squares = self._norms.flat.cpu()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
@@ -215,17 +225,14 @@ class Gradients:
                 "take every path of the model"
             )
 
-    def _late(self) -> list[Block]:
-        """Who may have something left after its turn."""
-        return [block for block in self._trained if self._deliveries[block].leaves_late]
-
     def _agree(self) -> None:
-        """At the end of the first micro-step: rank 0's order is everybody's, and a block that has
-        delivered twice on any rank leaves late on all of them."""
+        """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
+        delivered twice on any rank is sent late on all of them."""
         self._agreed, count = True, len(self._trained)
         place = {number: position for position, number in enumerate(self._turns.seen)}
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
+        # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
         self._interpreter.run(self._program.first_sums())
         of_ranks = self._ranks.all_gather_host([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
@@ -242,11 +249,13 @@ class Gradients:
         self._turns.restart()
 
     def _take(self, block: Block) -> None:
-        """Send what the block's parameters hold down, and let go of it on the device. Among ranks
-        everybody sends, zeros where nothing is held."""
+        """Send the gradients that the block's parameters hold down, and free them on the device.
+        Among ranks every rank sends, zeros where nothing is held."""
         held, self._functions.delivered = {}, {}
         for bucket in block.buckets:
             pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.param.grad) is not None]
+            # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
+            # the allocator reuses their memory behind it, for the next block's gradients.
             for slot, _ in pairs:
                 slot.param.grad = None
             if pairs:

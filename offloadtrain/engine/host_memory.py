@@ -1,4 +1,4 @@
-"""What the host keeps of each bucket: mapped as the step's spec asks for it."""
+"""The host memory of each bucket, mapped from the step's spec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from offloadtrain.step.spec import StepSpec
 
 
 def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:
-    """Map all that is kept, bucket by bucket, at once; returns the sums of squares.
+    """Map all that is kept, bucket by bucket, at once; returns the buffer of the sums of squares,
+    (number of parameters,) fp64.
 
     `arena`: on the device where the state is not offloaded.
     """
@@ -31,7 +32,7 @@ def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:
 
 
 def give(bucket: Bucket, request: MemoryRequest, buffer: Buffer) -> None:
-    """Put memory where the bucket has it."""
+    """Set a buffer as the bucket's attribute that the request names."""
     assert request.role is not None
     if request.role in (Role.STATE, Role.OTHER):
         buffers = (*getattr(bucket, request.role), buffer)
@@ -41,7 +42,7 @@ def give(bucket: Bucket, request: MemoryRequest, buffer: Buffer) -> None:
 
 
 def check_room(request: MemoryRequest, ledger: Ledger, limit: int | None) -> None:
-    """Before more is mapped than was known when the engine was made.
+    """Check the limit before memory is mapped that was not known when the engine was made.
 
     Raises:
         HostMemoryError: if it would pass the limit.

@@ -29,7 +29,7 @@ class CutShortError(OffloadTrainError):
 
 
 class Residents(Protocol):
-    """Whose parameters change with what is in memory."""
+    """Carries out the residence changes that the program orders."""
 
     def enter(self, block: str, slot: int) -> None: ...
     def leave(self, block: str) -> None: ...
@@ -38,12 +38,12 @@ class Residents(Protocol):
 
 
 class Interpreter:
-    """Between the program, which knows no tensor, and the lanes, which know no block.
+    """Runs operations of the program, which knows no tensor, on lanes, which know no block.
 
     Attributes:
-        cut: what has cut operations short. The program goes by all of them; so nothing more runs
-            until the step is given up and both begin anew from memory at rest.
-        torn: weights or state may be between two steps then: there is nothing to begin from.
+        cut: the exception that cut operations short. The program assumes that all of them ran, so
+            nothing more runs until the step is given up and both restart from memory at rest.
+        torn: weights or state may be between two steps then: a restart is impossible.
     """
 
     def __init__(
@@ -54,13 +54,16 @@ class Interpreter:
         self._functions = functions
         self.cut: BaseException | None = None
         self.torn = False
-        self._how: dict[type, Callable[..., None]] = {
+        self._how: dict[type, Callable[..., object]] = {
             Launch: self._launch,
             Record: self._record,
             Wait: self._wait,
             HostWait: self._host_wait,
-            Undefined: self._undefined,
+            Undefined: lambda op: lanes.alloc(memory[op.ref], op.lane),
+            # Compute has waited for the copy: the allocator may give the memory out again.
             Free: lambda op: memory.free(op.ref),
+            # Parameters change their views when the operations are launched, not when the lanes
+            # run them. Compute waits for the load before it reads through a new view.
             Enter: lambda op: residents.enter(op.block, op.slot),
             Leave: lambda op: residents.leave(op.block),
             Renew: lambda op: residents.renew(op.block),
@@ -68,13 +71,13 @@ class Interpreter:
         }
 
     def run(self, operations: Iterable[Operation], *, updates: bool = False) -> None:
-        """One after the other; returns when the last one is launched.
+        """Run the operations in order; returns when the last one is launched.
 
         Args:
-            updates: they change weights or state in ways that cannot be done again.
+            updates: they change weights or state in ways that cannot be repeated.
 
         Raises:
-            CutShortError: those before were cut short.
+            CutShortError: earlier operations were cut short.
         """
         if self.cut is not None:
             remedy = "close() and offload again" if self.torn else "zero_grad() gives the step up"
@@ -85,6 +88,7 @@ class Interpreter:
         try:
             for op in operations:
                 self._how[type(op)](op)
+        # Waits and records may be missing from here on: what is launched next could race.
         except BaseException as error:
             self.cut, self.torn = error, updates
             raise
@@ -95,6 +99,7 @@ class Interpreter:
         self._lanes.launch(op.lane, op.name, self._functions.of(op), reads, writes)
 
     def _record(self, op: Record) -> None:
+        # The event keeps the lanes' own one, for the waits that may name it later.
         op.event.real = self._lanes.record(op.event.lane)
 
     def _wait(self, op: Wait) -> None:
@@ -106,6 +111,3 @@ class Interpreter:
         real = op.event.real
         assert isinstance(real, LaneEvent)
         self._lanes.host_wait(real, op.why)
-
-    def _undefined(self, op: Undefined) -> None:
-        self._lanes.alloc(self._memory[op.ref], op.lane)

@@ -1,10 +1,10 @@
 """A model's weights into the engine's memory, one module at a time.
 
 [Note: Meta parameters]
-A model built under `torch.device("meta")` has shapes and no memory. Its modules are given memory
-and values one after the other, in the order of registration, and each block's weights go into the
-state before the next one's are made: beside the state the host never holds more than one block in
-fp32. A parameter stays the same object, so that ties and parameter groups hold.
+A model built under `torch.device("meta")` has shapes and no memory. Its modules get memory and
+values one after the other, in the order of registration. Each block's weights go into the state
+before the next block's are made, so the host never holds more than one block in fp32 beside the
+state. A parameter stays the same object, so that ties and parameter groups hold.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def adopt_weights(
     ranks: Ranks,
     param_init_fn: ParamInit | None,
 ) -> None:
-    """Masters from the weights as given; parameters become views; the rest moves to the device."""
+    """Set masters from the weights as given, make parameters views, move the rest to the device.
+
+    Raises:
+        ModelError: for values beyond the range of the working weights.
+    """
     block_of = {block.module: block for block in blocks}
     full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
@@ -59,6 +63,7 @@ def adopt_weights(
                 _adopt(bucket, rule)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
+            # The host has a shard, which a whole parameter cannot view: NaN until the first use.
             if not ranks.is_single and any(b.streamed for b in block_of[part.module].held):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
@@ -69,7 +74,8 @@ def adopt_weights(
     for module in model.modules():
         _materialise(module, param_init_fn)
         for param in module.parameters(recurse=False):
-            if param not in trained and param.requires_grad:  # empty ones
+            # Empty ones, which no bucket holds.
+            if param not in trained and param.requires_grad:
                 param.data = param.data.to(device, dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -80,9 +86,9 @@ def adopt_weights(
 class Given:
     """A state dict on its way into the model, whose values may be wider than the parameters.
 
-    torch rounds them into the parameters; the masters take them as they are. 16-bit values that the
-    parameters hold already say nothing new, so that a checkpoint's model may be loaded after its
-    optimizer: then all masters stay.
+    torch rounds them into the parameters; the masters take them as they are. If the parameters hold
+    all of these 16-bit values already, all masters stay: so a checkpoint's model may be loaded
+    after its optimizer.
     """
 
     def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -90,8 +96,9 @@ class Given:
         self._values: dict[nn.Parameter, list[Tensor]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             value = values.get(name)
+            # Of tied names, torch loads the last one last.
             if value is not None and value.numel() == param.numel():
-                self._values.setdefault(param, []).insert(0, value)  # the last name counts
+                self._values.setdefault(param, []).insert(0, value)
         self.new = any(
             value.dtype != param.dtype or not _equal(value, param)
             for param, found in self._values.items()
@@ -99,7 +106,7 @@ class Given:
         )
 
     def of(self, name: str, param: nn.Parameter) -> Tensor:
-        """What the parameter was given: its own values, where none of these is what it holds."""
+        """Return the given values that the parameter holds, rounded; its own if none of them is."""
         for value in self._values.get(param, ()):
             if _equal(value, param):
                 return value.reshape(param.shape)
@@ -113,7 +120,7 @@ class Given:
 
 
 def _equal(value: Tensor, param: nn.Parameter) -> bool:
-    """Whether the value, as torch rounds it, is what the parameter holds."""
+    """Tell whether the parameter holds the value, as torch rounds it."""
     return torch.equal(value.reshape(param.shape).to(param), param.data)
 
 
@@ -124,11 +131,13 @@ def adopt_loaded(
     given: Given | None,
     rule: UpdateRule,
 ) -> bool:
-    """Masters of the parameters that were written; from their own values where nothing was given.
+    """Set the masters of the parameters that were written, from `given` or from their own values.
+
+    The lanes must be empty: masters are the host lane's otherwise.
 
     Returns:
-        Whether the state has rounded some of them in a way of its own, so that the parameters have
-        to follow.
+        True if the state has rounded some of them in its own way, so that the parameters have to
+        follow.
 
     Raises:
         ModelError: for values beyond the range of the working weights.
@@ -144,12 +153,13 @@ def adopt_loaded(
 
 
 def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:
-    """What this rank holds of one parameter's master weights, from values of its shape, of any
+    """Set this rank's part of one parameter's master weights, from values of its shape, of any
     dtype, on any device."""
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
     fields = bucket.format.fields(rule.moments)
-    for lo in range(0, flat.numel(), _CHUNK):  # narrow formats encode in wide temporaries
+    # In chunks, as narrow formats encode in wide temporaries.
+    for lo in range(0, flat.numel(), _CHUNK):
         piece = flat[lo : lo + _CHUNK].float()
         rule.set_master(bucket.format, cut(fields, state, lo, lo + piece.numel()), piece)
 
@@ -158,16 +168,19 @@ def _adopt(bucket: Bucket, rule: UpdateRule) -> None:
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
         set_master(bucket, slot, rule, slot.param.data)
+        # The given memory is freed here, one parameter at a time. The view has no values until the
+        # first upload (`Engine.emit`), before which nothing reads it.
         if not bucket.streamed:
             slot.param.data = slot.view(bucket.working.flat)
         elif bucket.shard_numel == bucket.numel:
             slot.param.data = slot.view(bucket.load_source.flat)
+    # Padding is uploaded and gathered with the rest: it must hold numbers.
     if not bucket.streamed:
         bucket.working.flat.zero_()
 
 
 def _move_to_host(bucket: Bucket) -> None:
-    """Frozen weights of a block that is streamed: to where its loads read them."""
+    """Copy frozen weights of a streamed block to the memory that its loads read."""
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
         lo, hi = bucket.piece(slot)
@@ -177,7 +190,7 @@ def _move_to_host(bucket: Bucket) -> None:
 
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
-    """Rank 0's values are everybody's; they are sent only where they differ."""
+    """Give all ranks the values of rank 0; sends only values that differ."""
     if ranks.is_single:
         return
     values = [tensor.detach() for tensor in tensors]
@@ -194,20 +207,18 @@ def _checksum(values: Tensor) -> int:
 
 
 def _materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
-    """Memory and values for what a module owns itself on the meta device."""
-    if not any(tensor.is_meta for tensor in _own(module)):
+    """Give memory and values to the meta parameters and buffers that a module owns itself."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if not any(tensor.is_meta for tensor in own):
         return
     assert param_init_fn is not None, "check_model lets meta parameters pass only with one"
+    # Swapped and not replaced: other modules and parameter groups refer to the same object.
     for param in module.parameters(recurse=False):
         if param.is_meta:
             real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
             torch.utils.swap_tensors(param, real)
     module._apply(_to_cpu, recurse=False)
     param_init_fn(module)
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

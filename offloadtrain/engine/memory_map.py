@@ -1,4 +1,4 @@
-"""From the program's names of memory to the memory."""
+"""The memory behind the program's refs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ Staging = Callable[[str | int, int], tuple[str, Tensor]]
 
 
 class BlockInputs:
-    """The device memory of block inputs, by number: what the program's refs to them name.
+    """The device memory of block inputs, by the numbers that the program's refs name.
 
     Attributes:
-        leaving: number → input that is copied to the host, and its version when it was saved.
-        freed: of these, whose copy compute has waited for.
-        likes: number → shape and dtype of what comes back, on the meta device.
+        leaving: number → input that is copied to the host, and its version when it was saved. It
+            owns the tensor until compute has waited for the copy.
+        freed: inputs, with versions, whose copy compute has waited for.
+        likes: number → shape and dtype of the fetched input, on the meta device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,27 +42,30 @@ class BlockInputs:
         self._back: dict[int, Tensor] = {}
 
     def buffer(self, ref: Ref) -> Buffer:
-        """Its flat memory; what comes back is allocated when it is first named."""
+        """Return its flat memory; that of a fetched input is allocated when it is first named."""
         number = int(ref.owner)
         if ref.copy == 0:
             return Buffer("block input", self.leaving[number][0])
+        # Allocated on compute's stream and written on the load lane, which waits for compute so
+        # far: see `ActivationPath`. No record_stream: the program orders every reuse.
         if number not in self._back:
             self._back[number] = torch.empty_like(self.likes[number], device=self.device)
         return Buffer("block input", self._back[number].view(-1))
 
     def take(self, number: int) -> Tensor:
-        """What came back: the caller's from here on."""
+        """Hand a fetched input to autograd, which owns it from here on: compute has waited."""
         return self._back.pop(number)
 
     def free(self, ref: Ref) -> None:
-        """Compute comes behind the copy: the allocator may give the memory out again."""
+        """Give up an input: compute is behind its copy, so the allocator may reuse the memory."""
+        # Still held in `freed`, without a copy in flight, until its version is checked.
         if ref.copy == 0:
             self.freed.append(self.leaving.pop(int(ref.owner)))
         else:
             self._back.pop(int(ref.owner))
 
     def clear(self) -> None:
-        """Nothing is on its way, and nothing comes back."""
+        """The lanes are empty: forget every input."""
         self.leaving.clear()
         self.freed.clear()
         self.likes.clear()
@@ -69,7 +73,7 @@ class BlockInputs:
 
 
 class MemoryMap(dict[Ref, Range]):
-    """`memory[ref]` are the elements that it names; found once, as every launch asks."""
+    """Ref → its range of memory. Filled on first use, as every launch looks its refs up."""
 
     def __init__(
         self,
@@ -80,8 +84,8 @@ class MemoryMap(dict[Ref, Range]):
         staging: Mapping[Memory, Staging],
         inputs: BlockInputs,
     ) -> None:
-        """`norms`: (number of parameters,) fp64. `slots`: memory on the device that streamed blocks
-        take turns in, each (n,) uint8."""
+        """`norms`: (number of parameters,) fp64. `slots`: device memory that streamed blocks share,
+        each (n,) uint8."""
         super().__init__()
         self._norms = norms
         self.slots = slots
@@ -94,7 +98,8 @@ class MemoryMap(dict[Ref, Range]):
         self._in_slots: dict[tuple[Bucket, int], Buffer] = {}
 
     def __missing__(self, ref: Ref) -> Range:
-        if ref.memory is Memory.ACTIVATION:  # another tensor each time
+        # Not kept: the tensor is another one each time.
+        if ref.memory is Memory.ACTIVATION:
             return Range(self._inputs.buffer(ref), ref.lo, ref.hi)
         key = ref._replace(lo=0, hi=0)
         if key not in self._made:
@@ -103,11 +108,11 @@ class MemoryMap(dict[Ref, Range]):
         return found
 
     def free(self, ref: Ref) -> None:
-        """Let go of a block's input on the device."""
+        """Free a block's input on the device."""
         self._inputs.free(ref)
 
     def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
-        """The working weights of a streamed bucket while its block has this slot."""
+        """Return the working weights of a streamed bucket while its block has this slot."""
         found = self._in_slots.get((bucket, slot))
         if found is None:
             ref = Ref(Memory.WORKING, bucket.name, slot, 0, 0, bucket.spec.dtype)
@@ -143,7 +148,7 @@ def _dtype(ref: Ref) -> torch.dtype:
 
 
 def _offsets(blocks: Sequence[Block]) -> list[tuple[str, int]]:
-    """Where each bucket lies in its block's slot, in bytes; every one starts on 256."""
+    """List each bucket's offset in its block's slot, in bytes; every one starts on 256."""
     found = []
     for block in blocks:
         offset = 0

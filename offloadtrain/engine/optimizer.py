@@ -62,11 +62,10 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self.ranks = ranks
         self.ledger = Ledger()
         self._rule = rule
-        host = Arena(self.ledger, pin=config.pin_memory and self.device.type == "cuda")
-        self._inputs = host
+        self._inputs = host = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
         self._arena = host if config.state_on == "host" else DeviceArena(self.ledger, self.device)
         lanes.counts_bus = self._arena is host
-        # Dropped without close(): drain, then give the pinned memory back, in this order.
+        # Dropped without close(): drains the lanes, then gives back the memory that they use.
         self._finalizer = weakref.finalize(self, _release, lanes, self._arena, host)
         try:
             self._engine, self._blocks = build(
@@ -86,13 +85,14 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             self._finalizer()
             raise
         self._model = model
+        # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
         streamed = [bucket for block in self._blocks for bucket in block.held if bucket.streamed]
         moving = [slot.param for bucket in streamed for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._given: Given | None = None
         self._written_before: set[nn.Parameter] = set()
-        """By others, before the values came that `_given` tells of."""
+        """Parameters written by others before the values of `_given` were loaded."""
         self._clip_norm = config.clip_norm
         self._told_of_clipping = self._told_of_local_norm = False
         if config.clip_norm is not None:
@@ -108,33 +108,33 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
 
     @property
     def pinned(self) -> bool:
-        """Whether all host memory is page-locked: only then do transfers run beside compute."""
+        """True if all host memory is page-locked: only then do transfers run beside compute."""
         return self._arena.pinned and self._inputs.pinned
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last step: unscaled, before clipping; not finite if it was skipped."""
+        """The norm of the last step: unscaled, before clipping; not finite if it was skipped."""
         return self.last_step.grad_norm if self.last_step else None
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last `step()` did, None before the first."""
+        """The report of the last `step()`, None before the first."""
         return self._engine.last_step
 
     @property
     def loss_scale(self) -> float:
-        """What the next `backward` multiplies the loss by; 1.0 unless precision is fp16."""
+        """The factor that the next `backward` applies to the loss; 1.0 unless precision is fp16."""
         return self._engine.loss_scale
 
     @property
     def phase(self) -> Phase:
-        """What the step is doing now."""
+        """The phase of the step in progress."""
         return self._engine.phase
 
     @property
     def warns_of_skips(self) -> bool:
-        """Whether a warning is logged when three steps in a row were skipped; for who tells of it
-        himself."""
+        """True to log a warning when three steps in a row were skipped; set it to False where the
+        caller reports skips."""
         return self._engine.warns_of_skips
 
     @warns_of_skips.setter
@@ -142,7 +142,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self._engine.warns_of_skips = value
 
     def backward(self, loss: Tensor, *, divide: bool = True) -> None:
-        """Backward of one microbatch: divides by `grad_accum_steps`, applies the loss scale.
+        """Run backward of one microbatch: divides by `grad_accum_steps`, applies the loss scale.
 
         A plain `loss.backward()` does neither, as in every torch loop: there the loss has to be
         divided before, and precision "fp16" is refused.
@@ -172,16 +172,17 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip this step's gradient, after its last backward and before `step()`.
 
-        Called again, it sees the norm that the clipping before has left, and coefficients multiply;
-        `clip_norm` comes last, in `step()`. The norm is measured once and no gradient is touched:
-        Adam multiplies by the coefficient. Among ranks each of them calls it.
+        A second call sees the norm that the first has left, and coefficients multiply; `clip_norm`
+        comes last, in `step()`. The norm is measured once and no gradient is touched: Adam
+        multiplies by the coefficient. All ranks must call it. Waits for the norm, as `step()`
+        would.
 
         Args:
             max_norm: `inf` measures and clips nothing.
 
         Returns:
-            fp64, on the CPU, 0-dim: the global norm before this clipping, unscaled; not finite
-            where the step will be skipped. Waits for it, as `step()` would.
+            0-dim fp64 on the CPU: the global norm before this clipping, unscaled; not finite where
+            the step will be skipped.
 
         Raises:
             EngineError: without a backward since the last step, or where Adam runs inside backward
@@ -236,18 +237,21 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         update that waits is uploaded, and the next step sees it without delay.
         """
         self._engine.synchronize()
+        # Speculative updates swap the copies of the state: views of it may show the other one.
         if self._flips:
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Make the next step's `last_step.timeline` hold what each lane did when."""
+        """Make the next step's `last_step.timeline` hold the intervals of each lane."""
         self._engine.sample_timeline()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.
-        Values are views, not copies."""
+        """Return torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.
+        Values are views of host memory, not copies: the next step changes them."""
+        # Adam on the host lane may still write the state that the views show.
         self.synchronize()
-        self._fill_state()  # some wrappers replace what `state` holds by copies on a device
+        # Some wrappers replace the entries of `state` by copies on a device.
+        self._fill_state()
         scaler = self._engine.scaler
         kept = {"scaler": scaler.state_dict() if scaler else None, "seed": self._engine.seed}
         return super().state_dict() | kept
@@ -262,6 +266,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         Raises:
             EngineError: if groups, shapes or step counts do not fit this optimizer.
         """
+        # This thread writes the state next, which Adam and uploads in flight still use.
         self.synchronize()
         held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         step = state.load_dict(state_dict, self.param_groups, held, self._rule)
@@ -272,8 +277,9 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         )
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(parameter name, the tensors of its state): views of host memory, at rest. Of frozen
-        parameters in shards: their weights."""
+        """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
+        parameters in shards yield their weights."""
+        # The caller reads views that Adam on the host lane may still write.
         self.synchronize()
         for _, slot in self._slots():
             entry = self.state[slot.param]
@@ -282,7 +288,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
 
     def extents(self) -> dict[str, Extent]:
-        """What this rank holds of every trained parameter, and of frozen ones in shards."""
+        """Return this rank's part of every trained parameter, and of frozen ones in shards."""
         held = [*self._slots(), *self._frozen_shards()]
         return {slot.name: Extent(slot.shape, *bucket.piece(slot)) for bucket, slot in held}
 
@@ -301,6 +307,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         Raises:
             EngineError: for an unknown parameter, a missing tensor or another shape.
         """
+        # This thread writes the state, which Adam and uploads in flight still use.
         self.synchronize()
         frozen = next(((b, s) for b, s in self._frozen_shards() if s.name == name), None)
         if frozen is not None:
@@ -312,18 +319,24 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         state.load(*found, self._rule, tensors, lo)
 
     def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
-        """After `load_named_state` of every parameter: set the step count, upload the weights."""
+        """Set the step count and upload the weights, after `load_named_state` of every parameter.
+
+        Raises:
+            EngineError: only one of state and optimizer has a loss scaler.
+        """
         if (scaler is None) != (self._engine.scaler is None):
             raise EngineError("the loss scaler's state is there in only one of state and optimizer")
         if self._engine.scaler is not None and scaler is not None:
             self._engine.scaler.load_state_dict(dict(scaler))
         self._engine.step_count = step
         self._step_tensor.fill_(step)
+        # Waits for the upload: parameters hold the loaded weights when this returns.
         self._engine.emit()
-        self._seal.renew()  # frozen parameters may have been loaded too
+        # Frozen parameters may have been loaded too.
+        self._seal.renew()
 
     def require_whole_weights(self) -> None:
-        """Raises ModelError where parameters are shards most of the time (ZeRO stage 3)."""
+        """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
         if not self.ranks.is_single and any(b.streamed for k in self._blocks for b in k.held):
             raise ModelError(
                 f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
@@ -333,28 +346,35 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
 
     @torch.no_grad()
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, working weights on the host), one block at a time.
+        """Yield (parameter name, a copy of its working weights on the host), one block at a time.
 
-        Among ranks every one of them has to go through all of it.
+        All ranks must exhaust it: each block is gathered in a collective.
         """
+        # Mode "delayed" uploads the weights that it holds back.
         self.synchronize()
         done: set[nn.Parameter] = set()
         for block in self._blocks:
+            # Compute waits for the block's load; the next block's runs beside the copies below.
             block.use()
             for slot in (slot for bucket in block.held for slot in bucket.slots):
                 done.add(slot.param)
+                # Blocking: the slot may go to another block when the generator goes on.
                 yield slot.name, slot.param.detach().to("cpu", copy=True)
         for name, param in self._model.named_parameters():
             if param not in done:
                 yield name, param.detach().to("cpu", copy=True)
 
     def adopt_written_weights(self) -> None:
-        """Masters of the parameters that others wrote; moments stay.
+        """Set the masters of the parameters that others wrote; moments stay.
 
         After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
-        16-bit ones that the model had already change nothing. Otherwise, and where somebody had
-        written them before that, they are what the parameters hold.
+        16-bit ones that the model had already change nothing. Otherwise, and for parameters written
+        before it, they are the parameters' values.
+
+        Raises:
+            ModelError: for values beyond the range of the working weights.
         """
+        # This thread writes masters, which Adam in flight still uses.
         self.synchronize()
         given, self._given = self._given, None
         written, before = set(self._seal.written()), self._written_before
@@ -366,7 +386,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
 
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:
-        """These are about to be written into the model, by its own names."""
+        """Values, by the model's own names, are about to be written into it."""
         self._given = Given(self._model, values)
         self._written_before = set(self._seal.written())
 
@@ -383,11 +403,13 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         """
         try:
             self._engine.close()
-        finally:  # a GPU that has failed ends this, too; its memory on the host is given back
+        # Also if the GPU has failed: the host memory is given back in any case.
+        finally:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
             unwatch(self._watched)
+            # Views of memory that the finalizer is about to give back.
             self.state.clear()
             self._finalizer()
             offloaded.discard(self._model)
@@ -398,7 +420,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             warn_of_local_norm(asker, self.ranks)
 
     def _clipping_noticed(self) -> None:
-        """torch's clipping has looked for gradients: said once, where some have left."""
+        """torch's clipping has looked for gradients: warn once if some have left."""
         left = self.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
         if left and not self._told_of_clipping:
             self._told_of_clipping = True
@@ -409,7 +431,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         return iter(sorted(pairs, key=lambda pair: pair[1].index))
 
     def _frozen_shards(self) -> list[tuple[Bucket, Slot]]:
-        """Frozen parameters that are nowhere as a whole, but in a device slot at times."""
+        """List frozen parameters that are in shards, and whole only while in a device slot."""
         if self.ranks.is_single:
             return []
         return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]
@@ -430,6 +452,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
 
 
 def _release(lanes: Lanes, *arenas: Arena) -> None:
+    # Drains first: copies and kernels in flight use the arenas' memory.
     lanes.close()
     for arena in arenas:
         arena.close()

@@ -1,4 +1,4 @@
-"""Parameter groups: torch's forms in, every trainable parameter in exactly one group out."""
+"""Parameter groups: takes torch's forms and puts every trainable parameter in exactly one group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def normalise_groups(
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     rule: UpdateRule,
 ) -> list[dict[str, Any]]:
-    """`param_groups` with every hyperparameter of the rule filled in and checked.
+    """Return `param_groups` with every hyperparameter of the rule filled in and checked.
 
     Raises:
         ModelError: naming a parameter that is in no group, in two, or not in the model.

@@ -1,8 +1,8 @@
-"""From any module tree to blocks: which parameters move together, and whose forward uses them.
+"""Partition of any module tree into the parts that become blocks.
 
-Structure decides, not class names: at the first `ModuleList` or `Sequential` with at least two
-children that own parameters, each child is a block and is not looked into. Every other module that
-owns parameters directly (embeddings, final norm, head) is a block of its own.
+Structure decides, not class names. At the first `ModuleList` or `Sequential` with at least two
+children that own parameters, each child is a part, with all modules inside it. Every other module
+that owns parameters directly (embeddings, final norm, head) is a part of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Part:
     Attributes:
         name: qualified name in the model; "" is the root.
         module: its forward is the span of the block.
-        parameters: (qualified name, parameter) of everything it refers to, tied ones included.
-        repeated: it is one child of a list of such.
+        parameters: (qualified name, parameter) of all that it refers to, tied ones included.
+        repeated: it is a child of such a list.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Part:
 
 
 def partition(model: nn.Module) -> list[Part]:
-    """All parts in registration order; a parameter may be referred to by several (tied)."""
+    """List all parts in registration order; several may refer to one parameter (tied)."""
     by_module: dict[nn.Module, Part] = {}
     for part in _walk("", model):
         by_module.setdefault(part.module, part)

@@ -1,4 +1,4 @@
-"""Who reads which block's weights now, and what the parameters of a streamed block are views of."""
+"""Residence of streamed blocks: the pins that hold them, and the memory their parameters view."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 
 
 class Residency:
-    """Tells the program of uses, and carries out where it puts blocks.
+    """Reports uses to the program, and carries out its slot changes.
 
-    What pins a block: see [Note: Streaming] in `step.streaming`.
+    Pins: see [Note: Streaming] in `step.streaming`.
     """
 
     interpreter: Interpreter
@@ -35,13 +35,14 @@ class Residency:
         self._blocks = {block.name: block for block in blocks}
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._exposed: set[Block] = set()
-        """Their parameters are the host's copy."""
+        """Blocks whose parameters are views of the host's copy."""
         self._running: dict[int, dict[Block, int]] = {}
-        """Graph task → blocks whose backward it is in, and when the oldest of what it has unpacked
-        of them was saved."""
+        """Graph task → block whose backward it is in → the clock of the oldest saved tensor of it
+        that was unpacked."""
         self._unpacking = 0
         self._latest: Block | None = None
-        """Used last: in its slot, waited for, and what follows it is on its way."""
+        """The block used last: in its slot, waited for, and the blocks after it are on their
+        way."""
         self._told = False
         self._slot_at = {slot.data_ptr(): number for number, slot in enumerate(memory.slots)}
         for block in blocks:
@@ -55,28 +56,32 @@ class Residency:
         return [self._blocks[name] for name in self._program.streaming.resident]
 
     def owner(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
-        """Whose weights a tensor is a view of, if it lies in a slot."""
+        """Return the block and bucket whose weights a tensor views, if it lies in a slot."""
         slot = self._slot_at.get(tensor.untyped_storage().data_ptr())
         name = None if slot is None else self._program.streaming.slots[slot]
         if name is None:
             return None
         return self._blocks[name], _bucket_of(self._blocks[name], tensor)
 
-    # What the engine tells.
+    # Calls of the engine.
 
     def use(self, block: Block) -> None:
         """Compute is about to read the block."""
+        # Compute waits for the block's own upload; later blocks' uploads run beside its forward.
         if not block.streamed:
             self.interpreter.run(self._program.use(block.name))
             return
         self._forget_ended()
+        # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use(block.name, self._pinned()))
         self._latest = block
 
     def passed(self, clock: int) -> dict[Block, int]:
-        """Backward is at a node that saved something then; what was saved later is done with.
-        Returns what is pinned in it."""
+        """Backward has reached a node that saved a tensor at `clock`: release the pins of blocks
+        saved later. Returns the blocks still pinned by this backward."""
         pinned = self._running.setdefault(torch._C._current_graph_task_id(), {})
+        # A pin ends here, not with the block's last handle: a retained graph keeps handles alive,
+        # and would keep its blocks in the slots.
         if not self._unpacking:
             for other in [other for other, saved in pinned.items() if saved > clock]:
                 del pinned[other]
@@ -84,8 +89,8 @@ class Residency:
 
     @contextmanager
     def unpacking(self) -> Iterator[None]:
-        """What is unpacked meanwhile are the inputs of a recompute: it lies before the node that
-        backward is at, and does not tell where that is."""
+        """Keep all pins while the inputs of a recompute are unpacked: they were saved earlier than
+        the node that backward is at."""
         self._unpacking += 1
         try:
             yield
@@ -93,20 +98,23 @@ class Residency:
             self._unpacking -= 1
 
     def unpacked(self, block: Block, clock: int) -> None:
-        """A node of the graph is about to read something saved in a forward of the streamed block,
+        """A node of the graph is about to read a tensor saved in a forward of the streamed block,
         and may be about to run that forward again."""
+        # The pin comes before the use, whose loads ahead must not take the block's slot.
         self.passed(clock).setdefault(block, clock)
         if block is not self._latest:
             self.use(block)
 
     def restart(self) -> None:
-        """A micro-step is over, its weights may have changed: begin to load for the next one."""
+        """A micro-step is over and its weights may have changed: load ahead for the next one."""
         self._running.clear()
         self._latest = None
+        # The host's copy may be written by the next update: parameters must not show it then.
         for block in self._exposed:
             block.leave_device()
         self._exposed.clear()
         self._tell_misses()
+        # Launches loads to the slots without a pin, beside what compute and the host still run.
         self.interpreter.run(self._program.pass_begins(self._pinned()))
 
     def reset(self) -> None:
@@ -118,31 +126,33 @@ class Residency:
             block.leave_device()
 
     def pinned(self, block: Block) -> bool:
-        """Whether its slot must not be taken away."""
+        """Tell whether a forward or a backward in progress needs the block's slot."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
     def expose_host_weights(self) -> None:
-        """The lanes are idle: parameters show the host's copy, until their next use. Where that is
-        a shard, they stay as they are."""
+        """The lanes are idle: make parameters views of the host's copy until their next use. Where
+        that is a shard, they stay as they are."""
         if not self._alone:
             return
         for block in self.streamed:
-            if not block.forwards:  # somebody asks from inside of its forward
+            # A block whose forward is running keeps its slot: the call comes from inside it.
+            if not block.forwards:
                 self.interpreter.run(self._program.drop_slot(block.name))
                 block.expose_host_weights()
                 self._exposed.add(block)
 
     def close(self) -> None:
-        """Parameters keep their weights, in memory of their own on the host; not where the host has
-        a shard of them: then they are gone."""
+        """Copy the weights of streamed parameters to host memory of their own. Where the host has a
+        shard of them, they are gone."""
         if not self._alone:
             return
         self.expose_host_weights()
+        # The engine's host memory is given back next: parameters must not be views of it.
         for bucket in (bucket for block in self.streamed for bucket in block.held):
             for slot in bucket.slots:
                 slot.param.data = slot.param.data.clone()
 
-    # What the program says.
+    # Operations of the program.
 
     def enter(self, block: str, slot: int) -> None:
         """A block takes a slot: its parameters are views of it."""
@@ -153,8 +163,9 @@ class Residency:
         entering.enter_device()
 
     def leave(self, block: str) -> None:
-        """A block gives its slot away."""
+        """A block gives up its slot."""
         leaving = self._blocks[block]
+        # Its next use must ask the program for a slot and a load again.
         if leaving is self._latest:
             self._latest = None
         leaving.leave_device()
@@ -171,7 +182,8 @@ class Residency:
         return [block.name for block in self.resident if self.pinned(block)]
 
     def _forget_ended(self) -> None:
-        """Backwards inside of this one are over: they have larger numbers."""
+        """Release the pins of backwards that are over: those inside the current one have larger
+        numbers, and outside of any backward all are over."""
         now = torch._C._current_graph_task_id()
         for task in [task for task in self._running if task > now]:
             del self._running[task]

@@ -1,4 +1,4 @@
-"""Skipped steps are told: one may be an accident, a few in a row are training that is not."""
+"""Warns of skipped steps: one may be an accident, after a few in a row nothing is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED = 3
 
 
 def warn_of_skips(report: StepReport) -> None:
-    """Warn at the third skip of a row, once a row, with the first parameters that are to blame."""
+    """Warn at the third skip in a row, once a row, with the first parameters that caused it."""
     if report.skipped_in_a_row != ALARM:
         return
     named = ", ".join(f"'{name}'" for name in report.nonfinite[:_NAMED])

@@ -1,4 +1,4 @@
-"""What the host keeps of one parameter, as tensors: shown, and loaded from saved state."""
+"""One parameter's state on the host, as tensors: viewed, and loaded from saved state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from offloadtrain.step.formats import FP32, Field, recognise
 
 
 def views(bucket: Bucket, slot: Slot, moments: Sequence[str]) -> dict[str, Tensor]:
-    """Name of the field → the memory that holds it, shaped as the parameter where it is whole."""
+    """Return field → a view of its memory, shaped as the parameter where the shard holds all of it;
+    scales are 1-D. At rest only while the lanes are empty."""
     pieces = zip(bucket.format.fields(moments), bucket.state_of(slot), strict=True)
     return {field.name: slot.shaped(_own_storage(piece)) for field, piece in pieces}
 
 
 def _own_storage(piece: Tensor) -> Tensor:
-    """The same memory under a storage of just its extent. `torch.save` writes whole storages, and
-    the arena's holds gradients as well."""
+    """View the same memory under a storage of just its extent: `torch.save` writes whole storages,
+    and the arena's holds gradients as well."""
     if piece.device.type != "cpu" or not piece.numel():
         return piece
     return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
@@ -36,7 +37,7 @@ def load_dict(
     held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
     rule: UpdateRule,
 ) -> int:
-    """State and hyperparameters out of an optimizer's state dict; returns its step.
+    """Load state and hyperparameters from an optimizer's state dict; returns its step.
 
     Raises:
         EngineError: if groups, shapes or step counts do not fit.
@@ -75,9 +76,10 @@ def load_dict(
 def load(
     bucket: Bucket, slot: Slot, rule: UpdateRule, tensors: Mapping[str, Tensor], lo: int | None
 ) -> None:
-    """Copy what this rank holds of a parameter's state out of `tensors`, of any format.
+    """Copy this rank's part of a parameter's state out of `tensors`, of any format. The lanes must
+    be empty.
 
-    Moments alone, as torch's own optimizers keep them: the master weights stay as they are.
+    With moments alone, as torch's own optimizers keep them, the master weights stay as they are.
 
     Args:
         tensors: of the parameter's shape; or, where `lo` is given, 1-D, from element `lo` on.
@@ -114,7 +116,8 @@ def load(
 
 
 def load_frozen(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
-    """What this rank holds of frozen weights, from all of them or a piece of them."""
+    """Copy this rank's part of frozen weights out of all of them, in the parameter's shape, or out
+    of a 1-D piece from element `lo` on."""
     flat = slot.flattened(tensor) if lo is None else tensor
     (first, last), lo = bucket.piece(slot), lo or 0
     begin, end = max(first, lo), min(last, lo + flat.numel())
@@ -123,10 +126,10 @@ def load_frozen(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> N
 
 
 def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Hyperparameters of a saved group, without the switches of torch's own optimizers.
+    """Load the hyperparameters of a saved group, without the switches of torch's own optimizers.
 
     Raises:
-        EngineError: where one of them asks for another update.
+        EngineError: if one of them asks for another update.
     """
     decoupled = getattr(rule, "decoupled", None)
     another = saved.get("decoupled_weight_decay", decoupled) is not decoupled
@@ -148,19 +151,23 @@ _SWITCHES = {"params", "amsgrad", "maximize", "decoupled_weight_decay"} | {
 
 
 def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the state of a parameter holds beside its step."""
+    """Return a parameter's state without its step."""
     return {key: value for key, value in entry.items() if key != "step"}
 
 
 def _master(bucket: Bucket, rule: UpdateRule, own: tuple[Tensor, ...], count: int) -> Tensor:
-    """fp32 master weights of a piece of state, decoded."""
+    """Decode the master weights of a piece of state to (count,) fp32, beside the state."""
     wide = [torch.empty(count, device=own[0].device) for _ in FP32.fields(rule.moments)]
     rule.convert(bucket.format, own, FP32, tuple(wide))
     return wide[0]
 
 
 def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
-    """A tensor of saved state as (n,), in the order of the parameter's memory."""
+    """Return a tensor of saved state as (n,), in the order of the parameter's memory.
+
+    Raises:
+        EngineError: for another shape.
+    """
     wanted: tuple[int, ...]
     if field.per > 1:
         fits, wanted = tensor.numel() == field.numel(count), (field.numel(count),)

@@ -1,4 +1,4 @@
-"""What the offloaded model itself does: saves and loads whole state dicts."""
+"""Hooks of the offloaded model that save and load its state dicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offloadtrain.engine.autograd.hooks import OfOneModel
 
 
 class WeightsOwner(Protocol):
-    """What the hooks need of the optimizer."""
+    """The methods of the optimizer that the hooks call."""
 
     def synchronize(self) -> None: ...
     def expect_weights(self, values: Mapping[str, Tensor]) -> None: ...
@@ -36,6 +36,7 @@ class _WaitBeforeSaving(_StateDictHook):
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         owner = self._owner()
+        # torch reads the parameters next, without a forward whose hooks would wait for uploads.
         if owner is not None:
             owner.require_whole_weights()
             owner.synchronize()
@@ -49,10 +50,12 @@ class _CopyToHost(_StateDictHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
-        copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied names share one copy
+        # Tied names share one copy.
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
         for name, value in state_dict.items():
             if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
                 key = (value.data_ptr(), value.shape)
+                # Always a copy: the next upload writes the memory that the parameter views.
                 if key not in copies:
                     copies[key] = value.detach().to("cpu", copy=True)
                 state_dict[name] = copies[key]
@@ -79,6 +82,7 @@ class _WaitBeforeLoading(_StateDictHook):
         if owner is None:
             return
         owner.require_whole_weights()
+        # torch writes the parameters next: an upload in flight would overwrite them.
         owner.synchronize()
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         owner.expect_weights({k: v for k, v in own.items() if isinstance(v, Tensor)})

@@ -1,4 +1,4 @@
-"""What a step says of itself."""
+"""The report of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offloadtrain.runtime.lanes import Interval, exposed_by_lane
 
 
 class Phase(Enum):
-    """What the step is doing now."""
+    """The part of a step in progress."""
 
     FORWARD = auto()
     """No gradient of the next step has arrived."""
@@ -19,33 +19,33 @@ class Phase(Enum):
     ACCUMULATED = auto()
     """Whole micro-steps wait for step()."""
     CLOSED = auto()
-    """The engine has let go of the model."""
+    """The engine is closed and off the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What the last `step()` did.
+    """The report of one `step()`.
 
     Attributes:
         step: optimizer steps done so far, this one included if it was not skipped.
         skipped: the gradient norm was not finite: no state changed.
-        skipped_in_a_row: steps up to this one; 0 where it was not skipped.
-        nonfinite: names of the parameters whose gradients made the norm so, in the model's order.
-        grad_norm: of the unscaled mean gradient, before clipping.
-        clip_coef: what the gradient was multiplied by: `clip_grad_norm_` and `clip_norm` together.
-        loss_scale: in force during the step; 1.0 where there is none.
-        micro_steps: backward passes that it used.
-        early_buckets: buckets that were updated inside backward.
-        speculation_hit: of these updates in mode "speculative"; None where there was none.
-        exposed_ms: how long compute waited for transfers and the host since the step before; on
-            CUDA, what its stream waited.
-        busy_ms: by lane (compute, d2h, host, h2d, load, comm), work since the step before; of
-            compute, the forwards and backwards of blocks. Of this and of what compute waited, on
-            CUDA, what had not ended by now counts in the next step.
-        d2h_bytes, h2d_bytes: moved since the step before.
-        comm_bytes: sent to other ranks in collectives since the step before.
-        timeline: intervals of the lanes, where this step was sampled; on the lane "wait", those in
-            which compute waited, each named as the lane that it waited for.
+        skipped_in_a_row: skipped steps up to this one; 0 if it was not skipped.
+        nonfinite: names of the parameters with non-finite gradients, in the model's order.
+        grad_norm: norm of the unscaled mean gradient, before clipping.
+        clip_coef: factor on the gradient, of `clip_grad_norm_` and `clip_norm` together.
+        loss_scale: loss scale during the step; 1.0 without loss scaling.
+        micro_steps: backward passes of the step.
+        early_buckets: buckets updated inside backward.
+        speculation_hit: these updates, in mode "speculative", were right; None without any.
+        exposed_ms: time that compute waited for transfers and the host since the step before; on
+            CUDA, that its stream waited.
+        busy_ms: by lane (compute, d2h, host, h2d, load, comm), time of work since the step before;
+            for compute, of the forwards and backwards of blocks. On CUDA, work and waits that have
+            not ended by now count in the next step.
+        d2h_bytes, h2d_bytes: bytes moved since the step before.
+        comm_bytes: bytes sent to other ranks in collectives since the step before.
+        timeline: intervals of the lanes, if this step was sampled; on the lane "wait", the waits of
+            compute, each with the name of the awaited lane.
     """
 
     step: int
@@ -67,6 +67,6 @@ class StepReport:
 
     @property
     def exposed_by_lane(self) -> dict[str, float]:
-        """Lane → milliseconds that compute waited while this one was at work on what it waited
-        for, where this step was sampled; `exposed_ms` in all, but for the wait at its end."""
+        """Lane → milliseconds that compute waited for work of this lane, if this step was sampled.
+        The sum is `exposed_ms` without the wait at the step's end."""
         return exposed_by_lane(self.timeline)

@@ -1,4 +1,4 @@
-"""What a step is made of, and what happens in it: the spec and the program.
+"""The spec and the program of a step: its memory, and the operations over it.
 
 Standard library only; no tensor, no stream, no model. `spec.py` and `memory.py` have the sizes and
 places of everything that moves, `program.py` turns events into operations, `simulate.py` predicts

@@ -1,12 +1,12 @@
-"""Activations on the host: the inputs that recompute starts from, down in forward, up in backward.
+"""Activation offload: the inputs that recompute starts from, down in forward, back in backward.
 
 [Note: Offloaded activations]
 With activation = "offload" the inputs that a block's recompute starts from are copied to pinned
-memory on the d2h lane as soon as autograd saves them, and let go of on the device. In backward they
+memory on the d2h lane as soon as autograd saves them, and freed on the device. In backward they
 come back on the load lane, each one ahead of its use: the last saved is needed first. The device
-memory of such an input must outlive its copy, so a short queue holds it, and compute waits for the
-copy before the queue lets go: torch's allocator gives memory out again in the order of compute.
-Host buffers are kept by size and used again from the second micro-step on.
+memory of such an input must outlive its copy. So a short queue holds it, and compute waits for the
+copy before the queue frees it: torch's allocator gives memory out again in the order of compute.
+Host buffers are kept by size and reused from the second micro-step on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.operations import Free, Kind, Lane, Launch, Memory, Ref
 
 _LEAVING = 2
-"""Inputs whose copy to the host may be in flight: one that is copied, one behind it."""
+"""Inputs that may be in flight to the host: one that is copied, one behind it."""
 
 
 @dataclass(slots=True)
@@ -27,9 +27,11 @@ class _Saved:
     """One block input.
 
     Attributes:
-        host: its buffer; `back`: its memory on the device in backward.
-        before: the number of the one saved just before it in the same forward.
-        fetched: on its way back, or there. taken: compute has it.
+        host: its host buffer.
+        back: its device memory in backward.
+        before: the number of the input saved just before it in the same forward.
+        fetched: it is on its way back, or there.
+        taken: compute owns it.
     """
 
     host: Ref
@@ -48,12 +50,12 @@ class ActivationPath:
         self._last: int | None = None
         self._leaving: deque[Ref] = deque()
         self._free: dict[int, list[int]] = {}
-        """Bytes → host buffers of that size that nothing refers to."""
+        """Bytes → free host buffers of that size."""
         self._sizes: list[int] = []
-        """Of every host buffer, in bytes."""
+        """Bytes of every host buffer."""
 
     def restart(self) -> None:
-        """Another forward begins: what it saves first has none before it."""
+        """Another forward begins: its first input has none before it."""
         self._last = None
 
     def save(self, number: int, numel: int, dtype: str) -> None:
@@ -62,37 +64,44 @@ class ActivationPath:
             Memory.HOST_ACTIVATION, self._buffer(numel * ITEMSIZE[dtype]), 0, 0, numel, dtype
         )
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
-        # The copy runs beside the block's own forward, and starts behind what compute has by now.
+        # The user's forward is no launch: this event stands for its write of the input. The copy
+        # waits for compute up to here, and not for the block's own forward.
         forward = self._order.record(Lane.COMPUTE, "the forward before it")
         self._order.was_written([there], forward)
+        # d2h, beside the block's own forward. It waits for the last fetch from its host buffer.
         self._order.launch(Launch(Kind.ACTIVATION_DOWN, Lane.D2H, "", (there,), (host,)))
+        # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving.append(there)
         self._let_go(_LEAVING)
         self._saved[number] = _Saved(host, there._replace(copy=1), self._last)
         self._last = number
 
     def need(self, number: int) -> None:
-        """Backward is about to run the block again: its input comes back, and the one that will be
-        needed next is on its way meanwhile."""
+        """Backward is about to run the block again: fetch its input, and prefetch the next one."""
+        # Backward saves no inputs that would push the last ones out of the queue.
         self._let_go(0)
         one = self._saved[number]
         self._fetch(one)
         before = None if one.before is None else self._saved.get(one.before)
         if before is not None:
             self._fetch(before)
+        # Compute waits for this input only: the next one comes beside the block's backward.
         self._order.needs(Lane.COMPUTE, [one.back], "recompute")
         one.taken = True
-        self._order.forget([one.back])  # compute's alone from here on
+        # Compute has waited and is the only user from here on: autograd owns the memory.
+        self._order.forget([one.back])
 
     def drop(self, number: int) -> None:
-        """Its graph is gone."""
+        """The graph of the input is gone."""
         one = self._saved.pop(number)
-        if one.fetched and not one.taken:  # its memory stays until the copy into it is done
+        # A prefetch may still write this memory: the queue owns it until compute has waited.
+        if one.fetched and not one.taken:
             self._leaving.append(one.back)
+        # Free at once: the next copy into the buffer waits for the fetch that may still read it.
         self._give_back(int(one.host.owner))
 
     def reset(self) -> None:
-        """Nothing is on its way, and no graph needs anything: all host buffers are free."""
+        """The lanes are empty and no graph needs an input: all host buffers are free."""
         self._saved, self._last = {}, None
         self._leaving.clear()
         self._free.clear()
@@ -111,16 +120,20 @@ class ActivationPath:
     def _fetch(self, one: _Saved) -> None:
         if one.fetched and not one.taken:
             return
-        one.fetched, one.taken = True, False  # a graph that is kept needs it once more
-        # The allocator may take this memory from what compute still works on.
+        # Taken before: a retained graph runs backward again and needs a new copy.
+        one.fetched, one.taken = True, False
+        # torch's allocator may give out memory that compute kernels launched earlier still use: it
+        # orders reuse on compute's stream only. This event makes the copy wait for them.
         so_far = self._order.record(Lane.COMPUTE, "whatever had it before")
         self._order.was_read([one.back], so_far)
+        # load, beside recompute and backward of the block after it: waits for its copy down.
         self._order.launch(Launch(Kind.ACTIVATION_UP, Lane.LOAD, "", (one.host,), (one.back,)))
 
     def _let_go(self, most: int) -> None:
         while len(self._leaving) > most:
             ref = self._leaving.popleft()
-            # Whoever gets this memory next is compute's: it comes behind the copy.
+            # The allocator gives this memory to compute next, without a launch that could wait for
+            # the copy: compute waits here. The queue makes that wait one for an old copy.
             self._order.overwrites(Lane.COMPUTE, [ref], "the allocator")
             self._order.forget([ref])
             self._order.operations.append(Free(ref))

@@ -1,16 +1,16 @@
-"""Which launches need a wait between them: the order that memory asks for, and no more.
+"""The waits between launches, derived from the memory that they read and write.
 
 [Note: Dependencies]
-Nobody writes a wait. Each launch says what it reads and writes; the lane that runs it waits for
-whoever wrote what it reads, and for whoever wrote or still reads what it writes, unless it knows
-already that they are done. A lane knows what it has waited for, what the lane that it waited for
-knew then, and all that the launching thread had waited for: a vector clock for each lane. So a
-step's order follows from its table of reads and writes, nobody waits for what it knows already, and
-a new kind of operation brings its waits with it.
+No wait is written by hand. Each launch declares its reads and writes. Its lane waits for the last
+write of what it reads, and for the last write and all later reads of what it writes, unless these
+are known to be done. A lane knows what it has waited for, what the awaited lane knew at that point,
+and all that the launching thread had waited for: a vector clock for each lane. A step's order thus
+follows from its reads and writes, no wait is redundant, and a new kind of operation brings its
+waits with it.
 
-An event stands for everything launched on its lane before it, so it is recorded right behind the
-operation that somebody may wait for later. Behind the few that nobody waits for while more is
-launched (`_LATE`) it is recorded when it is needed, or never.
+An event stands for everything launched on its lane before it. It is recorded right behind the
+operation that a later launch may wait for. A few kinds (`_LATE`) are rarely waited for: the event
+behind them is recorded when a wait needs it, or never.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _AT = {lane: at for at, lane in enumerate(Lane)}
 _LATE = frozenset({Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE})
 
 _Cell = tuple[object, ...]
-"""Of a `Ref`: memory, owner and copy. Its elements are not told apart."""
+"""Memory, owner and copy of a `Ref`: the unit of dependencies, whatever its elements."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """Of one piece of memory: the events behind its last write, and behind the last read of each
-    lane since."""
+    """The events behind the last write of a piece of memory, and behind each lane's last read since
+    then."""
 
     written: Event | None = None
     read: dict[Lane, Event] = field(default_factory=dict)
@@ -55,81 +55,89 @@ class Dependencies:
 
     def __init__(self) -> None:
         self.operations: Operations = []
-        """Since the last `take`."""
+        """All since the last `take`."""
         self._known = {lane: [0] * len(Lane) for lane in Lane}
         """Lane → its clock: what is done when its next operation starts."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
         self._recorded: dict[Lane, Event] = {}
-        """Of `record`, where the lane was given nothing since."""
+        """Lane → its event of `record`, while nothing was launched there since."""
 
     def take(self) -> Operations:
-        """What has been said since the last call."""
+        """Return the operations since the last call."""
         taken, self.operations = self.operations, []
-        self._recorded.clear()  # code that is not launched may run before the next one
+        # User code may run on compute before the next event of the step: an event recorded now
+        # would not cover it, so `record` must make a new one.
+        self._recorded.clear()
         return taken
 
     def launch(self, op: Launch, *, fresh: Ref | None = None) -> None:
-        """After what its memory asks for.
+        """Launch behind the waits that the operation's memory needs.
 
         Args:
-            fresh: memory that is used again: what it held is undefined once the waits are over.
+            fresh: memory that is reused: its contents are undefined once the waits are over.
         """
         uses, lane = self._uses, op.lane
         reads = [uses[ref[:3]] for ref in op.reads]
         writes = [uses[ref[:3]] for ref in op.writes]
         self._wait_for(lane, reads, writes, op)
+        # Behind the waits: an earlier operation may still use this memory until then.
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
         event = self._advance(lane, op.kind, op.owner, say=op.kind not in _LATE)
         for use in reads:
             use.read[lane] = event
+        # A write has waited for the reads before it: later users need to wait for the write only.
         for use in writes:
             use.written = event
             use.read.clear()
 
     def record(self, lane: Lane, what: str) -> Event:
-        """The event of all that was launched on the lane so far, and of code that ran there: `what`
-        it did."""
+        """Return the event behind all that was launched on the lane so far, and behind code that
+        ran there without a launch; `what` names that code."""
+        # Nothing was launched there since the last event: that one says the same.
         if lane not in self._recorded:
             self._recorded[lane] = self._advance(lane, None, what, say=True)
         return self._recorded[lane]
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
-        """Nothing if the lane knows already that the event has happened."""
+        """Wait, unless the lane knows already that the event has happened."""
         if event.position > self._known[lane][event.at]:
             self._wait(lane, event, why)
 
     def host_wait(self, event: Event, why: str) -> None:
-        """The launching thread waits, and with it all that it launches from here on."""
+        """Make the launching thread wait, and with it all that it launches from here on."""
         if not event.recorded:
             self._say(event)
+        # Later launches come from a thread that has seen the event: no lane waits for it again.
         for known in self._known.values():
             known[:] = map(max, known, event.clock)
         self.operations.append(HostWait(event, why))
 
     def written(self, ref: Ref) -> Event | None:
-        """The event behind its last write."""
+        """Return the event behind the last write of this memory."""
         return self._uses[ref[:3]].written
 
     def synchronized(self) -> None:
         """The launching thread has seen every lane empty."""
         done = [self._known[lane][at] for lane, at in _AT.items()]
+        # All lanes know all that was launched: what is launched next waits for none of it.
         for known in self._known.values():
             known[:] = done
 
     def reset(self) -> None:
-        """The same, and not all that was said has been done: nobody waits for it any more."""
+        """Every lane is empty, and some operations were never launched."""
         self.synchronized()
+        # Events of operations that were never launched stand for nothing: no wait may name them.
         self._uses.clear()
         self.operations.clear()
 
     def needs(self, lane: Lane, refs: Iterable[Ref], reader: str) -> None:
-        """Before code that is not launched reads this memory on the lane."""
+        """Wait before code that is not launched reads this memory on the lane."""
         self._wait_for(lane, [self._uses[ref[:3]] for ref in refs], (), reader)
 
     def overwrites(self, lane: Lane, refs: Iterable[Ref], writer: str) -> None:
-        """Before code that is not launched writes this memory on the lane."""
+        """Wait before code that is not launched writes this memory on the lane."""
         self._wait_for(lane, (), [self._uses[ref[:3]] for ref in refs], writer)
 
     def was_written(self, refs: Iterable[Ref], event: Event) -> None:
@@ -148,8 +156,9 @@ class Dependencies:
             self._uses[ref[:3]].read[event.lane] = event
 
     def reuse(self, refs: Iterable[Ref], of: Iterable[Ref]) -> None:
-        """The memory of `of` becomes that of `refs`: their first writer waits for all who used
+        """Give the memory of `of` to `refs`: their first write waits for every earlier use of
         it."""
+        # An event covers all that its lane did before: the latest one of each lane is enough.
         last: dict[Lane, Event] = {}
         for ref in of:
             use = self._uses.pop(ref[:3], _Use())
@@ -164,8 +173,7 @@ class Dependencies:
     def _wait_for(
         self, lane: Lane, reads: Iterable[_Use], writes: Iterable[_Use], who: Launch | str
     ) -> None:
-        """For the last write of what is read, for all users of what is written. Whoever knows most
-        is waited for first: those that it knows need no wait of their own."""
+        """Wait for the last write of what is read, and for every use of what is written."""
         known, before = self._known[lane], list[tuple[Event, str, str]]()
         for use in reads:
             if (event := use.written) is not None and event.position > known[event.at]:
@@ -176,6 +184,7 @@ class Dependencies:
             for event in use.read.values():
                 if event.position > known[event.at]:
                     before.append((event, "overwrites", "reads"))
+        # The event behind the most operations comes first: its wait may make the others needless.
         if len(before) > 1:
             before.sort(key=lambda one: self._knowledge(one[0]), reverse=True)
         for event, does, did in before:
@@ -183,14 +192,16 @@ class Dependencies:
                 self._wait(lane, event, Reason(who, does, event, did))
 
     def _wait(self, lane: Lane, event: Event, why: Reason | str) -> None:
+        # A late event is recorded now, on its own lane: it must stand in the program before this.
         if not event.recorded:
             self._say(event)
+        # The lane is now behind all that the event's lane had waited for, too.
         known = self._known[lane]
         known[:] = map(max, known, event.clock)
         self.operations.append(Wait(lane, event, why))
 
     def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, say: bool) -> Event:
-        """The lane is given one operation more; `say`: the event behind it is recorded now."""
+        """Count one more operation of the lane; `say`: record the event behind it now."""
         self._recorded.pop(lane, None)
         at, known = _AT[lane], self._known[lane]
         known[at] += 1
@@ -200,11 +211,12 @@ class Dependencies:
         return event
 
     def _knowledge(self, event: Event) -> int:
-        """How much is known by who waits for it; recorded late, it stands for its lane as it is."""
+        """Count the operations that a wait for the event covers; one recorded late covers all that
+        its lane was given so far."""
         return sum(event.clock if event.recorded else self._known[event.lane])
 
     def _say(self, event: Event) -> None:
-        """Record it now: from here on it stands for all that its lane was given."""
+        """Record a late event: it covers all that its lane was given so far."""
         event.recorded = True
         event.clock = tuple(self._known[event.lane])
         event.position = event.clock[event.at]

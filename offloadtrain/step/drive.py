@@ -1,4 +1,4 @@
-"""A program without a model: what a usual step tells it, and so what a usual step does."""
+"""A program driven without a model, by the events of a typical step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from offloadtrain.step.spec import BlockSpec
 
 
 def steps(program: Program, num_steps: int, input_bytes: int = 0) -> Operations:
-    """The operations of so many steps, from the first on: blocks in the spec's order, a gradient
-    for every parameter, no step skipped, nothing clipped, all guesses right.
+    """Return the operations of the first steps: blocks in the spec's order, a gradient for every
+    parameter, no step skipped, nothing clipped, all speculation right.
 
     Args:
-        input_bytes: of the input of a repeated block, which activation = "offload" moves.
+        input_bytes: the size of a repeated block's input, which activation = "offload" moves.
 
     The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
     `DECIDE`, where the norm is known.
@@ -56,7 +56,8 @@ def _backward(program: Program, inputs: _Inputs, step: int, *, last: bool) -> Op
         done += inputs.drop(block)
         delivered = {bucket.name: True for bucket in block.buckets}
         done += program.grads_ready(block.name, delivered, last=last)
-        if last and step > 1:  # the first backward shows which blocks deliver as expected
+        # As the engine does: the first backward shows which blocks deliver as expected.
+        if last and step > 1:
             done += program.grads_complete(block.name, Decision(step))
             for name in tuple(program.behind):
                 done += program.graph_freed(name)
@@ -64,7 +65,7 @@ def _backward(program: Program, inputs: _Inputs, step: int, *, last: bool) -> Op
 
 
 class _Inputs:
-    """Of repeated blocks, where recompute starts from them and they are on the host meanwhile."""
+    """The inputs of repeated blocks, which are offloaded until recompute starts from them."""
 
     def __init__(self, program: Program, nbytes: int) -> None:
         self._program = program

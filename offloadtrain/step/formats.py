@@ -1,4 +1,4 @@
-"""State formats: which tensors are kept of each parameter, with which dtype. The one table of them.
+"""State formats: the tensors of each parameter's state, and their dtypes. The one table of them.
 
 See [Note: State formats] in `kernels.state`.
 """
@@ -50,26 +50,26 @@ class Field:
             raise ValueError(f"field '{self.name}': per = {self.per} does not divide {SCALE_BLOCK}")
 
     def numel(self, elements: int) -> int:
-        """How many values a bucket of so many elements needs."""
+        """Return the number of values for a bucket of so many elements."""
         return -(-elements // self.per)
 
     def nbytes(self, elements: int, weight_bytes: int) -> int:
-        """Of a bucket of so many elements."""
+        """Return the bytes of this field for a bucket of so many elements."""
         return self.numel(elements) * (ITEMSIZE[self.dtype] if self.dtype else weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """How master weights and moments are kept.
+    """The encoding of master weights and moments.
 
     Memory of zeros is a state whose moments are zero: that is what a run starts with.
 
     Attributes:
-        master: the fields that together are the master weight. The first is the fp32 master weight;
-            or, where its dtype is None, the working weight, which is uploaded from where it lies.
-        moment: the fields that each moment is kept in.
-        precisions: whose working weights it can keep; weights of another dtype have fp32 state.
-        moments: the only ones that it can keep; empty: any.
+        master: the fields that together are the master weight. The first is the fp32 master weight,
+            or, if its dtype is None, the working weight, which is uploaded from where it lies.
+        moment: the fields of each moment.
+        precisions: precisions of the working weights it can store; others have fp32 state.
+        moments: the only moments it can store; empty: any.
     """
 
     name: str
@@ -80,7 +80,7 @@ class StateFormat:
 
     @property
     def holds_weight(self) -> bool:
-        """Whether the state's first field is the working weight."""
+        """True if the state's first field is the working weight."""
         return self.master[0].dtype is None
 
     def fields(self, moments: Sequence[str]) -> tuple[Field, ...]:
@@ -96,7 +96,7 @@ class StateFormat:
         return any(PRECISIONS.get(precision) == dtype for precision in self.precisions)
 
     def bytes_per_param(self, moments: Sequence[str], weight_bytes: int) -> float:
-        """Of the state, without gradients."""
+        """Return the bytes of the state per parameter, without gradients."""
         return sum(
             field.nbytes(SCALE_BLOCK, weight_bytes) / SCALE_BLOCK for field in self.fields(moments)
         )
@@ -104,8 +104,8 @@ class StateFormat:
     def traffic_per_param(
         self, moments: Sequence[str], weight_bytes: int, grad_bytes: int
     ) -> float:
-        """Bytes that an update moves through memory: gradient and state read, state and working
-        weight written."""
+        """Return the bytes that an update moves through memory per parameter: gradient and state
+        read, state and working weight written."""
         state = 2 * self.bytes_per_param(moments, weight_bytes)
         return grad_bytes + state + (0 if self.holds_weight else weight_bytes)
 

@@ -1,4 +1,7 @@
-"""The way down: a bucket's gradient from autograd to its sum and its norm on the host."""
+"""The way down: a bucket's gradient from autograd to its sum and its norm on the host.
+
+Lanes: compute gathers, comm reduces, d2h copies, host adds and measures; all beside backward.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class GradientPath:
         self._ranks = spec.ranks
         self._alone = spec.is_single
         self._keeps_pieces = spec.zero_stage == 1
-        """Every piece has a place of its own."""
+        """Every piece has staging of its own."""
         self._rank = rank
         self._order = order
         self._host_ring = host_ring
@@ -26,14 +29,14 @@ class GradientPath:
         self._norms = Ref(Memory.NORMS, "", 0, 0, spec.num_tensors, NORMS_DTYPE)
 
     def send(self, bucket: Bucket, *, complete: bool, last: bool) -> None:
-        """All that its parameters hold.
+        """Send all gradients that the bucket's parameters hold.
 
         Args:
-            complete: each of them holds a gradient, or other ranks have theirs.
-            last: of the step's micro-steps this is the last.
+            complete: each parameter holds a gradient, or other ranks have theirs.
+            last: this is the last micro-step of the step.
         """
         whole = last and complete
-        # One piece is squared while it is added: one pass over memory less.
+        # A single piece is squared while it is added: one pass over host memory less.
         measured = whole and bucket.accumulates and len(bucket.pieces) == 1
         for lo, hi in bucket.pieces:
             staged = self._reduced(bucket, lo, hi)
@@ -43,6 +46,8 @@ class GradientPath:
                 self._add(bucket, staged, lo, hi)
             else:
                 target = bucket.piece(lo, hi)
+                # d2h, beside backward of the next blocks; norm and Adam wait for it. It waits for
+                # the last step's upload, which may read new weights from the gradient's memory.
                 self._order.launch(
                     Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
                 )
@@ -51,28 +56,36 @@ class GradientPath:
             self._measure(bucket)
 
     def complete(self, buckets: Iterable[Bucket]) -> None:
-        """Zeros where nothing was delivered, and the norms that are missing; the thread waits."""
+        """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
         for bucket in buckets:
             if not bucket.touched:
                 zeros = (bucket.gradient,)
+                # Host lane, so in order before the norm. The last step's upload may still read this
+                # memory: without its wait, zeros would go up as weights.
                 self._order.launch(Launch(Kind.NO_GRADIENT, Lane.HOST, bucket.name, (), zeros))
                 bucket.touched, bucket.normed = True, False
             if not bucket.normed:
                 self._measure(bucket)
-        # Not for the whole lane: updates that ran inside backward may still be at work on it.
+        # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
+        # and not for the whole host lane, where Adam launched inside backward may still run.
         measured = self._order.written(self._norms)
         assert measured is not None
         self._order.host_wait(measured, "the gradient norm")
 
     def _reduced(self, bucket: Bucket, lo: int, hi: int) -> Ref:
-        """One piece of the shard's gradient on the device, in the dtype that goes down."""
+        """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
+        the dtype that goes down."""
         ranks, count, wide = self._ranks, hi - lo, bucket.reduces_wide
         dtype = "float32" if wide else bucket.spec.dtype
         whole = self._staging(bucket, lo, ranks * count, dtype)
         op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
+        # Compute, behind the kernels that made the gradients. It waits until d2h or comm is done
+        # with the slot; a ring with one slot more than a bucket has pieces makes that wait short.
         self._order.launch(op, fresh=whole)
         if self._alone:
             return whole
+        # comm, in place, beside backward of the next blocks. The copy down, or the rounding, waits
+        # for it through the slot.
         self._order.launch(
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (whole,), lo, hi)
         )
@@ -82,6 +95,8 @@ class GradientPath:
             return shard
         narrow = self._rounded.take(count, bucket.spec.dtype)
         op = Launch(Kind.ROUND, Lane.COMM, bucket.name, (shard,), (narrow,), lo, hi)
+        # comm, right behind its reduce-scatter, so that the bus carries 16 bits. It waits for the
+        # last copy out of its own slot; the copy down waits for it there.
         self._order.launch(op, fresh=narrow)
         return narrow
 
@@ -93,27 +108,34 @@ class GradientPath:
     def _staged_on_host(self, bucket: Bucket, staged: Ref, lo: int, hi: int) -> Ref:
         target = self._host_ring.take(hi - lo, bucket.spec.dtype)
         op = Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
+        # d2h, beside backward and beside the host's sum of the other ring slot. It waits for the
+        # last reader of this slot: a sum, or an upload of weights that were staged here.
         self._order.launch(op, fresh=target)
         return target
 
     def _add(self, bucket: Bucket, staged: Ref, lo: int, hi: int) -> None:
-        """A second gradient of one micro-step: added in its dtype, as autograd itself does."""
+        """Add a second gradient of one micro-step in its dtype, as autograd itself does."""
         arrived = self._staged_on_host(bucket, staged, lo, hi)
         target = (bucket.piece(lo, hi),)
+        # Host: waits for both copies, the first through the gradient and this one through the ring.
         self._order.launch(Launch(Kind.ADD, Lane.HOST, bucket.name, (arrived,), target, lo, hi))
 
     def _accumulate(self, bucket: Bucket, staged: Ref, lo: int, hi: int, *, measured: bool) -> None:
-        """Into the fp32 sum over microbatches; squared in the same pass if it is the last one."""
+        """Add to the fp32 sum over microbatches; square in the same pass if it is the last one."""
         arrived = self._staged_on_host(bucket, staged, lo, hi)
         writes = (bucket.piece(lo, hi), *([self._norms] if measured else []))
         first = not bucket.touched
         op = Launch(
             Kind.ACCUMULATE, Lane.HOST, bucket.name, (arrived,), writes, lo, hi, first=first
         )
+        # Host, beside backward and the next copy down: waits for its own copy through the ring.
+        # Norm and Adam run on the same lane and need no wait for the sum.
         self._order.launch(op)
 
     def _measure(self, bucket: Bucket) -> None:
-        """Sum of squares per parameter, on the host as soon as the gradient is there."""
+        """Launch the sum of squares per parameter."""
         reads, writes = (bucket.gradient,), (self._norms,)
+        # Host, as soon as the gradient is there, beside backward of the next blocks: `complete`
+        # then waits for little more than the norm of the last block.
         self._order.launch(Launch(Kind.NORM, Lane.HOST, bucket.name, reads, writes))
         bucket.normed = True

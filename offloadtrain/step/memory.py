@@ -1,8 +1,8 @@
-"""Memory rules of a step: what is asked of which tier, what is streamed, what is copied.
+"""Memory rules of a step: allocations by tier and owner, streamed blocks, second copies.
 
-`lay_out` decides; `host_requests` and `device_requests` say what the engine maps, in this order;
-`host_owners` and `device_owners` are what its Ledger shows then. Block inputs that are offloaded
-are not among them: their size shows in the first forward.
+`lay_out` decides. `host_requests` and `device_requests` list what the engine maps, in order.
+`host_owners` and `device_owners` are what its Ledger shows then. Offloaded block inputs are not
+among them: their size shows in the first forward.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
 
 STAGGER_BYTES = 4096 + 256
-"""Between neighbours in the host arena: streams that lie an exact power of two apart fall into the
-same cache sets and make Adam up to three times slower."""
+"""The gap between neighbours in the host arena: streams that lie an exact power of two apart fall
+into the same cache sets and make Adam up to three times slower."""
 
 HEADROOM = 0.9
-"""Of the available host memory that second copies may fill: the rest of the machine lives too."""
+"""The share of the available host memory that second copies may fill; the rest is for others."""
 
 OWNERS = {"master": "master weights", "weight": "host weights"}
-"""Of fields of the state that a person knows by another name."""
+"""Field of the state → its owner in the Ledger, where that is not the field's name."""
 
 
 class Role(StrEnum):
-    """What a bucket's memory is for; by the name of the attribute of the engine's bucket."""
+    """The purpose of a bucket's memory, by the name of the attribute of the engine's bucket."""
 
     STATE = "state"
     OTHER = "other"
@@ -42,12 +42,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """Memory that somebody needs: `numel` elements of `dtype`, by torch's name.
+    """A request for `numel` elements of `dtype`, by torch's name.
 
     Attributes:
-        owner: in the Ledger.
-        name: of the buffer.
-        bucket: whose it is, and `role` what of it; empty and None: nobody's.
+        owner: its name in the Ledger.
+        name: the name of the buffer.
+        bucket, role: the bucket and the purpose; empty and None for memory that buckets share.
     """
 
     owner: str
@@ -63,7 +63,7 @@ class MemoryRequest:
 
     @property
     def span_bytes(self) -> int:
-        """In the host arena, with the stagger that separates it from its neighbour."""
+        """Bytes in the host arena, with the stagger that separates it from its neighbour."""
         return -(-self.nbytes // 256) * 256 + STAGGER_BYTES
 
 
@@ -76,14 +76,14 @@ def lay_out(
     moments: tuple[str, ...],
     available_bytes: int | None,
 ) -> StepSpec:
-    """Decide what is streamed and what has a second copy.
+    """Decide which blocks are streamed and which have a second copy.
 
     Frozen buckets of blocks that stay on the device are left out: they stay where the rest of the
     model's frozen weights are.
 
     Args:
-        available_bytes: of the host, what state and second copies may grow into where the config
-            sets no limit; None: no second copies.
+        available_bytes: host memory that state and second copies may fill if the config sets no
+            limit; None: no second copies.
 
     Raises:
         OptionError: the config does not go with so many ranks.
@@ -98,7 +98,8 @@ def lay_out(
 
 
 def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
-    """The last blocks first, whose gradients come first, as far as memory goes; see `lay_out`."""
+    """Give second copies to the last blocks, whose gradients come first, as far as memory goes;
+    see `lay_out`."""
     if spec.config.update != "speculative":
         return spec
     limit = spec.config.host_memory_limit
@@ -114,7 +115,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
 
 
 def check_host_limit(spec: StepSpec) -> None:
-    """Raises HostMemoryError where the config's limit holds not even one copy of everything."""
+    """Raises HostMemoryError if the config's limit does not hold one copy of everything."""
     limit = spec.config.host_memory_limit
     if limit is None or not spec.offloaded:
         return
@@ -127,11 +128,11 @@ def check_host_limit(spec: StepSpec) -> None:
         )
 
 
-# What is asked of the host; where the state is not offloaded, of the device.
+# Requests to the host; where the state is not offloaded, to the device.
 
 
 def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """All that one arena holds: `kept_requests`, then `host_staging` where microbatches are
+    """Yield all that one arena holds: `kept_requests`, then `host_staging` where microbatches are
     summed."""
     yield from kept_requests(spec)
     if spec.accumulates:
@@ -139,7 +140,7 @@ def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
 
 
 def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Sums of squares, then all that is kept bucket by bucket, then frozen weights."""
+    """Yield sums of squares, then all that is kept bucket by bucket, then frozen weights."""
     yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
     for bucket in spec.buckets:
         yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
@@ -149,13 +150,13 @@ def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
 
 
 def host_staging(spec: StepSpec) -> list[MemoryRequest]:
-    """For gradients that are summed, and for weights that have nowhere else to wait. With one
-    microbatch, mapped when a bucket first gets a second gradient in a backward."""
+    """List the ring slots for gradients that are summed and for weights without other staging. With
+    one microbatch they are mapped when a bucket first gets a second gradient in a backward."""
     return [MemoryRequest("host staging", spec.host_staging_bytes, "uint8")] * RING_SLOTS
 
 
 def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[MemoryRequest]:
-    """The state, the gradient or its sum, new weights where they wait, the snapshot of loads.
+    """Yield state, gradient or its sum, pending weights, and the snapshot that loads read.
 
     Args:
         copied: with a second copy of the state.
@@ -191,24 +192,24 @@ def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "
 
 
 def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
-    """What it adds, with new weights that wait only because of it."""
+    """Count the bytes that it adds, with pending weights that exist only because of it."""
     with_it, without = (bucket_requests(spec, bucket, copied=both) for both in (True, False))
     return span_bytes(with_it) - span_bytes(without)
 
 
-# What is asked of the device.
+# Requests to the device.
 
 
 def device_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Working weights, slots and staging, but for gradients of ZeRO stage 1, each of which gets
-    its place when it first comes."""
+    """Yield working weights, slots and staging, but not the gradients of ZeRO stage 1, which are
+    allocated when they first come."""
     yield from weight_requests(spec)
     yield from slot_requests(spec)
     yield from staging_requests(spec)
 
 
 def weight_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Flat working weights of blocks that stay on the device; of the others, their shards."""
+    """Yield flat working weights of blocks that stay on the device, and shards of the others."""
     for block in spec.blocks:
         for bucket in () if block.name in spec.streamed else block.buckets:
             name, owner = bucket.name, "working weights"
@@ -221,14 +222,14 @@ def weight_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
 
 
 def slot_requests(spec: StepSpec) -> list[MemoryRequest]:
-    """For streamed blocks, each of the largest one's size."""
+    """List the slots for streamed blocks, each of the largest block's size."""
     largest = max((b.nbytes for b in spec.blocks if b.name in spec.streamed), default=0)
     return [MemoryRequest("streaming slots", largest, "uint8")] * spec.slots
 
 
 def staging_requests(spec: StepSpec) -> list[MemoryRequest]:
-    """For gathered gradients, and for their sums over ranks where these are wider than what goes
-    down."""
+    """List staging for gathered gradients, and for the rounded ones where ranks sum in a wider
+    dtype than the one that goes down."""
     requests = []
     if spec.zero_stage != 1:
         requests = [
@@ -241,13 +242,13 @@ def staging_requests(spec: StepSpec) -> list[MemoryRequest]:
 
 
 def _gradient_bytes(spec: StepSpec) -> int:
-    """Device memory of gradients on their way down."""
+    """Count the device memory of gradients on their way down."""
     if spec.zero_stage == 1:
         return sum(bucket.numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
     return spec.staging_slots * spec.staging_bytes
 
 
-# Totals: what the Ledger shows.
+# Totals, as the Ledger shows them.
 
 
 def host_owners(spec: StepSpec) -> dict[str, int]:
@@ -281,16 +282,17 @@ def span_bytes(requests: Iterable[MemoryRequest]) -> int:
 
 
 def largest_owners(requests: Iterable[MemoryRequest]) -> str:
-    """The four that ask for most, in one line."""
+    """Name the four largest owners in one line."""
     rows = sorted(by_owner(requests).items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in rows)
 
 
-# What is streamed.
+# Streamed blocks.
 
 
 def _streamed(spec: StepSpec) -> set[str]:
-    """Repeated blocks that do not stay on the device; those that do are spread evenly."""
+    """Choose the repeated blocks that do not stay on the device; those that do are spread evenly,
+    so that a load has the forward of a resident block to run beside."""
     config = spec.config
     repeated = [block for block in spec.blocks if block.repeated and spec.streams]
     limit, asked = config.device_memory_limit, config.resident_blocks
@@ -308,7 +310,7 @@ def _streamed(spec: StepSpec) -> set[str]:
 
 
 def _room(spec: StepSpec, repeated: Sequence[BlockSpec], limit: int) -> int:
-    """How many of the repeated blocks can stay on the device."""
+    """Count the repeated blocks that can stay on the device."""
     config, sizes = spec.config, [block.nbytes for block in repeated]
     rest = sum(block.nbytes for block in spec.blocks) - sum(sizes) + _gradient_bytes(spec)
     if config.working == "device" and spec.streams:

@@ -30,7 +30,7 @@ from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.updates import UpdatePath
 
 Block = tuple[str, Sequence[Bucket]]
-"""Its name, and what is trained of it."""
+"""A block's name, and its trained buckets."""
 
 
 class UpdateError(OffloadTrainError):
@@ -38,13 +38,13 @@ class UpdateError(OffloadTrainError):
 
 
 class Decision(NamedTuple):
-    """What the norm of a step has decided.
+    """The decision about a step: skip or update, and with which coefficients.
 
     Attributes:
-        step: which optimizer step this is, 1-based; where it is skipped, which one it would be.
+        step: the number of this optimizer step, 1-based, also where it is skipped.
         coef: the clip coefficient, 1.0 for none.
-        scale: what the gradients have to be divided by: the loss scale times the number of ranks,
-            whose sum arrives.
+        scale: the divisor of the gradients: the loss scale times the number of ranks, as their sum
+            arrives.
         hyperparameters: in force in step(); compared with those of updates inside backward, where
             there are any (`Program.updates_in_backward`).
     """
@@ -62,11 +62,11 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How updates that ran inside backward have turned out.
+    """The result of the updates that ran inside backward.
 
     Attributes:
-        buckets: updated inside backward.
-        right: None where nothing was guessed.
+        buckets: the number updated inside backward.
+        right: the speculation was right; None without speculation.
     """
 
     buckets: int = 0
@@ -77,21 +77,21 @@ class Exact:
     """Adam when the norm is known."""
 
     waits_for_norm = True
-    """Whether the gradient can still be clipped after backward."""
+    """The gradient can still be clipped after backward."""
     updates_in_backward = False
-    """Whether Adam may run before the norm is known."""
+    """Adam may run before the norm is known."""
 
     def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
         self.behind: list[str] = []
         """Blocks whose new weights go up once no graph needs the old ones."""
         self._staged: dict[Bucket, Ref] = {}
-        """Updated already, and not uploaded: where the new weights wait."""
+        """Bucket updated and not uploaded → where its new weights wait."""
 
     def grads_complete(self, block: Block, early: Decision) -> None:
         """Inside backward: the step's gradient of the block is whole, and on its way to the host.
 
-        `early`: the decision as it is where nothing is clipped and nothing skipped.
+        `early`: the decision on the assumption that nothing is clipped or skipped.
         """
 
     def grads_again(self, block: Block) -> None:
@@ -110,16 +110,24 @@ class Exact:
         """The gradients of the step are dropped before it was decided."""
 
     def flush(self) -> None:
-        """Between steps: upload what waits, so that the device has the newest weights."""
+        """Between steps: upload weights that wait, so that the device has the newest ones."""
 
     def reset(self) -> None:
-        """The whole state was set or loaded: what went before it does not matter any more."""
+        """The whole state was set or loaded: earlier updates do not matter any more."""
 
     def verify(self) -> None:
-        """At the end of step(): raise what would have left the step half done before."""
+        """At the end of step(): raise an error that would have left the step half done before.
+
+        Raises:
+            UpdateError: updates inside backward used other hyperparameters than step().
+        """
 
     def _apply(self, order: Sequence[Block], decision: Decision) -> None:
+        # Recorded before the first upload, so that uploads wait for this backward and not for the
+        # next forward, which runs beside them.
         self._updates.backward_is_over(order)
+        # Forward order: the next forward begins behind the first block's upload, while Adam of the
+        # later blocks still runs.
         for name, buckets in order:
             self._updates.upload(name, self._updated(buckets, decision))
 
@@ -146,6 +154,8 @@ class Early(Exact):
     def grads_complete(self, block: Block, early: Decision) -> None:
         self._require_whole()
         self._used = self._used or early.hyperparameters
+        # Adam runs beside backward of the next blocks. Its weights wait on the host until step():
+        # an evaluation before it must see the old ones on the device.
         for bucket in block[1]:
             self._staged[bucket] = self._updates.adam(bucket, early.update)
 
@@ -163,6 +173,7 @@ class Early(Exact):
         self._require_whole()
         used, self._used = self._used, None
         early = len(self._staged)
+        # Raised by `verify` once the step is done: Adam in place cannot be undone.
         self._outdated = bool(used) and used != decision.hyperparameters
         self._apply(order, decision)
         return Speculation(buckets=early)
@@ -195,9 +206,9 @@ class Early(Exact):
 
 
 class SpeculationPolicy:
-    """Whether to guess again: as long as half of the last guesses were, or would have been, right.
+    """Speculates while at least half of the last predictions were, or would have been, right.
 
-    A right guess hides the Adam that a wrong one wastes, so that half is where it begins to pay.
+    A right prediction hides as much Adam as a wrong one wastes, so speculation pays from half on.
     """
 
     WINDOW = 8
@@ -227,6 +238,8 @@ class Speculative(Exact):
             return
         self._used = self._used or early.hyperparameters
         update = Update(early.step, early.update.grad_scale, out_of_place=True)
+        # Beside backward of the next blocks, into the other copy: state and gradient stay as they
+        # are for the redo.
         for bucket in block[1]:
             if bucket.has_second_copy:
                 self._staged[bucket] = self._updates.adam(bucket, update)
@@ -240,6 +253,8 @@ class Speculative(Exact):
         self._policy.saw(unclipped)
         right = unclipped and (not self._used or self._used == decision.hyperparameters)
         guessed = len(self._staged)
+        # Right: the other copy becomes the state, and only uploads are left. Wrong: it is discarded
+        # and every bucket is updated below, behind these updates on the host lane.
         if right:
             for bucket in self._staged:
                 self._updates.swap(bucket)
@@ -257,9 +272,9 @@ class Speculative(Exact):
 class Delayed(Exact):
     """Adam during the next step: one step of staleness, after `warmup_steps` exact ones.
 
-    Alone, weights go up as soon as no graph needs the old ones. When that is depends on who lets go
-    of a graph when, and ranks must gather weights in one order: so among ranks they go up at the
-    next step().
+    On a single rank, weights go up as soon as no graph needs the old ones. The moment depends on
+    when the user frees a graph, and ranks must gather weights in one order: so among ranks they go
+    up at the next step().
     """
 
     def __init__(self, updates: UpdatePath, warmup_steps: int, *, alone: bool) -> None:
@@ -267,9 +282,9 @@ class Delayed(Exact):
         self._warmup_steps = warmup_steps
         self._alone = alone
         self._waiting: dict[str, list[tuple[Bucket, Ref]]] = {}
-        """Updated, and not uploaded; the last block of the forward first."""
+        """Blocks updated and not uploaded, the last one of the forward first."""
         self._begun = False
-        """Some blocks have their new weights, and the backward goes on."""
+        """Some blocks have their new weights while backward goes on."""
 
     def grads_complete(self, block: Block, early: Decision) -> None:
         if block[0] in self._waiting and self._alone:
@@ -278,19 +293,23 @@ class Delayed(Exact):
     def graph_freed(self, block: str) -> None:
         self.behind.remove(block)
         self._begun = True
+        # h2d, beside backward of the next blocks. Compute reads this block again in the next
+        # forward.
         self._upload([block])
 
     def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
         self.flush()
         if decision.step <= self._warmup_steps:
             return super().apply(order, decision)
+        # Adam runs beside the next forward and backward. Last block first: the next backward's
+        # copies down reuse the gradients' memory in that order and wait for Adam to have read it.
         if not decision.skipped:
-            for name, buckets in reversed(order):  # as the next backward needs their memory
+            for name, buckets in reversed(order):
                 self._waiting[name] = list(self._updated(buckets, decision))
         return Speculation()
 
     def drop(self) -> None:
-        """Some blocks may have their new weights already: give all of them theirs."""
+        """Give all blocks their new weights, as some may have theirs already."""
         self.behind.clear()
         if self._begun:
             self.flush()
@@ -298,17 +317,19 @@ class Delayed(Exact):
     def flush(self) -> None:
         self.behind.clear()
         self._begun = False
-        self._upload(list(reversed(self._waiting)))  # in forward order
+        # Forward order: the next forward waits for the first block's upload first.
+        self._upload(list(reversed(self._waiting)))
 
     def _upload(self, blocks: Sequence[str]) -> None:
         old = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
+        # These uploads wait for compute's reads of the old weights so far.
         self._updates.backward_is_over(old)
         for name in blocks:
             self._updates.upload(name, self._waiting.pop(name))
 
 
 def mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
-    """The update mode that the options ask for."""
+    """Make the update mode that the options name."""
     if spec.config.update == "delayed":
         return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
     if spec.config.update == "speculative":

@@ -1,4 +1,4 @@
-"""What a step's program says: operations on lanes over named memory, and the order between them."""
+"""The operations of a program: launches on lanes over named memory, and the order between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offloadtrain.step.formats import ITEMSIZE
 
 
 class Lane(StrEnum):
-    """Where an operation runs."""
+    """A queue of operations: a stream, a thread, or both."""
 
     COMPUTE = "compute"
     """The stream of the user's forward and backward."""
@@ -21,21 +21,22 @@ class Lane(StrEnum):
     H2D = "h2d"
     """Copies from the host to the device: weights that an update has changed."""
     LOAD = "load"
-    """Copies from the host to the device: streamed weights, in the order of their use. Beside h2d,
-    whose next copy may wait for an update that the forward does not need yet."""
+    """Copies from the host to the device: streamed weights, in the order of their use. Not on h2d,
+    whose next copy may wait for an update that forward does not need yet."""
     COMM = "comm"
     """Collectives between ranks, in one order on all of them."""
 
 
 class Kind(StrEnum):
-    """What an operation does. The value is what logs and traces call it."""
+    """The kind of an operation. The value is its name in logs and traces."""
 
     FORWARD = "forward"
-    """compute: the user's forward of a block; launched by who drives a program without a model."""
+    """compute: the user's forward of a block; launched where a program is driven without a
+    model."""
     BACKWARD = "backward"
-    """compute: as `FORWARD`."""
+    """compute: the user's backward of a block; launched as `FORWARD`."""
     DECIDE = "decide"
-    """compute: nothing; where step() knows the norm. As `FORWARD`."""
+    """compute: nothing; marks where step() knows the norm. Launched as `FORWARD`."""
     GATHER = "gather"
     """compute: a bucket's gradients, from where autograd left them, into a staging slot."""
     REDUCE_SCATTER = "reduce-scatter"
@@ -49,13 +50,13 @@ class Kind(StrEnum):
     ACCUMULATE = "accumulate"
     """host: a microbatch into the fp32 sum; squared in the same pass where it is the last."""
     NO_GRADIENT = "no gradient"
-    """host: zeros, where nothing was delivered."""
+    """host: zeros for a gradient that nothing was delivered to."""
     NORM = "norm"
     """host: the sums of squares of a bucket's gradient."""
     ADAM = "adam"
     """host: the update of a bucket."""
     CAST = "cast"
-    """host: masters to the working dtype, where they were set."""
+    """host: masters that were set, to the working dtype."""
     WEIGHTS_UP = "h2d"
     """h2d: new weights of this rank's shard to the device."""
     ALL_GATHER = "all-gather"
@@ -71,18 +72,19 @@ class Kind(StrEnum):
 
 
 class Memory(StrEnum):
-    """What a piece of memory holds."""
+    """The contents of a piece of memory."""
 
     WORKING = "working"
     """Device: the whole of a bucket's weights; of a streamed block, in a slot."""
     DEVICE_SHARD = "device shard"
     """Device: this rank's shard of a bucket whose whole is gathered for its use."""
     STAGING = "staging"
-    """Device: a slot for gathered gradients; of ZeRO stage 1, a place of each piece's own."""
+    """Device: a slot for gathered gradients; in ZeRO stage 1, memory of each piece's own."""
     ROUNDED = "rounded"
     """Device: a slot for sums in the dtype that goes down."""
     HOST_STAGING = "host staging"
-    """Host: a slot for gradients that are added, and for weights that wait for nothing else."""
+    """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
+    else."""
     GRADIENT = "gradient"
     """Host: a bucket's gradient of the step, or the fp32 sum of its microbatches."""
     PENDING = "pending"
@@ -104,12 +106,12 @@ class Ref(NamedTuple):
     """Elements [lo, hi) of a piece of memory.
 
     Attributes:
-        owner: a bucket; of staging, whose slots are used in turn, the number of the slot; the
-            number of a block's input, or of a buffer for one.
-        copy: of `STATE`, which of its copies; of `WORKING` of a streamed block, which slot of the
-            device. 0 where there is one.
-        dtype: by torch's name.
-        field: of `STATE`, which of its tensors.
+        owner: a bucket's name; for staging, the number of its ring slot; for a block's input or its
+            host buffer, that one's number.
+        copy: for `STATE`, the number of the copy; for `WORKING` of a streamed block, the number of
+            the device slot; otherwise 0.
+        dtype: torch's name of it.
+        field: for `STATE`, the number of the tensor.
     """
 
     memory: Memory
@@ -126,8 +128,8 @@ class Ref(NamedTuple):
 
 
 Clock = tuple[int, ...]
-"""Of every lane in turn, how many of its operations are done. Numbers by place, and no table by
-lane: thousands of clocks are alive, and the garbage collector does not look into such tuples."""
+"""For every lane in turn, the number of its operations that are done. A tuple and no table by lane:
+thousands of clocks are alive, and the garbage collector does not look into tuples of numbers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,11 +137,12 @@ class Event:
     """A point on a lane that others can wait for.
 
     Attributes:
-        clock: what is done when it has happened.
-        at: the place of its own lane in clocks, and `position` what is there.
+        clock: the operations that are done when it has happened.
+        at: the place of its own lane in clocks.
+        position: `clock[at]`.
         recorded: it stands in the program.
-        kind, owner: of the launch that it is behind; of no launch, None and what was done there.
-        real: what the interpreter keeps here.
+        kind, owner: those of the launch that it is behind; behind other code, None and its name.
+        real: the interpreter's event.
     """
 
     lane: Lane
@@ -153,12 +156,12 @@ class Event:
 
     @property
     def name(self) -> str:
-        """What is done when it has happened."""
+        """The name of the launch, or other code, that it is behind."""
         return self.owner if self.kind is None else f"{self.kind} {self.owner}"
 
 
 class Update(NamedTuple):
-    """What an `ADAM` is done with.
+    """The arguments of an `ADAM`.
 
     Attributes:
         step: optimizer step, 1-based.
@@ -175,10 +178,10 @@ class Launch(NamedTuple):
     """Put an operation at the end of a lane.
 
     Attributes:
-        owner: the bucket (of `FORWARD` and `BACKWARD`, the block) that it works on.
-        lo, hi: of the shard, which piece of the gradient.
-        first: of `ACCUMULATE`, whether the sum begins with it.
-        update: of `ADAM`.
+        owner: the bucket (for `FORWARD` and `BACKWARD`, the block) that it works on.
+        lo, hi: the piece of the gradient, as elements of the shard.
+        first: for `ACCUMULATE`, the sum begins with it.
+        update: for `ADAM` only.
     """
 
     kind: Kind
@@ -193,7 +196,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As logs and traces have it."""
+        """Its name in logs and traces."""
         return f"{self.kind} {self.owner}" if self.owner else self.kind.value
 
 
@@ -204,7 +207,7 @@ class Record(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Of a wait; `str` says it. Only who keeps a record of waits asks."""
+    """The reason of a wait, made into a sentence by `str` only where waits are recorded."""
 
     who: Launch | str
     does: str
@@ -217,7 +220,7 @@ class Reason(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What is launched on the lane from here on starts after the event."""
+    """Launches on the lane from here on start after the event."""
 
     lane: Lane
     event: Event
@@ -225,34 +228,34 @@ class Wait(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The launching thread goes on after the event."""
+    """The launching thread continues after the event."""
 
     event: Event
     why: str
 
 
 class Undefined(NamedTuple):
-    """This memory holds nothing from here on until `lane` writes it."""
+    """The contents of this memory are undefined from here on until `lane` writes it."""
 
     ref: Ref
     lane: Lane
 
 
 class Free(NamedTuple):
-    """Nothing that was launched needs this memory: what compute is given next may have it."""
+    """Compute has waited for every use of this memory: it may be given to compute again."""
 
     ref: Ref
 
 
 class Enter(NamedTuple):
-    """A streamed block takes a slot of the device: its parameters become views of it."""
+    """A streamed block takes a device slot: its parameters become views of it."""
 
     block: str
     slot: int
 
 
 class Leave(NamedTuple):
-    """A streamed block's slot is another's from here on: its parameters are placeholders."""
+    """A streamed block gives up its slot: its parameters become placeholders."""
 
     block: str
 

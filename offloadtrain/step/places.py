@@ -1,4 +1,4 @@
-"""Where the memory of each bucket is: refs for the operations of a step."""
+"""The memory of each bucket, as refs for the operations of a step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ NORMS_DTYPE = "float64"
 
 
 class Bucket:
-    """One bucket's memory, and what of it is where in the step in progress.
+    """One bucket's memory, and its status in the step in progress.
 
     Attributes:
         pieces: [lo, hi) of the shard that its gradient goes down in.
-        copy: which copy of its state is the state.
-        gradient: what Adam reads.
-        slot: of a streamed bucket, the slot of the device that its block has, or had last.
+        copy: the number of the copy that is the state.
+        gradient: the gradient that Adam reads.
+        slot: for a streamed bucket, the device slot that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
         reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
@@ -53,12 +53,12 @@ class Bucket:
 
     @property
     def shard(self) -> Ref:
-        """This rank's elements of them."""
+        """This rank's shard of its working weights."""
         return self._shard[self.slot]
 
     @property
     def upload_target(self) -> Ref:
-        """What new weights go up to."""
+        """The device memory that new weights are uploaded to."""
         return self._device_shard if self.loads_from_shard else self.shard
 
     def piece(self, lo: int, hi: int) -> Ref:
@@ -71,18 +71,19 @@ class Bucket:
         return self.state_copies[1 - self.copy if other else self.copy]
 
     def waiting(self, *, other: bool = False) -> Ref | None:
-        """Where new weights wait for their upload; None: in a slot of host staging."""
+        """Return where new weights wait for their upload; None for a slot of host staging."""
         if self.spec.format.holds_weight:
             return self.state(other=other)[0]
         if self.has_pending:
             return self._of(Memory.PENDING)
-        if not self.accumulates:  # over the gradient, which has been read by then
+        # Adam has read the gradient when it writes the weights over it; no staging is needed.
+        if not self.accumulates:
             return self.gradient
         return None
 
     @property
     def load_source(self) -> Ref:
-        """Of a streamed bucket: what loads read."""
+        """The memory that loads of a streamed bucket read."""
         if self.loads_from_shard:
             return self._device_shard
         if self.has_snapshot:

@@ -1,7 +1,7 @@
-"""Which block's weights move when: decisions over the order of use that a step was seen to have.
+"""Decisions over the access order of the step before: loads ahead, evictions, reduce order.
 
-Pure functions over block numbers, standard library only. The engine asks them at every use; whoever
-simulates a step asks the same.
+Pure functions over block numbers, standard library only. The program calls them at every use, in
+the engine and in the plan alike.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from itertools import takewhile
 
 
 class AccessOrder:
-    """Where a step is in the order of use that the step before it was seen to have.
+    """The access order of the step before, and the position of this step in it.
 
     Attributes:
-        missed: uses in this pass that the order did not foresee.
+        missed: uses in this pass that the order did not contain.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class AccessOrder:
 
     @property
     def differs(self) -> bool:
-        """Whether this pass left the known order; one that goes on behind its end (training after
+        """True if this pass left the known order; one that goes on behind its end (training after
         an evaluation) has not."""
         return bool(self.missed) and self._seen[: len(self._order)] != self._order
 
@@ -35,7 +35,7 @@ class AccessOrder:
         return self._order[self._next :]
 
     def used(self, block: int) -> None:
-        """A block is used. What the order has before its next mention is left out by this pass."""
+        """A block is used. This pass skips the uses that the order has before the block's next."""
         if not self._seen or self._seen[-1] != block:
             self._seen.append(block)
         if self._next and self._order[self._next - 1] == block:
@@ -46,38 +46,40 @@ class AccessOrder:
             self.missed += 1
 
     def restart(self) -> None:
-        """A pass has ended: from now on the order is what it was seen to be."""
+        """A pass has ended: its uses become the order, unless it was only the order's beginning."""
         if len(self._seen) >= len(self._order) or self.missed:
             self._order = self._seen
         self._seen, self._next, self.missed = [], 0, 0
 
 
 class ReduceOrder:
-    """In which order blocks send their gradients: on several ranks one order for all of them, and a
-    block that is ready before its turn waits.
+    """The order in which blocks send their gradients. Several ranks have one order for all of them,
+    and a block that is ready before its turn waits.
 
     Attributes:
         seen: blocks in the order in which they became ready in this pass.
     """
 
     def __init__(self, order: Sequence[int], *, free: bool) -> None:
-        """`free`: whoever is ready has its turn."""
+        """`free`: every block is sent as soon as it is ready."""
         self._order = list(order)
         self._free = free
         self._next = 0
         self.seen: dict[int, None] = {}
 
     def ready(self, block: int) -> list[int]:
-        """Whose turn it is, now that `block` is ready."""
+        """Return the blocks to send, in order, now that `block` is ready."""
         self.seen[block] = None
         if self._free:
             return [block]
+        # A ready block is held back until all before it are sent: ranks match collectives by their
+        # order, and another one would sum gradients of different blocks.
         due = list(takewhile(lambda b: b in self.seen, self._order[self._next :]))
         self._next += len(due)
         return due
 
     def rest(self) -> list[int]:
-        """Who has not had a turn in this pass, in order; where all are free, who was not ready."""
+        """Return the blocks that were not sent in this pass, in order."""
         if self._free:
             return [block for block in self._order if block not in self.seen]
         return self._order[self._next :]
@@ -88,26 +90,26 @@ class ReduceOrder:
         self.seen = {}
 
     def agree(self, order: Sequence[int]) -> None:
-        """From the next pass on."""
+        """Set the order, from the next pass on."""
         self._order = list(order)
 
 
 def next_use(block: int, future: Sequence[int]) -> int:
-    """How many uses away the next one of `block` is; beyond the end where there is none."""
+    """Return the position of the next use of `block`; the end if there is none."""
     return future.index(block) if block in future else len(future)
 
 
 def victim(evictable: Collection[int], future: Sequence[int]) -> int | None:
-    """The block to evict: the one that is needed last (Belady 1966); None where none can go."""
+    """Return the block to evict: the one needed last (Belady 1966); None if none can go."""
     return max(evictable, key=lambda block: (next_use(block, future), block), default=None)
 
 
 def prefetches(
     resident: Collection[int], pinned: Collection[int], future: Sequence[int], slots: int
 ) -> list[tuple[int, int | None]]:
-    """(block to load, block to evict for it or None for a free slot), the soonest needed first.
+    """Return (block to load, block to evict for it or None for a free slot), soonest needed first.
 
-    Nothing is evicted that is needed before what takes its place.
+    No block is evicted that is needed before the one that takes its slot.
     """
     held, moves = set(resident), list[tuple[int, int | None]]()
     for block in dict.fromkeys(future):

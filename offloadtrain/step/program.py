@@ -3,9 +3,9 @@
 [Note: The program]
 A step has no branch that depends on timing, only on what the user's code does: which block runs
 when, which gradients arrive, what the norm is. So the scheduler is a state machine without I/O. The
-engine tells it what happens and runs the operations that it answers, in their order, on streams and
-threads; the plan tells it what a usual step does and gives the operations seconds; the prover looks
-at the memory that they touch. There is no second description of a step.
+engine reports events and runs the operations that it answers, in their order, on streams and
+threads. The plan reports the events of a typical step and gives each operation a duration. The
+prover checks the memory that they touch. There is no second description of a step.
 
     forward      `use` waits for each block's weights, and loads what comes next
     backward     `grads_ready` sends a block's gradients down; the host adds and measures them
@@ -34,8 +34,8 @@ class Program:
     """One rank's step. Every event returns the operations that it makes necessary.
 
     Attributes:
-        guess: how the updates inside the last backward have turned out.
-        streaming: of blocks that come and go; its cursor knows how well their order was foreseen.
+        speculation: the result of the updates inside the last backward.
+        streaming: the slots of streamed blocks, and the access order that loads ahead follow.
         buckets: by name, frozen ones included.
     """
 
@@ -58,6 +58,7 @@ class Program:
             if not self.streaming.streams(name)
         }
         """Block that stays on the device → its weights."""
+        # One ring for both ways: gradients on their way down, weights on their way up.
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
         self._gradients = GradientPath(spec, rank, self._order, host_ring)
         self._updates = UpdatePath(spec, self._order, host_ring, self.streaming)
@@ -66,18 +67,18 @@ class Program:
 
     @property
     def waits_for_norm(self) -> bool:
-        """Whether the gradient can still be clipped after backward."""
+        """True while the gradient can still be clipped after backward."""
         return self._mode.waits_for_norm
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether Adam may run before the norm is known, with the hyperparameters of then."""
+        """True if Adam may run inside backward, with the hyperparameters of that moment."""
         return self._mode.updates_in_backward
 
     @property
     def behind(self) -> Sequence[str]:
-        """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`. One
-        list, which events change."""
+        """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`.
+        Always the same list; events change it."""
         return self._mode.behind
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
@@ -90,8 +91,8 @@ class Program:
         """Compute is about to read the weights of a block.
 
         Args:
-            pinned: streamed blocks that forwards or backwards in progress read: none of them gives
-                its slot away.
+            pinned: streamed blocks that forwards or backwards in progress read: they keep their
+                slots.
 
         Raises:
             StreamError: all slots are taken by pinned blocks.
@@ -100,12 +101,15 @@ class Program:
         if resident is None:
             self.streaming.use(block, pinned)
         else:
+            # Compute waits for this block's upload, or all-gather, only: those of later blocks, and
+            # their Adam, run beside its forward.
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
         return self._order.take()
 
     def computes(self, kind: Kind, block: str) -> Operations:
-        """The user's own work, for who drives a program without a model."""
+        """Launch the user's own work, where a program is driven without a model."""
         held = self._held.get(block, ())
+        # Compute, where a real run has the user's kernels: uploads wait for these reads.
         reads = tuple(bucket.whole for bucket in held)
         self._order.launch(Launch(kind, Lane.COMPUTE, block, reads))
         return self._order.take()
@@ -114,7 +118,7 @@ class Program:
         """Autograd has saved a block's input for its recompute; it goes to the host.
 
         Args:
-            number: names it from here on; of no other input so far.
+            number: a new number, which names the input from here on.
         """
         self._activations.save(number, numel, dtype)
         return self._order.take()
@@ -126,12 +130,12 @@ class Program:
         return self._order.take()
 
     def activation_dropped(self, number: int) -> Operations:
-        """Its graph is gone."""
+        """The graph of the input is gone."""
         self._activations.drop(number)
         return self._order.take()
 
     def drop_slot(self, block: str) -> Operations:
-        """A streamed block gives its slot away now."""
+        """A streamed block gives up its slot now."""
         self.streaming.drop(block)
         return self._order.take()
 
@@ -139,8 +143,8 @@ class Program:
         """Gradients of a block go down.
 
         Args:
-            delivered: bucket → whether all of its parameters hold a gradient; of those where any
-                does. Among ranks all of them go, zeros where nothing is held.
+            delivered: bucket with any gradient → True if all of its parameters hold one. Among
+                ranks every bucket goes down, with zeros where nothing is held.
             last: this is the last micro-step of the step.
         """
         for bucket in self._trained[block]:
@@ -169,19 +173,21 @@ class Program:
 
     def first_sums(self) -> Operations:
         """The launching thread waits for the collectives so far."""
+        # Once per run: ranks agree on their reduce order next, in another process group. As before
+        # the exchange of norms, no rank enters it with reduce-scatters in flight.
         sums = self._order.record(Lane.COMM, "the first backward")
         self._order.host_wait(sums, "the first gradients' sums")
         return self._order.take()
 
     def norm(self) -> Operations:
-        """All gradients of the step have arrived: what is missing of their sums of squares. The
-        launching thread has them when these operations are done."""
+        """All gradients of the step have arrived: complete their sums of squares. The launching
+        thread can read them when these operations are done."""
         trained = (bucket for buckets in self._trained.values() for bucket in buckets)
         self._gradients.complete(trained)
         return self._order.take()
 
     def norm_known(self, forward_order: Sequence[str], decision: Decision) -> Operations:
-        """In step(): what is left of the update, and the uploads; see `speculation`."""
+        """In step(): launch the rest of the update, and the uploads; sets `speculation`."""
         order = [self._block(name) for name in forward_order]
         self.speculation = self._mode.apply(order, decision)
         return self._order.take()
@@ -193,7 +199,7 @@ class Program:
                 bucket.touched = bucket.normed = False
 
     def verify(self) -> None:
-        """Raises UpdateError: what would have left the step half done before."""
+        """Raises UpdateError for hyperparameters that changed after updates inside backward."""
         self._mode.verify()
 
     def drop(self) -> Operations:
@@ -203,7 +209,7 @@ class Program:
         return self._order.take()
 
     def flush(self) -> Operations:
-        """Between steps: what waits goes up, so that the newest weights are in their places."""
+        """Between steps: upload weights that wait, so that the newest ones are in their places."""
         self._mode.flush()
         return self._order.take()
 
@@ -212,8 +218,8 @@ class Program:
         self._order.synchronized()
 
     def reset(self) -> None:
-        """Operations were lost, none of them an update; the lanes are empty. Nothing is on its way,
-        and no streamed block has a slot."""
+        """Operations other than updates were lost; the lanes are empty. Afterwards nothing is on
+        its way and no streamed block has a slot."""
         self._order.reset()
         self.streaming.reset()
         self._activations.reset()

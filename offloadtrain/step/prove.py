@@ -1,12 +1,12 @@
 """Proof that a program of lanes has no race, whatever the speed of each lane.
 
 [Note: The proof]
-Every lane has a vector clock: how far of each lane is known to be done when its next operation
-starts. `record` takes a copy, `wait` merges it. Two accesses to common bytes, one of them a write,
-are ordered if the later one's clock has seen the earlier one; if not, some speed of the lanes runs
-them in the other order, and that is a race. A step has no branch that depends on timing: one
+Every lane has a vector clock: the operations of each lane that are known to be done when its next
+operation starts. `record` takes a copy, `wait` merges it. Two accesses to common bytes, one of them
+a write, are ordered if the later one's clock has seen the earlier one. If not, some speed of the
+lanes runs them in the other order: a race. A step has no branch that depends on timing, so one
 program stands for all its interleavings. A deadlock cannot be written: an event exists once it is
-recorded, so that every wait points back in the order of launch.
+recorded, so every wait points back in the order of launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Clock = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong: "race", "uninitialised", "unrecorded" or "unclosed"."""
+    """A "race", or an "uninitialised" read, an "unrecorded" event or an "unclosed" span."""
 
     kind: str
     message: str
@@ -49,7 +49,7 @@ class _Access:
     writes: bool
     lane: int
     time: int
-    """Position on its lane; of an open span, where it will end is not known yet."""
+    """Position on its lane; of an open span, that of its beginning, as its end is not known."""
     name: str
     open: bool = False
     undefined: bool = False
@@ -63,7 +63,7 @@ class _Memory:
         self._pages: dict[int, list[_Access]] = {}
 
     def overlapping(self, bytes_: Bytes) -> dict[_Access, None]:
-        """Each once, in the order in which they were added to a page."""
+        """Return each access to these bytes once, in the order in which they were added."""
         return {
             access: None
             for page in self._of(bytes_)
@@ -89,7 +89,7 @@ class _Proof:
     def __init__(self, page_bits: int) -> None:
         self.faults: list[Fault] = []
         self.clocks: list[Clock] = []
-        """Of each operation and each span's beginning, in the order of launch."""
+        """The clock of each operation and each span's beginning, in the order of launch."""
         self._lanes = [(0,) * len(_LANES) for _ in _LANES]
         self._thread: Clock = (0,) * len(_LANES)
         self._events: dict[int, Clock] = {}
@@ -102,6 +102,7 @@ class _Proof:
                 clock = self._advance(lane)
                 self.clocks.append(clock)
                 self._touch(lane, name, reads, writes, clock)
+            # The thread that records has seen what it waited for: the event stands for that too.
             case Recorded(lane, event):
                 self._events[event] = _merged(self._lanes[_INDEX[lane]], self._thread)
             case Waited(lane, event, why):
@@ -132,6 +133,7 @@ class _Proof:
         seen = self._events.get(event)
         if seen is None:
             self.faults.append(Fault("unrecorded", f"wait for an event never recorded: {why}"))
+        # A wait of the launching thread orders all that it launches later, on every lane.
         elif lane is None:
             self._thread = _merged(self._thread, seen)
         else:
@@ -168,6 +170,8 @@ class _Proof:
             conflict = (access.writes or other.writes) and not other.undefined
             if conflict and other.lane != access.lane and not _before(other, clock):
                 self._fault("race", access, f"is not ordered after '{other.name}'")
+        # A write that covers an access and is ordered behind it stands for it: what is ordered
+        # behind the write is ordered behind both. Only the write is kept.
         if access.writes:
             self._memory.remove(
                 e
@@ -185,17 +189,18 @@ class _Proof:
 
 
 def prove(program: Iterable[Entry]) -> list[Fault]:
-    """Every race, uninitialised read, wait for nothing and unclosed span of a recorded program."""
+    """Find every race, uninitialised read, wait for nothing and unclosed span of a recorded
+    program."""
     return _proof(program).faults
 
 
 def prove_operations(spec: StepSpec, operations: Iterable[Operation]) -> list[Fault]:
-    """The same of a program that was not run, at its real size."""
+    """Find the same in a program that was not run, at its real size."""
     return _proof(trace(spec, operations), APART_BITS).faults
 
 
 def order(program: Iterable[Entry]) -> list[Clock]:
-    """What each operation and span knows to be done when it starts: the happens-before relation."""
+    """Return the clock with which each operation and span starts: the happens-before relation."""
     return _proof(program).clocks
 
 

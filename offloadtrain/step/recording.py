@@ -1,7 +1,7 @@
-"""What was asked of the lanes, call by call: of a real run, or of a program that nobody ran.
+"""The calls to the lanes, one by one: of a real run, or of a program that was not run.
 
-The recorder of a real run writes these entries with the addresses that its memory has; `trace`
-writes them for the operations of a program, at addresses of its own. `prove` takes both.
+The recorder of a real run writes these entries with the addresses of its memory. `trace` writes
+them for the operations of a program, at addresses of its own. `prove` takes both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bytes:
         return self.lo <= other.lo and other.hi <= self.hi
 
     def without(self, other: Bytes) -> list[Bytes]:
-        """What is left beside it, of two that overlap."""
+        """Return the parts that `other`, which overlaps it, does not cover."""
         ends = ((self.lo, other.lo), (other.hi, self.hi))
         return [Bytes(self.name, lo, hi) for lo, hi in ends if lo < hi]
 
@@ -65,7 +65,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """What the lane (None: the launching thread, and so all lanes) does from here on is after."""
+    """Launches on the lane (None: by the launching thread, on all lanes) from here on start after
+    the event."""
 
     lane: Lane | None
     event: int
@@ -74,7 +75,7 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Foreign code may touch these bytes on the compute lane from here on."""
+    """User code may access these bytes on the compute lane from here on."""
 
     span: int
     name: str
@@ -91,7 +92,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Undefined:
-    """These bytes hold nothing until they are written."""
+    """The contents of these bytes are undefined until they are written."""
 
     bytes: Bytes
 
@@ -104,7 +105,7 @@ APART_BITS = 40
 
 
 def trace(spec: StepSpec, operations: Iterable[Operation]) -> list[Entry]:
-    """A program as if it had been run: its memory lies where nothing else does."""
+    """Record a program as if it had been run, with memory that nothing else shares."""
     found: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
@@ -126,7 +127,7 @@ def trace(spec: StepSpec, operations: Iterable[Operation]) -> list[Entry]:
 
 
 class _Addresses:
-    """Gives every piece of memory a place of its own; slots are shared by the blocks in them."""
+    """Gives every piece of memory its own addresses; blocks in one slot share them."""
 
     def __init__(self, spec: StepSpec) -> None:
         self._streamed = spec.streamed

@@ -1,4 +1,4 @@
-"""How long a program takes, if launching costs nothing: each operation gets seconds."""
+"""The duration of a program whose operations have durations, if launching costs nothing."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Seconds = Callable[[Launch], float]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A launch: it starts when its lane has done those before it, and those of `after` are done.
+    """A launch, which starts when its lane has done those before it, and those of `after` are done.
 
     Attributes:
-        after: positions in the sequence.
+        after: positions in the sequence of launches.
     """
 
     op: Launch
@@ -35,10 +35,10 @@ class Timed:
 
 
 def timed(operations: Iterable[Operation]) -> list[Timed]:
-    """Launches, and what their waits make them come after.
+    """Return the launches, each with those that its waits put before it.
 
-    Compute is the launching thread: nothing is launched before the compute in front of it is done,
-    as on lanes of threads.
+    Compute is the launching thread, as on lanes of threads: nothing is launched before the compute
+    in front of it is done.
     """
     found: list[Timed] = []
     thread: set[int] = set()
@@ -50,6 +50,7 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
             case Launch():
                 found.append(Timed(op, tuple(sorted(thread | waits[op.lane]))))
                 latest[op.lane] = len(found) - 1
+                # A lane runs in order: what this launch waited for is before its later ones too.
                 waits[op.lane] = set()
                 if op.lane is Lane.COMPUTE:
                     thread = {latest[op.lane]}
@@ -64,12 +65,12 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
 
 
 def ends(program: Sequence[Timed], seconds: Seconds) -> list[float]:
-    """When each launch ends."""
+    """Return the end of each launch, in seconds from the start."""
     return [end for end, _ in _simulated(program, seconds)]
 
 
 def _simulated(program: Sequence[Timed], seconds: Seconds) -> list[tuple[float, int | None]]:
-    """When each launch ends, and which one it began after."""
+    """Return the end of each launch, and the launch that it waited for last."""
     latest: dict[Lane, int] = {}
     found: list[tuple[float, int | None]] = []
     for number, one in enumerate(program):
@@ -87,7 +88,7 @@ class Steady:
 
     Attributes:
         busy: lane → seconds of work. No schedule is faster than the busiest one.
-        exposed: lane → seconds that compute waited while this one worked on what it waited for.
+        exposed: lane → seconds that compute waited for work of this lane.
     """
 
     seconds: float
@@ -100,7 +101,7 @@ _SETTLED = 4
 
 
 def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
-    """What a step takes in the long run: of update mode "delayed", after its warm-up.
+    """Simulate a step in the long run; in update mode "delayed", one after its warm-up.
 
     Args:
         input_bytes: see `drive.steps`.
@@ -129,8 +130,8 @@ def _blame(
     ready: float,
     exposed: dict[str, float],
 ) -> None:
-    """Who worked between the moment when compute was ready and that when launch `number` began:
-    back along what each one waited for."""
+    """Attribute the time between `ready` and the start of launch `number` to the lanes that worked
+    in it, back along what each launch waited for."""
     cause = found[number][1]
     while cause is not None and found[cause][0] > ready:
         end, before = found[cause]

@@ -1,7 +1,7 @@
-"""StepSpec: blocks, buckets, shards, staging, and where the bytes of each of them live.
+"""StepSpec: blocks, buckets, shards, staging, and the residence of the bytes of each.
 
-Built from a module by the engine (also on the meta device), from a model's shape by the plan; the
-rules over sizes are written here and nowhere else. Sizes are of one rank.
+The engine builds it from a module (also on the meta device), the plan from a model's shape. Rules
+over sizes are written here and nowhere else. Sizes are of one rank.
 
 [Note: Pieces of a shard]
 A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
@@ -22,10 +22,10 @@ ALIGN = 128
 """Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
 
 RING_SLOTS = 2
-"""One is filled while the other is copied."""
+"""One slot is filled while the other is copied."""
 
 STAGING_SLOTS_MOST = 8
-"""For gathered gradients on the device."""
+"""The largest number of device slots for gathered gradients."""
 
 STAGING_BYTES = 64 << 20
 """Enough for the bus's full speed; staging does not grow with the model."""
@@ -36,11 +36,11 @@ class BucketSpec:
     """Parameters of one block with one working dtype and one set of hyperparameters.
 
     Attributes:
-        numel: of the whole, padding included.
-        params: without padding.
-        dtype: of the working weights, by torch's name.
-        format: how the state is kept.
-        ranks: who shares it.
+        numel: elements of the whole, padding included.
+        params: elements without padding.
+        dtype: that of the working weights, by torch's name.
+        format: the format of the state.
+        ranks: the number of ranks that share it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class BucketSpec:
 
     @property
     def shard_numel(self) -> int:
-        """Of this rank, and of each of its buffers on the host."""
+        """Elements of this rank's shard, and of each of its buffers on the host."""
         return self.numel // self.ranks
 
     @property
@@ -61,7 +61,7 @@ class BucketSpec:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole's working weights."""
+        """Bytes of the whole's working weights."""
         return self.numel * self.weight_bytes
 
 
@@ -70,9 +70,9 @@ class BlockSpec:
     """Parameters that move together: those that one module's forward uses as one.
 
     Attributes:
-        buckets: of what is trained.
-        frozen: of what is not, where the block may be streamed.
-        repeated: one of several of its kind, and used one after the other: it can be streamed.
+        buckets: the trained ones.
+        frozen: the frozen ones, where the block may be streamed.
+        repeated: one of several alike that are used one after the other: it can be streamed.
     """
 
     name: str
@@ -93,15 +93,15 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What one rank holds and moves in a step.
+    """The memory and the transfers of one rank in a step.
 
     Attributes:
         blocks: in the order of registration.
-        config: what `offload` was asked for, "auto" resolved.
-        ranks: who shares the state.
+        config: the options of `offload`, "auto" resolved.
+        ranks: the number of ranks that share the state.
         num_tensors: parameters of the model as tensors; a tied one counts once.
-        moments: what the update rule keeps beside the master weights.
-        streamed: names of blocks that come to a slot of the device when they are used.
+        moments: the state that the update rule keeps besides the master weights.
+        streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
     """
@@ -120,12 +120,12 @@ class StepSpec:
 
     @property
     def zero_stage(self) -> int:
-        """What ranks share out; 0: there is one."""
+        """The ZeRO stage; 0 for a single rank."""
         return self.config.zero_stage_among(self.ranks)
 
     @property
     def streams(self) -> bool:
-        """Whether repeated blocks may come to the device for their use."""
+        """True if repeated blocks may be loaded for their use."""
         return self.config.streams_among(self.ranks)
 
     @property
@@ -151,7 +151,7 @@ class StepSpec:
 
     @cached_property
     def buckets(self) -> tuple[BucketSpec, ...]:
-        """Of what is trained."""
+        """The trained buckets of all blocks."""
         return tuple(bucket for block in self.blocks for bucket in block.buckets)
 
     @cached_property
@@ -166,22 +166,22 @@ class StepSpec:
     def is_trained(self, bucket: BucketSpec) -> bool:
         return bucket.name in self._trained
 
-    # Where the weights of streamed blocks are between their uses.
+    # The weights of streamed blocks between their uses.
 
     def is_streamed(self, bucket: BucketSpec) -> bool:
         return self.block_of[bucket.name].name in self.streamed
 
     def loads_from_host(self, bucket: BucketSpec) -> bool:
-        """Streamed from the host."""
+        """True for a bucket that is streamed from the host."""
         return self.config.working == "host" and self.is_streamed(bucket)
 
     def loads_from_shard(self, bucket: BucketSpec) -> bool:
-        """Streamed from shards on the devices."""
+        """True for a bucket that is streamed from shards on the devices."""
         return self.config.working == "device" and self.is_streamed(bucket)
 
     def has_snapshot(self, bucket: BucketSpec) -> bool:
-        """Loads cannot read where an update writes, which may run inside backward: they read a
-        snapshot of the forward's weights."""
+        """True if loads read a snapshot of the forward's weights: the memory that an update writes
+        may change inside backward, while loads of that backward must read the old weights."""
         return self.loads_from_host(bucket) and (
             self.config.update != "exact" or self.updates_early
         )
@@ -190,12 +190,13 @@ class StepSpec:
         """New weights need memory of their own until their upload.
 
         Args:
-            copied: whether the bucket has a second copy of its state; None: as the spec says.
+            copied: the bucket has a second copy of its state; None: as the spec says.
         """
         if bucket.format.holds_weight:
             return False
         shard_bytes = bucket.shard_numel * bucket.weight_bytes
-        too_large = self.accumulates and shard_bytes > STAGING_BYTES  # for a slot of host staging
+        # A slot of host staging does not hold them.
+        too_large = self.accumulates and shard_bytes > STAGING_BYTES
         if self.loads_from_host(bucket) or too_large:
             return True
         if copied is None:
@@ -208,7 +209,7 @@ class StepSpec:
     # Staging of gradients.
 
     def reduced_bytes(self, bucket: BucketSpec) -> int:
-        """Of an element of a gradient while ranks sum it."""
+        """Bytes of an element of a gradient while ranks sum it."""
         wide = not self.is_single and self.config.reduction == "fp32"
         return 4 if wide else bucket.weight_bytes
 
@@ -218,25 +219,25 @@ class StepSpec:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Of one slot for gathered gradients on the device: a larger bucket goes through it in
+        """Bytes of one device slot for gathered gradients. A larger bucket goes through it in
         pieces, which hold at least one alignment of every rank's shard."""
         return max(min(self._largest_gradient, STAGING_BYTES), ALIGN * 4 * self.ranks)
 
     @cached_property
     def staging_slots(self) -> int:
-        """One per piece of the largest bucket and one that is copied meanwhile, so that compute
-        need not wait for the copies of its own block; at most `STAGING_SLOTS_MOST`."""
+        """One slot per piece of the largest bucket and one that is copied meanwhile, so that
+        compute need not wait for the copies of its own block; at most `STAGING_SLOTS_MOST`."""
         pieces = -(-self._largest_gradient // self.staging_bytes)
         return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
 
     @cached_property
     def host_staging_bytes(self) -> int:
-        """Of one slot for gradients and weights on the host."""
+        """Bytes of one host slot for gradients and weights."""
         largest = max(bucket.shard_numel * bucket.weight_bytes for bucket in self.buckets)
         return max(min(largest, STAGING_BYTES), ALIGN * 4)
 
     def pieces(self, bucket: BucketSpec) -> list[tuple[int, int]]:
-        """Ranges [lo, hi) of the shard that go down one after the other."""
+        """Return the ranges [lo, hi) of the shard that go down one after the other."""
         per_shard = self.staging_bytes // (self.reduced_bytes(bucket) * self.ranks)
         step = per_shard // ALIGN * ALIGN
         numel = bucket.shard_numel
@@ -244,12 +245,13 @@ class StepSpec:
 
     @property
     def slots(self) -> int:
-        """Of the device, for streamed blocks."""
+        """The number of device slots for streamed blocks."""
         return min(self.config.device_slots, len(self.streamed))
 
 
 def padded(sizes: Sequence[int], ranks: int = 1) -> int:
-    """Elements of a bucket of parameters of these sizes: each is aligned, and so is every shard."""
+    """Return the elements of a bucket of parameters of these sizes, each aligned, and every shard
+    too."""
     return _up(sum(_up(size, ALIGN) for size in sizes), ALIGN * ranks)
 
 

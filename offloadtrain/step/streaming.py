@@ -1,19 +1,18 @@
-"""Streaming: blocks whose weights come to the device for their use take turns in a few slots.
+"""Streaming: blocks whose weights are loaded for each use share a few device slots.
 
 [Note: Streaming]
 A streamed block's weights are on the host, or as shards on all devices, and on this device only
 while a slot holds them. A use is the block's forward, or the unpacking of one of its saved weights
-in backward; either makes sure that the block has a slot and that compute waits for its load. The
-blocks that will be used next are loaded ahead, in the order that the step before has shown; another
-order is served as it comes, right and slower. Weights on the device are clean, so eviction moves
-nothing: the slot is free when compute has done what it was given before. Two things pin a block: a
-forward of it that is running, and its backward, from the first unpacking of something saved in its
-forward until something is unpacked that was saved before: autograd runs nodes in the reverse of the
-order in which they were made. While a block has no slot its parameters are NaN: whoever reads them
-past the engine sees it.
+in backward. Each use gives the block a slot and makes compute wait for its load. The blocks that
+come next are loaded ahead, in the access order of the step before; another order gives the same
+result and is slower. Weights on the device are clean, so eviction copies nothing: the slot is free
+once compute has done what it was given before. Two things pin a block: a running forward of it, and
+its backward, from the first unpacking of something saved in its forward until something is unpacked
+that was saved earlier (autograd runs nodes in the reverse of the order in which they were made).
+While a block has no slot its parameters are NaN, so that a read past the engine shows.
 
-Among ranks each holds a shard of the weights, on its host or on its device. A load puts the shard
-into its place in the slot and gathers the others around it; so every rank must use blocks in the
+Among ranks each holds a shard of the weights, on its host or on its device. A load copies the shard
+to its place in the slot and gathers the others around it, so every rank must use blocks in the
 same order.
 """
 
@@ -37,14 +36,14 @@ class Streaming:
     """Gives streamed blocks their slots.
 
     Attributes:
-        access_order: where the step is in the order of uses that the one before has shown.
-        slots: who has each of them.
+        access_order: the uses of the step before, and where the step is in them.
+        slots: the block in each slot, None in a free one.
     """
 
     def __init__(
         self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[Bucket]]
     ) -> None:
-        """`held`: block → all buckets that come and go with it."""
+        """`held`: block → all buckets that are loaded with it."""
         self.access_order = AccessOrder()
         self._alone = spec.is_single
         self._order = order
@@ -53,10 +52,10 @@ class Streaming:
         self._number = {block: number for number, block in enumerate(self._blocks)}
         self.slots: list[str | None] = [None] * spec.slots
         self._before: list[list[Ref]] = [[] for _ in range(spec.slots)]
-        """What each slot held last."""
+        """Slot → the memory of its last block."""
 
     def streams(self, block: str) -> bool:
-        """Whether the block is one of them."""
+        """Tell whether the block is streamed."""
         return block in self._number
 
     @property
@@ -65,7 +64,7 @@ class Streaming:
         return [block for block in self.slots if block is not None]
 
     def use(self, block: str, pinned: Collection[str]) -> None:
-        """Compute is about to read the block: load it if need be, and what comes after it.
+        """Compute is about to read the block: load it if it has no slot, then load ahead.
 
         Raises:
             StreamError: all slots are taken by `pinned` blocks.
@@ -73,29 +72,34 @@ class Streaming:
         if block not in self.slots:
             self._load(block, self._room(block, pinned))
         refs = [bucket.whole for bucket in self._held[block]]
+        # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
+        # behind that wait and run beside the block's forward or backward.
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
         self.access_order.used(self._number[block])
         self._load_ahead({block, *pinned})
 
     def restart(self, pinned: Collection[str]) -> None:
-        """A pass is over, its weights may have changed: begin to load for the next one."""
+        """A pass is over and its weights may have changed: load ahead for the next one."""
         self.access_order.restart()
+        # These loads run beside the updates of later blocks; each waits for the weights it reads.
         self._load_ahead(pinned)
 
     def reset(self) -> None:
         """No block has a slot, and nothing uses one."""
         self.slots = [None] * len(self.slots)
+        # The lanes are empty: the next loads have nothing to wait for.
         self._before = [[] for _ in self.slots]
 
     def drop(self, block: str) -> None:
-        """Take the block's slot away, if it has one: what it holds is of no use any more."""
+        """Take the block's slot away, if it has one: its contents are not needed."""
         if block not in self.slots:
             return
         slot = self.slots.index(block)
         self.slots[slot] = None
         self._before[slot] = [bucket.whole for bucket in self._held[block]]
         self._order.operations.append(Leave(block))
-        # The slot's next load waits for what compute was given so far, and for nothing later.
+        # The user's code is no launch: this event stands for its reads of the slot. The slot's next
+        # load waits for compute up to here, and not for what compute is given later.
         event = self._order.record(Lane.COMPUTE, f"use of {block}")
         self._order.was_read(self._before[slot], event)
 
@@ -127,12 +131,17 @@ class Streaming:
         self.slots[slot] = block
         for bucket in buckets:
             bucket.slot = slot
+        # The slot changes hands: loads into it wait for all uses of the block before, or they
+        # would overwrite weights that compute still reads.
         self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])
         self._order.operations.append(Enter(block, slot))
         for bucket in buckets:
             reads, writes = (bucket.load_source,), (bucket.shard,)
             op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, reads, writes)
+            # load, beside compute of the blocks before: waits for the update that writes its
+            # source. On h2d it would queue behind uploads that forward does not need yet.
             self._order.launch(op, fresh=bucket.whole)
             if not self._alone:
                 whole = (bucket.whole,)
+                # comm, beside the load of the next bucket: waits for its own load.
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))

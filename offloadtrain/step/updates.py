@@ -1,4 +1,4 @@
-"""The way up: Adam per bucket on the host, its new working weights back to where compute reads."""
+"""The way up: Adam per bucket on the host, then the upload of its new working weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offloadtrain.step.streaming import Streaming
 
 
 class UpdatePath:
-    """The two halves of an update, for the update modes to launch when they see fit."""
+    """Launches the two halves of an update, Adam and upload, when an update mode asks for them."""
 
     def __init__(
         self, spec: StepSpec, order: Dependencies, host_ring: Ring, streaming: Streaming
@@ -34,7 +34,7 @@ class UpdatePath:
         self._streaming = streaming
 
     def adam(self, bucket: Bucket, update: Update) -> Ref:
-        """Launch the update of a bucket; returns where the new working weights wait."""
+        """Launch the update of a bucket; returns where the new working weights are staged."""
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
         reads = (bucket.gradient, *(state if update.out_of_place else ()))
@@ -42,11 +42,14 @@ class UpdatePath:
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)
         op = Launch(Kind.ADAM, Lane.HOST, bucket.name, reads, writes, update=update)
+        # Host, beside backward or the uploads and forward behind step(). It waits for the last copy
+        # down; in-place, for loads of weights from this state. The upload waits for it.
         self._order.launch(op, fresh=_in_turn(staged))
         return staged
 
     def swap(self, bucket: Bucket) -> None:
-        """What an update out of place has written becomes the state."""
+        """Make the copy that an out-of-place update has written the state."""
+        # Copies no byte: operations launched so far keep their views, later ones name the other.
         bucket.copy = 1 - bucket.copy
         self._order.operations.append(Swap(bucket.name))
 
@@ -54,24 +57,32 @@ class UpdatePath:
         """Bring a block's new weights to where compute, or its loads, read them; graphs over the
         old ones are stale."""
         any_left = False
-        for bucket, staged in buckets:  # each before the next one's Adam, which may take its slot
+        # `buckets` may be lazy: each upload is launched before the next bucket's Adam, which may
+        # take its ring slot and then waits for it.
+        for bucket, staged in buckets:
             self._upload(bucket, staged)
             any_left = True
         if any_left:
             self._order.operations.append(Renew(block))
-            self._streaming.drop(block)  # a slot holds the weights of before
+            # A slot still holds the old weights: the next use must load the new ones.
+            self._streaming.drop(block)
 
     def emit(self, blocks: Sequence[tuple[str, Sequence[Bucket]]]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
         event = self.backward_is_over(blocks)
-        if not self._offloaded:  # masters on the device were set on the compute lane
+        # Masters on the device were set by the caller on compute, which no launch declares: the
+        # cast on the host lane, a stream then, would read them too early.
+        if not self._offloaded:
             self._order.wait(Lane.HOST, event, "masters are set")
         for block, buckets in blocks:
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
-            self._streaming.drop(block)  # also where all of it is frozen: that may have been loaded
+            # A block without trained buckets uploads nothing, but its frozen weights may be new.
+            self._streaming.drop(block)
 
     def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[Bucket]]]) -> Event:
-        """Compute has read these weights for the last time."""
+        """Compute has read these weights for the last time before their upload."""
+        # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
+        # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.
         event = self._order.record(Lane.COMPUTE, "backward")
         for block, buckets in blocks:
             if not self._streaming.streams(block):
@@ -81,17 +92,23 @@ class UpdatePath:
 
     def _upload(self, bucket: Bucket, staged: Ref) -> None:
         if bucket.loads_from_host:
+            # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
+            # snapshot, loads read the staged weights themselves and wait for Adam.
             if bucket.has_snapshot:
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
-            return  # else loads read the weights where they are
+            return
+        # h2d, beside Adam of the next bucket and forward of the blocks before: forward waits for
+        # its own block only. The next copy down waits until the staged weights are read.
         self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
         if not self._alone and not bucket.loads_from_shard:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.whole,))
+            # comm, beside the upload of the next bucket: waits for its own upload, and compute
+            # waits for it in the place of the upload.
             self._order.launch(op)
 
     def _staged(self, bucket: Bucket, *, other: bool = False) -> Ref:
-        """Where the new weights wait for their upload: in the state itself, in memory of their own,
-        over the gradient, or in a slot of the ring."""
+        """Return where the new weights wait for their upload: in the state itself, in memory of
+        their own, over the gradient, or in a slot of the ring."""
         place = bucket.waiting(other=other)
         if place is None:
             place = self._host_ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
@@ -101,6 +118,7 @@ class UpdatePath:
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
             op = Launch(Kind.CAST, Lane.HOST, bucket.name, (bucket.state()[0],), (staged,))
+            # Host, beside the upload of the bucket before, which waits for its own cast only.
             self._order.launch(op, fresh=_in_turn(staged))
         return staged
 
@@ -109,5 +127,5 @@ class UpdatePath:
 
 
 def _in_turn(staged: Ref) -> Ref | None:
-    """A slot of the ring, which held something else before."""
+    """Return a slot of the ring, which held something else before; None for other memory."""
     return staged if staged.memory is Memory.HOST_STAGING else None

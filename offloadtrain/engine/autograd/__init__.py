@@ -1,7 +1,7 @@
-"""How the engine sits in a user's forward and backward: hooks, saved tensors, casts, activations.
+"""The engine's hooks in a user's forward and backward: saved tensors, recompute, casts.
 
-What touches autograd lives here, and nothing that moves a block: these modules tell
-`engine.residency` which block is used and `engine.gradients` which gradient is there.
-`saved_tensor_hooks.py` stands for saved weights, `recompute.py` and `activation_offload.py` for
-what a forward keeps, `casting.py` for working precision. Start at `forward_hooks.py`.
+All code that touches autograd lives here, and none that moves a block: these modules report uses of
+blocks to `engine.residency`. `saved_tensor_hooks.py` replaces saved weights by handles,
+`recompute.py` and `activation_offload.py` handle activations, `casting.py` handles working
+precision. Start at `forward_hooks.py`.
 """

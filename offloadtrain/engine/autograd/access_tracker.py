@@ -1,14 +1,13 @@
-"""The first forward is watched: weights that are read outside the forward of their own module.
+"""Tracks the first forward for weights that are read outside the forward of their own module.
 
 [Note: Reads without a call]
 A forward may read parameters without calling the module that owns them: `F.linear(h,
 self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
-`block(x)`. No hook of the owner fires then, and after an upload was launched nobody would wait for
-it. In the first forward, when nothing is in flight yet, every operation's arguments are looked up;
-a block that is read before anybody entered it is from then on also waited for by the module that
-was running. A block that is read after its own forward is from then on kept in use until the module
-that was running ends.
-A model with compiled blocks is not watched: the compiler does not work under a dispatch mode.
+`block(x)`. No hook of the owner fires then, and compute would not wait for an upload of its
+weights. So in the first forward, when nothing is in flight yet, every operation's arguments are
+looked up. If a block is read before any hook has entered it, the running module waits for it in
+later forwards. If a block is read after its own forward, it is kept in use until the running module
+ends. A model with compiled blocks is not tracked: the compiler does not work under a dispatch mode.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from offloadtrain.engine.block import Block
 
 
 class AccessTracker(TorchDispatchMode):
-    """Active during one forward; calls `missed(module, block)` or `late(module, block)` for every
-    such read, once for each pair: late if the module was running when the block was entered."""
+    """Active during one forward; calls `missed(module, block)` or `late(module, block)` for such
+    reads, once for each pair: late if the module was running when the block was entered."""
 
     def __init__(
         self,
@@ -45,7 +44,8 @@ class AccessTracker(TorchDispatchMode):
         self._missed = missed
         self._late = late
         self._running: list[nn.Module] = [root]
-        self._entered: dict[Block, set[nn.Module]] = {}  # and who was running then
+        self._entered: dict[Block, set[nn.Module]] = {}
+        """Block → modules that were running when a hook entered it."""
         self._told: set[tuple[nn.Module, Block]] = set()
         self._handles: list[RemovableHandle] = []
         self._ignoring = False
@@ -65,7 +65,7 @@ class AccessTracker(TorchDispatchMode):
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """What runs is the engine's own."""
+        """Look nothing up while the engine's own operations run."""
         self._ignoring = True
         try:
             yield

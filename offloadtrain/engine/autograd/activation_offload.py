@@ -1,4 +1,4 @@
-"""Block inputs on the host: the tensors of [Note: Offloaded activations] in `step.activations`."""
+"""Activation offload: the tensors of [Note: Offloaded activations] in `step.activations`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ActivationError(OffloadTrainError):
 
 
 class OffloadedActivation:
-    """Stands for a block input in a graph; its host memory is free when the graph goes."""
+    """Stands for a block input in a graph; its host memory is free when the graph is freed."""
 
     __slots__ = ("_number", "_offloader", "like")
 
@@ -32,16 +32,17 @@ class OffloadedActivation:
     def unpack(self) -> Tensor:
         return self._offloader.fetch(self._number)
 
+    # On any thread, in the midst of a launch even: only a queue is touched.
     def __del__(self) -> None:
         self._offloader.dropped.append(self._number)
 
 
 class ActivationOffloader:
-    """Tells the program which block inputs are saved, needed and gone.
+    """Reports block inputs to the program: saved, needed, gone.
 
     Attributes:
-        dropped: numbers of inputs whose graph is gone, which the program is not told of yet: a
-            graph may go at any moment, on any thread.
+        dropped: numbers of inputs whose graph is gone and not yet reported: a graph may be freed at
+            any moment, on any thread.
     """
 
     def __init__(self, program: Program, interpreter: Interpreter, tensors: BlockInputs) -> None:
@@ -52,7 +53,7 @@ class ActivationOffloader:
         self.dropped: deque[int] = deque()
 
     def wants(self, tensor: Tensor) -> bool:
-        """Whether it is a block input that crosses the bus in one piece."""
+        """Tell whether it is a block input that crosses the bus in one flat copy."""
         return (
             tensor.requires_grad
             and tensor.is_floating_point()
@@ -63,10 +64,18 @@ class ActivationOffloader:
         )
 
     def offload(self, tensor: Tensor) -> OffloadedActivation:
-        """Copy a tensor to the host; its device memory is free once the copy is done."""
+        """Copy a tensor of the compute device to the host; its device memory is free once the copy
+        is done.
+
+        Raises:
+            ActivationError: an earlier input was changed in place before its copy was done.
+            HostMemoryError: beyond the host memory limit.
+        """
+        # First, so that this input can take a host buffer that is free by now.
         self._tell_dropped()
         number, flat = next(self._numbers), tensor.detach().view(-1)
         offloaded = OffloadedActivation(self, number, tensor)
+        # Holds the tensor after autograd has let go of it: d2h still reads it.
         self._tensors.leaving[number] = flat, flat._version
         self._tensors.likes[number] = offloaded.like
         saved = self._program.activation_saved(number, flat.numel(), name_of(tensor.dtype))
@@ -75,19 +84,25 @@ class ActivationOffloader:
         return offloaded
 
     def fetch(self, number: int) -> Tensor:
-        """The input on the device again; compute waits for it."""
+        """Return the input on the device again; compute waits for it.
+
+        Raises:
+            ActivationError: the input's step was given up, or one was changed in place.
+        """
         if number not in self._tensors.likes:
             raise ActivationError(
                 "a block input is needed whose step was given up after an exception: run the "
                 "forward again before backward"
             )
         self._tell_dropped()
+        # Compute waits for this input only; the next one comes beside this block's backward.
         self._interpreter.run(self._program.activation_needed(number))
         self._check_freed()
+        # Autograd owns it from here on and frees it in the order of compute, which has waited.
         return self._tensors.take(number)
 
     def reset(self) -> None:
-        """The step was given up: inputs saved so far do not come back."""
+        """The step was given up and the lanes are empty: forget all inputs saved so far."""
         self._tensors.clear()
 
     def _tell_dropped(self) -> None:
@@ -97,6 +112,8 @@ class ActivationOffloader:
                 self._interpreter.run(self._program.activation_dropped(number))
 
     def _check_freed(self) -> None:
+        # A write on compute may have run before, beside or behind the copy: its bytes cannot be
+        # trusted. The last reference to the tensor goes here.
         while self._tensors.freed:
             tensor, version = self._tensors.freed.pop()
             if tensor._version != version:

@@ -1,16 +1,16 @@
-"""Where fp32 meets 16-bit weights: the inputs of a model, and its losses.
+"""Casts for models with 16-bit weights: their fp32 inputs, and their losses.
 
 [Note: Casts]
-A model with 16-bit weights is given fp32 numbers: pixels, audio, but also timesteps, labels and
-masks, of which 16 bits keep 999 as 1000. torch refuses a product of fp32 with 16-bit weights, so a
-cast is needed there and nowhere else. It is made at the modules of torch whose forward refuses:
-what a resident 16-bit model runs without is not touched, so that its bits are the same. Modules
-with matrices of their own, and the layers of a list, get their first input cast if it is an input
-of the model as it was given: what is computed in fp32 on purpose stays so.
+A model with 16-bit weights gets fp32 inputs: pixels, audio, but also timesteps, labels and masks,
+of which 16 bits keep 999 as 1000. torch refuses a product of fp32 with 16-bit weights, so a cast is
+needed there and nowhere else. It is made at the modules of torch whose forward refuses. Operations
+that a resident 16-bit model runs without a cast are not touched, so that its bits are the same.
+Modules with matrices of their own, and the layers of a list, get their first input cast if it is an
+input of the model as given: values computed in fp32 on purpose stay fp32.
 Loss functions inside the model compute in fp32, as under `torch.autocast`: three digits of a 16-bit
-loss are too few to see it fall. Layers of a list hold no losses; they run past the mode that finds
-them, which costs a microsecond for every operation. What a user's checkpoint runs again in backward
-runs past it too, and must be what it was: losses in there are computed in the dtype they get.
+loss are too few to see it fall. The mode that finds them costs a microsecond per operation; it is
+off inside the layers of a list, which hold no losses. A user's checkpoint must run the same in
+backward, where the mode is off: losses inside it are computed in the dtype they get.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def attach_casts(
 
     Args:
         repeated: the layers of lists.
-        cast_inputs: None: inputs are cast where they meet a matrix; True: and all of them at the
-            entrance of the model; False: none are.
+        cast_inputs: None casts inputs where they meet a matrix; True casts all of them at the
+            entrance of the model, too; False casts none.
     """
     if dtype is torch.float32:
         return []
@@ -95,13 +95,13 @@ def _attach_matrices(
 
 
 def _matrix_sizes(module: nn.Module, dtype: torch.dtype) -> set[int]:
-    """Of the matrices that a module owns itself."""
+    """Collect the sizes of the matrices that a module owns itself."""
     owned = [p for p in module.parameters(recurse=False) if p.dtype is dtype and p.dim() > 1]
     return {size for param in owned for size in param.shape} - {1}
 
 
 class _CastAll(OfOneModel):
-    """Of the model: every floating-point input becomes `dtype`."""
+    """Hook of the model: casts every floating-point input to `dtype`."""
 
     __slots__ = ("_dtype",)
 
@@ -116,8 +116,8 @@ class _CastAll(OfOneModel):
 
 
 class _CastRefused(OfOneModel):
-    """Of a module that refuses: if its first input has another dtype than its weights, all of them
-    become as these."""
+    """Hook of a module that refuses: if its first input has another dtype than its weights, casts
+    all inputs to the weights' dtype."""
 
     __slots__ = ("_dtype",)
 
@@ -125,8 +125,9 @@ class _CastRefused(OfOneModel):
         self._dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Nearly always.
         if args and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
-            return None  # nearly always
+            return None
         first = next(_floating(args, kwargs), None)
         if first is None or first.dtype is self._dtype:
             return None
@@ -140,7 +141,7 @@ class _CastRefused(OfOneModel):
 
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The lowest number of fp32, which masks are made of, stays a number."""
+    """Cast so that the lowest fp32 number, which masks are made of, stays finite."""
     if dtype.itemsize >= mask.itemsize:
         return mask.to(dtype)
     finite = mask.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
@@ -148,13 +149,13 @@ def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Given(OfOneModel):
-    """Of the model: notes which memory its fp32 inputs are in, as long as they live: a recompute
-    may meet them in backward, and what is allocated after them may lie where they did."""
+    """Hook of the model: remembers the memory of its fp32 inputs as long as they live. A recompute
+    may meet them in backward, and a later tensor may have the address of one that is gone."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._gone: dict[int, Callable[[], bool]] = {}
-        """Address → whether the input there is gone."""
+        """Address → a function that tells whether the input there is gone."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._gone = {address: gone for address, gone in self._gone.items() if not gone()}
@@ -170,8 +171,8 @@ class _Given(OfOneModel):
 
 
 class _CastGiven(OfOneModel):
-    """Of a layer, or a module with matrices: its first input becomes `dtype` if it is one of the
-    model's and, where `sizes` are told, has one of them."""
+    """Hook of a layer, or a module with matrices: casts its first input to `dtype` if it is one of
+    the model's and, where `sizes` are given, has one of them."""
 
     __slots__ = ("_given", "_sizes")
 
@@ -201,7 +202,8 @@ def _is_floating(value: Any) -> bool:
 def _memory(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # inside of torch.func's transforms there is none to be asked for
+    # Inside torch.func's transforms a tensor has no storage.
+    except RuntimeError:
         return id(tensor)
 
 
@@ -214,13 +216,13 @@ def _when_gone(tensor: Tensor) -> Callable[[], bool]:
 
 
 class _FullLosses(TorchFunctionMode):
-    """Loss functions get 16-bit numbers as fp32. On while the model's forward runs, but not inside
+    """Gives loss functions 16-bit inputs as fp32. On while the model's forward runs, but not inside
     its layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self._left: list[bool] = []
-        """Of each layer that is running: whether it was on before."""
+        """For each running layer: whether the mode was on before it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -232,7 +234,8 @@ class _FullLosses(TorchFunctionMode):
 
     def enter_model(self, *_: Any) -> None:
         self._left.clear()
-        if self not in _get_current_function_mode_stack():  # an interrupt can leave it on
+        # An interrupt can leave it on.
+        if self not in _get_current_function_mode_stack():
             self.__enter__()
 
     def leave_model(self, *_: Any) -> None:
@@ -271,7 +274,7 @@ def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[Re
     around += [(module, mode.enter_layer, mode.leave_layer) for module in repeated]
     handles = []
     for module, enter, leave in around:
-        # Off before the engine's own hook: what that computes is none of the mode's business.
+        # Off before the engine's own hook, whose operations the mode must not slow down.
         first = module is not model
         handles.append(module.register_forward_pre_hook(_Call(enter), prepend=first))
         handles.append(module.register_forward_hook(_Call(leave), always_call=True))

@@ -1,4 +1,4 @@
-"""What happens around each module's forward: waits, spans, handles; what the first one teaches."""
+"""The work around each module's forward: waits, spans and handles."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Running(NamedTuple):
     pushed: bool
     blocks: tuple[Block, ...]
     outside: tuple[Block, ...]
-    """Streamed blocks whose forward it is inside of."""
+    """Streamed blocks whose forward surrounds it."""
 
 
 @dataclass(slots=True)
 class _HookedModule:
-    """What the hooks of one module do, and what one running forward of it holds."""
+    """A hooked module: the blocks that its forward waits for, and its running forwards."""
 
     name: str
     waits: list[Block]
@@ -42,11 +42,11 @@ class _HookedModule:
     when that forward runs again they must do the same."""
     running: list[_Running] = field(default_factory=list)
     held: list[_Running] = field(default_factory=list)
-    """Forwards inside of it that are over, whose blocks it reads afterwards."""
+    """Forwards inside it that are over, whose blocks it reads afterwards."""
 
 
 class ForwardHooks:
-    """The watcher of every module whose forward reads weights."""
+    """The hooks of every module whose forward reads weights."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ForwardHooks:
         offloader: ActivationOffloader | None,
     ) -> None:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward; `offloader`: of their inputs."""
+        whose forward runs again in backward. `offloader`: takes their inputs."""
         self.on_root: Callable[[], None] = lambda: None
         """Called when a forward of the model begins that is not part of a backward."""
         self._model = model
@@ -81,13 +81,13 @@ class ForwardHooks:
 
     @property
     def forward_order(self) -> list[Block]:
-        """As the first forward entered them; blocks that it never entered come last."""
+        """The order in which forward first entered the blocks; blocks never entered come last."""
         return [*self._order, *(block for block in self._blocks if block not in self._order)]
 
     def enter(self, module: nn.Module, *, again: bool = False) -> None:
         """Pre-forward: wait for the weights, open the span, make saved weights handles.
 
-        `again`: from inside its forward, where that is recomputed ([Note: Recompute]).
+        `again`: the call comes from inside a forward that is recomputed ([Note: Recompute]).
         """
         hooked, in_backward = self._hooked[module], _in_backward()
         if not in_backward:
@@ -95,11 +95,15 @@ class ForwardHooks:
             if module is self._model:
                 self._enter_root()
         blocks = tuple(hooked.waits)
+        # Compute waits for these blocks only; uploads and loads of later ones run beside forward.
         self._use(blocks)
+        # A recompute past the hooks leaves plain views in its graph: the block counts as read until
+        # backward has passed it, or "delayed" would upload over them.
         if not hooked.handles and not again:
             for block in blocks:
                 block.runs_again()
         reads = [weights for block in blocks for weights in block.weights]
+        # Behind the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = self._offloader if not again and module in self._recomputed else None
         outside = self._saved.enter(blocks, again=again or in_backward)
@@ -107,9 +111,9 @@ class ForwardHooks:
         hooked.running.append(_Running(span, pushed, blocks, outside))
 
     def enter_inside(self, module: nn.Module) -> bool:
-        """Pre-forward of a module inside of a streamed block, which matters where the block's hooks
-        have not fired: in a forward that somebody calls past them, or runs again ([Note: Recompute
-        without hooks]). Returns whether `leave` is to follow."""
+        """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
+        not fired: in a forward that is called past them, or runs again ([Note: Recompute without
+        hooks]). Returns True if `leave` must follow."""
         hooked = self._hooked[module]
         for block in hooked.waits:
             if not block.forwards:
@@ -129,6 +133,8 @@ class ForwardHooks:
             self._saved.pop()
         while hooked.held and not hooked.running:
             self._end(hooked.held.pop())
+        # A module around this one reads the blocks later: it holds their pins and spans until its
+        # own forward ends.
         reader = self._reader_after(module, running)
         if reader is not None:
             reader.held.append(running)
@@ -139,8 +145,8 @@ class ForwardHooks:
             self._tracker = None
 
     def reset(self) -> None:
-        """No forward is running: those that an interruption ended have not said so, since torch
-        calls hooks behind an `Exception` only."""
+        """End the forwards that an interruption has cut: torch calls hooks after an `Exception`,
+        and not after other exceptions."""
         for module, hooked in self._hooked.items():
             while hooked.running:
                 self.leave(module)
@@ -165,7 +171,10 @@ class ForwardHooks:
             recomputed.put()
 
     def _enter_root(self) -> None:
+        # A plain backward before this forward has left its micro-step open: its last blocks are
+        # sent before compute gets more work.
         self.on_root()
+        # The first loads are launched before any module asks for its block.
         self._residency.restart()
         if not self._tracked:
             self._tracked = True
@@ -175,7 +184,8 @@ class ForwardHooks:
             self._tracker.__enter__()
 
     def _use(self, blocks: Sequence[Block]) -> None:
-        """All of them stay while the forward runs: pinned first, so that none evicts another."""
+        """Pin all blocks, then use them: none may evict another, and all stay while forward
+        runs."""
         for block in blocks:
             block.forwards += 1
         try:
@@ -196,12 +206,13 @@ class ForwardHooks:
         self._tracker.entered(block)
 
     def _end(self, running: _Running) -> None:
+        # Without a pin the slot may go to another block, whose load waits for compute up to then.
         for block in running.blocks:
             block.forwards -= 1
         self._lanes.close_span(running.span)
 
     def _reader_after(self, module: nn.Module, running: _Running) -> _HookedModule | None:
-        """Whose forward, still going on, reads these blocks after their own."""
+        """Return the running module that reads these blocks after their own forward, if any."""
         if not self._late_readers:
             return None
         readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
@@ -225,8 +236,8 @@ class ForwardHooks:
 
 
 def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
-    """Modules with parameters of their own in streamed blocks, and whose these are. Not in compiled
-    blocks: the compiler would make code for each block anew, as it takes hooks for a difference."""
+    """Return modules in streamed blocks that own parameters → the blocks of these. Not in compiled
+    blocks: the compiler would compile each block anew, as their hooks differ."""
     streamed = [b for b in blocks if b.streamed and not _has_compiled(b.module)]
     owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
@@ -245,8 +256,8 @@ def _saved_tensors(blocks: Sequence[Block], residency: Residency) -> SavedTensor
 
 
 def _has_compiled(model: nn.Module) -> bool:
-    """Whether a forward in it was given to torch.compile, which gives up for good where its first
-    run is under a dispatch mode."""
+    """Tell whether a forward in it is compiled: torch.compile gives up for good if its first run is
+    under a dispatch mode."""
     return any(
         hasattr(module, "_orig_mod")
         or module._compiled_call_impl is not None

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Watcher(Protocol):
-    """What the hooks call."""
+    """The object that the hooks call."""
 
     def enter(self, module: nn.Module, *, again: bool = False) -> None: ...
     def enter_inside(self, module: nn.Module) -> bool: ...
@@ -20,7 +20,7 @@ class Watcher(Protocol):
 
 
 class Inert:
-    """What a hook becomes in a deep copy or a pickle of the model: the copy is not offloaded."""
+    """Replaces a hook in a deep copy or a pickle of the model: the copy is not offloaded."""
 
     def __call__(self, *_: Any) -> None:
         return None
@@ -55,7 +55,8 @@ class _Enter(_Hook):
 
 
 class _EnterInside(_Hook):
-    """Where the hooks of an enclosing module have mostly fired. The compiler does not see it."""
+    """Hook of a module inside a hooked one, whose hooks have usually fired. The compiler does not
+    see it."""
 
     __slots__ = ()
 
@@ -67,7 +68,7 @@ class _EnterInside(_Hook):
 
 
 class _Leave(_Hook):
-    """`handle`: of one that is there for one forward only."""
+    """`handle`: set on a hook that is for one forward only, which removes it."""
 
     __slots__ = ("handle",)
 
@@ -84,7 +85,7 @@ class _Leave(_Hook):
 
 
 def _call(method: Callable[[nn.Module], None], module: nn.Module) -> None:
-    """The compiler, where a module was compiled with its hooks, makes no code of the engine's."""
+    """Call outside of compiled code, where a module was compiled with its hooks."""
     if torch.compiler.is_compiling():
         _uncompiled(method, module)
     else:
@@ -105,5 +106,6 @@ def watch(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
 
 
 def watch_inside(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
-    """The same where the watcher says so each time."""
+    """Call `enter_inside` before each forward of the module, and `leave` after it if that says
+    so."""
     return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]

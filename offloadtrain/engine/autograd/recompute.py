@@ -1,13 +1,14 @@
-"""Activations that are not kept: a block's forward runs again in backward, from its inputs.
+"""Recompute: a block's forward runs again in backward, from its inputs.
 
 [Note: Recompute]
 The forward of a repeated module is replaced by one that runs the user's under torch's non-reentrant
 checkpoint, which keeps the inputs only and restores the random state, so that dropout draws the
-same. What runs again is no module call: no hook fires. So the replacement itself tells the engine
-that the module's forward begins and ends; in the first forward it says so a second time, inside the
-hooks. Saved weights stay handles: the engine's hooks are innermost in both runs. What the first run
-changed in its inputs is as before for the second one: [Note: Rewound inputs] in `rewind.py`.
-What it wrote there, a key-value cache for instance, lives until backward: that is told, once.
+same. The second run is no module call, so no hook fires. The replacement itself therefore reports
+the beginning and end of the module's forward; in the first forward it does so inside the hooks'
+own reports. Saved weights stay handles: the engine's hooks are innermost in both runs. Changes that
+the first run made to its inputs are undone for the second one: [Note: Rewound inputs] in
+`rewind.py`. Tensors that it wrote there, such as a key-value cache, live until backward: a warning
+says so once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Runs:
-    """One forward, and whenever it is called once more, that forward again."""
+    """A forward: the first call runs it, later calls run it again on rewound inputs."""
 
     def __init__(self, run: Callable[..., Any], inputs: Rewind) -> None:
         self._run = run
@@ -45,13 +46,13 @@ class _Runs:
 
 
 class Written:
-    """Tells once for a model how much a layer writes into its inputs."""
+    """Warns once for a model of the bytes that a layer writes into its inputs."""
 
     def __init__(self) -> None:
         self._looked = False
 
     def look(self, before: Rewind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """After the first forward of the first layer."""
+        """Look at the inputs after the first forward of the first layer."""
         if self._looked:
             return
         self._looked = True
@@ -76,7 +77,8 @@ class Recomputed:
         self._written = written
         self._watcher = watcher
         self._original: Callable[..., Any] = module.forward
-        self._own = "forward" in module.__dict__  # e.g. a compiled forward that the user assigned
+        # An attribute of the module, such as a compiled forward that the user assigned.
+        self._own = "forward" in module.__dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -109,6 +111,7 @@ class Recomputed:
         watcher = self._watcher()
         if watcher is None:
             return self._original(*args, **kwargs)
+        # In backward this is what makes compute wait for the block's weights and pins its slot.
         watcher.enter(self._module, again=True)
         try:
             return self._original(*args, **kwargs)

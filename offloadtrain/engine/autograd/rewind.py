@@ -1,12 +1,12 @@
 """Inputs that a forward changes, and a forward that runs twice.
 
 [Note: Rewound inputs]
-A forward may write into what it is given: a key-value cache grows, a dict collects results. Run
-again in backward, it would meet what its first run has left there. So before the first run the
-state of every object that its arguments reach is noted, and the second run finds it as it was;
-afterwards the objects are as they were before that, so that nobody else sees the second run. Only
-references are noted, no values are copied; a tensor that was changed in place cannot be brought
-back, and is told.
+A forward may write into its inputs: a key-value cache grows, a dict collects results. Run again in
+backward, it would find the changes of its first run. So before the first run the state of every
+object that its arguments reach is noted, and restored for the second run. Afterwards the objects
+are put back as they were before the second run, so that it leaves no trace. Only references are
+noted, no values are copied. A tensor that was changed in place cannot be restored: that raises an
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAVES = (
     *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.Generator),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
-"""What is not looked into: constants, code, and modules, whose state is not an input's."""
+"""Types that are not looked into: constants, code, and modules, whose state is not an input."""
 
 
 class RewindError(OffloadTrainError):
@@ -37,7 +37,7 @@ class RewindError(OffloadTrainError):
 
 
 class _Kind(NamedTuple):
-    """How the references in one kind of mutable object are read, and set."""
+    """Reads and sets the references in one kind of mutable object."""
 
     read: Callable[[Any], list[Any]]
     write: Callable[[Any, list[Any]], None]
@@ -49,8 +49,9 @@ class Rewind:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._noted: list[tuple[Any, _Kind, list[Any]]] = []
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
-        """And their versions. Weak: the inputs themselves may be let go of until backward."""
-        seen: dict[int, Any] = {}  # also keeps them alive, so that no id is given out again
+        """Tensors and their versions. Weak: the inputs may be offloaded until backward."""
+        # Also keeps the objects alive, so that no id is given out again.
+        seen: dict[int, Any] = {}
         todo = [*args, *kwargs.values()]
         while todo:
             one = todo.pop()
@@ -64,15 +65,15 @@ class Rewind:
                 todo += self._note(one)
 
     def tensors(self) -> list[Tensor]:
-        """Those that the arguments reach, as far as they live."""
+        """Return the tensors that the arguments reach and that are still alive."""
         return [tensor for held, _ in self._tensors if (tensor := held()) is not None]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around the second run.
+        """Restore the inputs around the second run.
 
         Raises:
-            RewindError: the first run, or what came after it, changed a tensor in place.
+            RewindError: a tensor was changed in place since the first run began.
         """
         for held, version in self._tensors:
             tensor = held()
@@ -123,7 +124,7 @@ def _kind(one: Any) -> _Kind | None:
 
 
 def _mapping(base: Any) -> _Kind:
-    """Past what a subclass does on writing: the outputs of a model may refuse it."""
+    """Write past the methods of a subclass: a model's output class may refuse writes."""
 
     def write(one: Any, references: list[Any]) -> None:
         base.clear(one)
@@ -143,7 +144,7 @@ def _write_set(one: set[Any], references: list[Any]) -> None:
 
 
 def _slots(one: Any) -> list[str]:
-    """Names of its slots, private ones as Python mangles them."""
+    """Return the names of its slots, private ones as Python mangles them."""
     found = []
     for cls in type(one).__mro__:
         declared = cls.__dict__.get("__slots__", ())

@@ -1,22 +1,21 @@
-"""What autograd saves for backward: weights become handles, the rest remembers where it was saved.
+"""Saved-tensor hooks: saved weights become handles, other saved tensors remember their block.
 
 [Note: Handles]
-Autograd saves weights for backward and never notices that an upload replaced them: the version
-counter of a parameter that views a flat buffer does not move. So every saved tensor that lies in a
-block's flat buffer is replaced by a handle that knows the block's generation; unpacking with an
-old one raises. The hooks that do this are pushed by each block's own pre-forward hook, innermost,
-and chained to whatever hooks are active (recompute pushes its own): pushed once around the whole
-forward they would miss everything that runs again in backward.
+Autograd saves weights for backward and does not notice that an upload replaced them: the version
+counter of a parameter that views a flat buffer does not change. So every saved tensor that lies in
+a block's flat buffer is replaced by a handle that knows the block's generation; unpacking an old
+one raises an error. The hooks are pushed by each block's own pre-forward hook, innermost, and
+chained to the hooks that are active (recompute pushes its own). Pushed once around the whole
+forward, they would miss all that runs again in backward.
 
 [Note: Recompute without hooks]
 A user's recompute may start inside a module's forward, behind its hooks (`checkpoint` around
-`forward`, as transformers does it): no hook fires when it runs again. But it starts from saved
-inputs. So whatever is saved inside the forward of a streamed block stands for that block as well as
-for a value: unpacking it loads the block, and until it dies the graph counts as reading the block's
-weights, which such a recompute leaves in the graph as plain views of the slot.
+`forward`, as in transformers): no hook fires when it runs again. But it starts from saved inputs.
+So every tensor saved inside the forward of a streamed block also stands for that block: unpacking
+it loads the block. Until it is freed the graph counts as reading the block's weights, which such a
+recompute leaves in the graph as plain views of the slot.
 
-Saved tensors that pass through hooks lose autograd's check that nobody changed them in place since;
-it is made here.
+Saved tensors that pass through hooks lose autograd's check for changes in place; it is made here.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.residency import Residency
 from offloadtrain.step.streaming import StreamError
 
-_autograd = (
-    torch._C._autograd
-)  # the public context manager cannot be chained: it hides the outer hooks
+# The public context manager cannot be chained: it hides the outer hooks.
+_autograd = torch._C._autograd
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 _UNPACK = methodcaller("unpack")
-"""Whatever stands for a tensor knows how."""
+"""Every class here that stands for a tensor has the method."""
 
 
 class ChangedInPlaceError(OffloadTrainError):
-    """A tensor that backward needs is not any more what forward saved."""
+    """A tensor that backward needs was changed in place after forward saved it."""
 
 
 class Handle:
@@ -63,10 +61,16 @@ class Handle:
         self._bucket = bucket
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
+        # Until `__del__` the block counts as read: "delayed" uploads nothing over these weights.
         block.packed()
 
     def unpack(self) -> Tensor:
-        """The weights, if they are still those of the graph; raises StaleGraphError otherwise."""
+        """View the weights where they are now, in the saved shape and strides.
+
+        Raises:
+            StaleGraphError: they were replaced since the graph was built.
+        """
+        # Compute waits for the block's load here. Only then is `working` the slot of this use.
         self.block.unpacked(self.generation, self.clock)
         flat = self._bucket.working.flat
         offset = flat.storage_offset() + self._offset
@@ -87,7 +91,7 @@ class SavedTensor:
         self._version = tensor._version
 
     def unpack(self) -> Tensor:
-        """Raises ChangedInPlaceError if it is not any more what was saved."""
+        """Return the tensor; raises ChangedInPlaceError if it was changed since."""
         if self._tensor._version != self._version:
             raise ChangedInPlaceError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in "
@@ -99,7 +103,8 @@ class SavedTensor:
 
 
 class PassedOn:
-    """Stands for what outer hooks have packed, a user's recompute for instance."""
+    """Stands for a tensor that outer hooks have packed, those of a user's recompute for
+    instance."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -112,8 +117,8 @@ class PassedOn:
 
 
 class WhileStreaming:
-    """Stands for a tensor that is no weight, and tells how far backward is; saved in the forward of
-    streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
+    """Stands for a tensor that is no weight, and reports how far backward is. Saved in the forward
+    of streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
 
     __slots__ = ("_blocks", "_clock", "_generations", "_packed", "_residency")
 
@@ -133,8 +138,9 @@ class WhileStreaming:
             block.packed()
 
     def unpack(self) -> Tensor:
+        # Blocks whose forward came later give up their pins: the loads below need slots.
         self._residency.passed(self._clock)
-        # First, since it may run other blocks again, which need their turn in the slots.
+        # Before the block's own use, since it may run other blocks again, which need slots too.
         with self._residency.unpacking():
             tensor = self._packed.unpack()
         for block, generation in zip(self._blocks, self._generations, strict=True):
@@ -162,19 +168,19 @@ class SavedTensors:
         self._residency: Residency | None = None
 
     def register(self, block: Block) -> None:
-        """Of a block that stays on the device."""
+        """Add a block that stays on the device."""
         for bucket in block.buckets:
             self._owners[_address(bucket.working.flat)] = (block, bucket)
 
     def register_streamed(self, residency: Residency) -> None:
-        """Blocks whose place on the device changes."""
+        """Add the streamed blocks, whose memory on the device changes."""
         self._residency = residency
         for block in residency.streamed:
             for bucket in block.held:
                 self._absent[_address(block.placeholder(bucket))] = block
 
     def owner(self, tensor: Tensor) -> Block | None:
-        """The block whose working weights this tensor is a view of.
+        """Return the block whose working weights this tensor views, if any.
 
         Raises:
             StreamError: if they are not on the device.
@@ -183,8 +189,8 @@ class SavedTensors:
         return found[0] if found else None
 
     def push(self, offloader: ActivationOffloader | None = None) -> bool:
-        """Make the hooks the innermost of this thread; False where they are so already or not
-        needed. `offloader`: block inputs go to the host through it."""
+        """Make the hooks the innermost of this thread; returns False if they are already, or not
+        needed. `offloader`: offloads block inputs."""
         if not torch.is_grad_enabled():
             return False
         own, outer = _innermost()
@@ -199,7 +205,7 @@ class SavedTensors:
         _autograd._pop_saved_tensors_default_hooks()
 
     def enter(self, blocks: Sequence[Block], *, again: bool) -> tuple[Block, ...]:
-        """A forward that reads these blocks begins; returns what `within` was before."""
+        """A forward that reads these blocks begins; returns the previous `within`."""
         outside = self.within
         self._clock += 1
         for block in blocks:
@@ -210,7 +216,8 @@ class SavedTensors:
     def pack(
         self, tensor: Tensor, outer: _Hooks | None, offloader: ActivationOffloader | None
     ) -> Any:
-        """What stands for a tensor in the graph; `outer`: the hooks that were active before."""
+        """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
+        active before."""
         found = self._find(tensor)
         if found is not None and tensor.dtype == found[1].dtype:
             return Handle(*found, tensor, self._clock)
@@ -228,7 +235,8 @@ class SavedTensors:
             return None
         try:
             address = tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # tensor subclasses without storage cannot lie in a flat buffer
+        # Tensor subclasses without storage cannot lie in a flat buffer.
+        except RuntimeError:
             return None
         if address in self._absent:
             raise StreamError(
@@ -243,13 +251,14 @@ class SavedTensors:
 
 
 def in_checkpoint() -> bool:
-    """Whether a user's recompute (torch's non-reentrant checkpoint) sees what is saved now."""
+    """Tell whether tensors saved now go to a user's recompute (torch's non-reentrant
+    checkpoint)."""
     outer = _innermost()[1]
     return outer is not None and outer[0].__module__ == checkpoint.__module__
 
 
 def _innermost() -> tuple[_Chain | None, _Hooks | None]:
-    """The engine's hooks, where they are the innermost of this thread, and those around them."""
+    """Return the engine's hooks if they are the innermost of this thread, and those around them."""
     hooks: _Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
     own = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return (own, own.outer) if isinstance(own, _Chain) else (None, hooks)

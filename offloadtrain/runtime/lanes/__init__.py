@@ -48,8 +48,7 @@ _chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
 def lanes_for(
     device: torch.device, *, among_ranks: bool = False, state_on_device: bool = False
 ) -> Lanes:
-    """Return the backend for a device: streams on CUDA, in order on the CPU; or the one set by
-    `on_lanes`."""
+    """Make the lanes of a device: streams on CUDA, in order on the CPU; or those of `on_lanes`."""
     if (chosen := _chosen.get()) is not None:
         return chosen
     if device.type != "cuda":
@@ -59,7 +58,7 @@ def lanes_for(
 
 @contextmanager
 def on_lanes(lanes: Lanes) -> Iterator[None]:
-    """Run everything offloaded inside on these lanes, for tests and benchmarks."""
+    """Models offloaded inside run on these lanes: for tests and measurements."""
     token = _chosen.set(lanes)
     try:
         yield

@@ -1,12 +1,12 @@
-"""Lanes: the concurrent queues of a step, and their common interface.
+"""Lanes: the queues of a step that run concurrently, and the one interface to all of them.
 
 [Note: Lanes]
-A *lane* executes its operations in the order of launch. Lanes run concurrently; only `record` on
-one lane and `wait` on the other order them. Launching never blocks on the
-work itself. Every operation declares the ranges that it reads and writes, and receives exactly
-their views, so that an undeclared access is impossible. Foreign code (the user's forward,
-autograd's backward) cannot be wrapped like this: it runs inside a *span*, an
-interval of the compute lane with declared ranges, opened and closed by hooks.
+A *lane* runs its operations in the order of launch. Lanes run concurrently; only `record` on one
+and `wait` on the other order two of them. Launching never blocks on the work itself. Every
+operation declares the ranges that it reads and writes, and receives exactly the views of these
+ranges, so that an undeclared access cannot be written. Other code (the user's forward, autograd's
+backward) cannot be wrapped so: it runs inside a *span*, an interval of the compute lane with
+declared ranges, opened and closed by hooks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Buffer:
 
     Attributes:
         name: its name in the Ledger and in traces.
-        flat: 1-D contiguous tensor; the buffer keeps it alive.
+        flat: 1-D contiguous tensor; the buffer owns it.
     """
 
     name: str
@@ -76,11 +76,11 @@ class LaneEvent:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One stretch of work on a lane; times are relative to the start of the sampled step.
+    """One interval of work on a lane; times are relative to the start of the sampled step.
 
     Attributes:
-        num_bytes: bytes written by a copy or a collective; divided by the time it gives a
-            collective's "algorithm bandwidth" of NCCL's tests. 0 for other work.
+        num_bytes: bytes that a copy or a collective wrote, 0 for other work. A collective's
+            "algorithm bandwidth" in NCCL's tests is this over its time.
     """
 
     lane: str
@@ -92,13 +92,13 @@ class Interval:
 
 @dataclass(slots=True)
 class LaneTotals:
-    """Totals of the lanes since their creation; the step report uses differences.
+    """Totals of the lanes since they were made; the step report takes differences.
 
     Attributes:
-        busy_ms: by lane, time in operations; for compute, time in spans. On CUDA only operations
-            known to have ended count: the last ones of a step count in the next.
-        exposed_ms: time compute waited for the others.
-        comm_bytes: bytes this rank has sent in collectives over gradients and weights.
+        busy_ms: by lane, time in operations; for compute, in spans. On CUDA only those known to
+            have ended: the last operations of a step count in the next one.
+        exposed_ms: time that compute waited for the other lanes.
+        comm_bytes: bytes that this rank has sent in collectives over gradients and weights.
     """
 
     busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
@@ -122,7 +122,7 @@ class LaneTotals:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Foreign code that runs on the compute lane between `open_span` and `close_span`."""
+    """User code that runs on the compute lane between `open_span` and `close_span`."""
 
     name: str
     reads: tuple[Range, ...]
@@ -132,7 +132,7 @@ class Span:
 
 
 Operation = Callable[..., object]
-"""Takes the views of `reads`, then of `writes`; an updated range is a write."""
+"""Takes the views of `reads`, then the views of `writes`; a range that is updated is a write."""
 
 
 class Lanes(ABC):
@@ -142,9 +142,9 @@ class Lanes(ABC):
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
         self.counts_bus = True
-        """True if gradients and weights cross the bus; False if the state is on the device."""
+        """Gradients and weights cross the bus; false where all of them stay on the device."""
         self.poison = False
-        """For tests: fill ranges of `alloc` with NaN, so that a stale read cannot go unnoticed."""
+        """For tests: fill the ranges of `alloc` with NaN, so that a stale read shows."""
 
     @abstractmethod
     def launch(
@@ -155,15 +155,19 @@ class Lanes(ABC):
         reads: Sequence[Range] = (),
         writes: Sequence[Range] = (),
     ) -> None:
-        """Put `fn` at the end of `lane`; it is called with the declared views."""
+        """Put `fn` at the end of `lane`; it is called with the declared views.
+
+        Raises:
+            LaneError: an earlier operation failed on a thread.
+        """
 
     @abstractmethod
     def record(self, lane: Lane) -> LaneEvent:
-        """Return the event that occurs when everything launched on `lane` so far is done."""
+        """Return the event that happens when everything launched on `lane` so far is done."""
 
     @abstractmethod
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        """Make later operations on `lane` start after `event`; `str(why)` says why."""
+        """Start later launches on `lane` after `event`; `str(why)` is the reason."""
 
     @abstractmethod
     def host_wait(self, event: LaneEvent, why: object) -> None:
@@ -171,11 +175,11 @@ class Lanes(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until every lane is empty; raise the error of any failed one."""
+        """Block until every lane is empty; raises LaneError if an operation failed on any."""
 
     @abstractmethod
     def close(self) -> None:
-        """Drain and end. Idempotent. Does not raise earlier errors."""
+        """Drain and end the lanes. Idempotent. Does not raise earlier failures."""
 
     @abstractmethod
     def start_timeline(self) -> None:
@@ -183,12 +187,12 @@ class Lanes(ABC):
 
     @abstractmethod
     def take_timeline(self) -> list[Interval]:
-        """Return the intervals since `start_timeline`, by start; wait for the lanes and end the
+        """Return the intervals since `start_timeline`, by start; waits for the lanes, ends the
         sampling."""
 
     @abstractmethod
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        """Allow foreign code to access these ranges on the compute lane until `close_span`."""
+        """User code may access these ranges on the compute lane until `close_span`."""
 
     @abstractmethod
     def close_span(self, span: Span) -> None:
@@ -199,7 +203,8 @@ class Lanes(ABC):
         return self.totals.copy()
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
-        """Declare the contents of a reused range undefined; `lane` will write it."""
+        """The contents of a reused range are undefined from here on; `lane` will write it."""
+        # In the lane's order, behind the waits for earlier users and before the write.
         if self.poison and range_.buffer.flat.is_floating_point():
             self._poison(lane, range_.view)
         return range_
@@ -223,12 +228,13 @@ class Lanes(ABC):
             self.totals.h2d_bytes += nbytes
 
     def _keep_sizes(self) -> None:
-        """Record the sizes of transfers from now on, for `_sized`."""
+        """Keep the bytes of each copy and collective, for `_sized`."""
         self._sizes = {}
 
     def _sized(self, intervals: Iterable[Interval]) -> list[Interval]:
-        """Return intervals by start, with their bytes. Operations of one lane and name end in
-        launch order; the first may have been launched before the sampling."""
+        """Sort intervals by start and add their bytes."""
+        # Operations of one lane and name end in the order of their launch. The first ones may have
+        # been launched before the sampling: their bytes are not known.
         sizes, self._sizes = self._sizes or {}, None
         ordered = sorted(intervals, key=lambda interval: interval.start_ms)
         earlier = Counter((interval.lane, interval.name) for interval in ordered)
@@ -245,23 +251,24 @@ class Lanes(ABC):
 
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:
-    """Return the arguments of an operation."""
+    """Return the tensors that an operation is called with."""
     return [range_.view for range_ in reads] + [range_.view for range_ in writes]
 
 
 def now_ms() -> float:
-    """Return the monotonic time in milliseconds."""
+    """Read a monotonic clock, in milliseconds."""
     return time.perf_counter() * 1e3
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """The operation of both transfer lanes: one flat copy of equal dtype, asynchronous on CUDA.
+    """Copy (n,) to (n,) of the same dtype: the operation of the transfer lanes. Asynchronous on
+    CUDA where the host side is pinned.
 
     Raises:
-        ValueError: if the dtypes differ: such a copy makes a temporary, and only same-dtype
-            flats may cross the bus.
+        ValueError: the dtypes differ. Such a copy would make a temporary that no launch declares.
     """
     if source.dtype != target.dtype:
         raise ValueError(f"a transfer keeps the dtype: {source.dtype} to {target.dtype}")
+    # Returns before the copy is done: an event behind it tells when either side may be reused.
     with torch.no_grad():
         target.copy_(source, non_blocking=True)

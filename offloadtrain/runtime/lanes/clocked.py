@@ -1,4 +1,4 @@
-"""Common base of the CPU lanes: intervals by the wall clock of this process."""
+"""The common part of the CPU's lanes: intervals by the wall clock of this process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ClockedLanes(Lanes):
         self._timeline: list[Interval] | None = None
         self._origin_ms = 0.0
         self._draining = False
-        """Set during the wait at the end of a sampled step, which counts as neither work nor
-        wait."""
+        """The lanes are drained at the end of a sampled step: these waits are not compute's."""
         self._open_spans = 0
         self._computes_since = (0.0, 0.0)
-        """Start of the outermost open span, and compute's waits until then."""
+        """The beginning of the outermost open span, and the exposed time up to then."""
 
     def start_timeline(self) -> None:
         self._timeline, self._origin_ms = [], now_ms()
         self._keep_sizes()
 
     def take_timeline(self) -> list[Interval]:
+        # Threads append to the timeline until the lanes are empty.
         self._draining = True
         self.synchronize()
         self._draining = False
@@ -45,7 +45,8 @@ class ClockedLanes(Lanes):
         if not span.closed and isinstance(span.mark, float):
             ended_ms = now_ms()
             self._open_spans -= 1
-            if self._open_spans == 0:  # spans may nest
+            # Spans may be nested: only the outermost counts.
+            if self._open_spans == 0:
                 began_ms, waited_ms = self._computes_since
                 waited_ms = self.totals.exposed_ms - waited_ms
                 self.totals.busy_ms[Lane.COMPUTE] += ended_ms - began_ms - waited_ms
@@ -55,18 +56,21 @@ class ClockedLanes(Lanes):
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         """Record the end of an operation."""
         end_ms = now_ms()
-        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else its span's time includes it
-            self.totals.busy_ms[lane] += end_ms - start_ms  # the lane's thread is the only writer
+        # Compute's operations inside a span are in the span's time. No lock: the lane's own thread
+        # is the only writer of its entry.
+        if lane is not Lane.COMPUTE or self._open_spans == 0:
+            self.totals.busy_ms[lane] += end_ms - start_ms
         self._note(lane, name, start_ms, end_ms)
 
     def _expose(self, lane: Lane, start_ms: float) -> None:
-        """Record that compute has waited for `lane` since then."""
+        """Count the time since `start_ms`, in which compute waited for `lane`."""
         end_ms = now_ms()
         self.totals.exposed_ms += end_ms - start_ms
         if not self._draining:
             self._note(WAIT, lane.value, start_ms, end_ms)
 
     def _note(self, lane: str, name: str, start_ms: float, end_ms: float) -> None:
+        # Read once: another thread may end the sampling.
         timeline = self._timeline
         if timeline is not None:
             start, duration = start_ms - self._origin_ms, end_ms - start_ms

@@ -1,20 +1,18 @@
 """Lanes over CUDA streams and threads.
 
 [Note: Who launches what]
-* compute and d2h operations are launched by the thread that runs the user's code (in backward: the
-  autograd thread of the device, while the training thread waits inside backward), straight onto
-  their streams.
-* host, h2d, load and comm operations go to a thread of their lane each; among ranks d2h too, since
-  it waits for comm. The host thread computes, without the GIL if the kernels are native; the others
-  launch copies and collectives onto their streams. A stream cannot wait for CPU work that has not
-  happened,
-  and waiting on a CUDA event that was never recorded is a silent no-op: so a waiting lane first
-  blocks its thread until the event is *issued* (for the host lane: has occurred), then makes its
-  stream wait for the rest.
-* Compute stalls are timed with an event on either side of each wait of its stream. If the training
-  thread itself is blocked, it launches nothing: the same two events measure how long the stream was
-  idle.
-* With the state on the device, the host lane is a stream like d2h: there is no CPU work.
+* The thread that runs the user's code launches compute and d2h operations straight onto their
+  streams (in backward: the device's autograd thread, while the training thread waits inside
+  backward).
+* host, h2d, load and comm have a thread each; among ranks d2h too, since it waits for comm. The
+  host thread computes, without the interpreter's lock where the kernels are native. The others
+  launch copies and collectives onto their streams.
+* A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
+  never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
+  (for the host lane: has happened), then makes its stream wait for the rest.
+* Compute stalls are timed with an event on its stream before and behind each wait. Where the
+  training thread itself is blocked, the same two events time how long the stream was idle.
+* Where the state is on the device, the host lane is a stream as d2h is: there is no CPU work.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
 
 _KEPT = 32
-"""Number of compute intervals from which ended ones are counted and released."""
+"""Intervals of compute to keep before those that have ended are counted and dropped."""
 
 
 class _CudaEvent(LaneEvent):
@@ -64,12 +62,14 @@ class _CudaEvent(LaneEvent):
     def issue(self, stream: torch.cuda.Stream) -> None:
         assert self.cuda is not None
         self.cuda.record(stream)
+        # Before `issued` is set, whose lock makes it visible to the native host thread.
         self.handle.value = self.cuda.cuda_event
 
     def has_happened(self) -> bool:
         if self.cuda is None or not self.issued.is_set():
             return self.issued.is_set()
-        return self.handle.value != 0 and bool(self.cuda.query())  # 0: its lane has failed before
+        # 0: its lane has failed before. An event that was never recorded would say it is done.
+        return self.handle.value != 0 and bool(self.cuda.query())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,9 @@ class CudaLanes(Lanes):
     ) -> None:
         super().__init__()
         self._device = device = _indexed(device)
-        # d2h overlaps backward; h2d overlaps Adam of the next block and the next forward; load
-        # overlaps compute of the previous block; comm overlaps all of them.
+        # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
+        # beside compute of the block before; comm beside all of them. A lane with a thread blocks
+        # there for events not yet issued; d2h of a single rank blocks the launching thread.
         on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, *([Lane.D2H] if among_ranks else [])]
         self._streams = {
             lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
@@ -113,7 +114,8 @@ class CudaLanes(Lanes):
         self._host_computes = not state_on_device
         if state_on_device:
             self._streams[Lane.HOST] = torch.cuda.Stream(device)
-            if among_ranks:  # it waits for d2h, which waits for comm
+            # It waits for d2h, which waits for comm.
+            if among_ranks:
                 on_threads.append(Lane.HOST)
         self._failure = Failure()
         begin = partial(_bind, device)
@@ -121,13 +123,12 @@ class CudaLanes(Lanes):
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._closed = False
         self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
-        """Intervals not known to have ended, in order per lane."""
+        """Operations of each lane that are not known to have ended, in order."""
         self._waits: deque[_StreamInterval] = deque()
-        """Intervals of compute not known to have ended."""
+        """Waits of compute that are not known to have ended."""
         self._waits_in_span: list[_StreamInterval] = []
         self._draining = False
-        """Set during the wait at the end of a sampled step, which counts as neither work nor
-        wait."""
+        """The lanes are drained at the end of a sampled step: these waits are not compute's."""
         self._computed_on: torch.cuda.Stream | None = None
         self._open_spans = 0
         self._computes_since: torch.cuda.Event | None = None
@@ -146,6 +147,8 @@ class CudaLanes(Lanes):
         self._count(lane, name, writes)
         operands = views(reads, writes)
         worker = self._workers.get(lane)
+        # A queue owns the operands until it has run them. No record_stream: the memory is fixed
+        # buffers, or block inputs, which compute waits for before they are freed.
         if self._is_queue(lane):
             self._host.compute(name, fn, operands)
         elif worker is None:
@@ -154,10 +157,11 @@ class CudaLanes(Lanes):
             worker.put(lambda: self._run_on_stream(lane, name, fn, operands))
 
     def record(self, lane: Lane) -> LaneEvent:
+        # Closed lanes run nothing, but compute is the user's: weights still leave the device.
         if not self._closed:
             self._failure.check()
-        elif lane is not Lane.COMPUTE:  # compute is still used to move weights off the device
-            raise LaneError(f"{lane} is closed: nothing runs on it any more")
+        elif lane is not Lane.COMPUTE:
+            raise LaneError(f"nothing will happen on {lane}: the lanes are closed")
         if self._is_queue(lane):
             event = _CudaEvent(lane, None, self._host.make_flag())
             self._host.set(event.issued)
@@ -165,6 +169,7 @@ class CudaLanes(Lanes):
         # blocking: the host thread sleeps in synchronize() and leaves its core to Adam.
         event = _CudaEvent(lane, torch.cuda.Event(blocking=True), self._host.make_flag())
         worker = self._workers.get(lane)
+        # `always`: set after a failure too, or a thread that waits for it would never end.
         if worker is None:
             self._issue(event, lane)
         else:
@@ -175,21 +180,27 @@ class CudaLanes(Lanes):
         self._failure.check()
         event = _own(event)
         worker = self._workers.get(lane)
+        # A lane with a thread waits there: what is behind the wait in its queue is held back, and
+        # this thread goes on launching.
         if self._is_queue(lane):
             self._host_waits(event)
         elif worker is not None:
             worker.put(lambda: self._stream_wait(lane, event))
+        # Compute: this thread blocks until it is issued, the stream until it happens: all exposed.
         elif lane is Lane.COMPUTE and not event.has_happened():
             began = self._timing_event(Lane.COMPUTE)
             event.issued.wait()
+            # A lane that failed has set the flag without recording an event.
             self._failure.check()
             self._stream_wait(lane, event)
             self._expose(event.lane, began)
+        # d2h without a thread: for an event of the host lane this thread blocks until it happens.
         else:
             self._block_until_issued(event)
             self._stream_wait(lane, event)
 
     def _host_waits(self, event: _CudaEvent) -> None:
+        # On the host thread: for a copy, it blocks on the CUDA event itself.
         if event.cuda is None:
             self._host.wait(event.issued)
         else:
@@ -198,12 +209,14 @@ class CudaLanes(Lanes):
     def host_wait(self, event: LaneEvent, why: object) -> None:
         own = _own(event)
         if not own.has_happened():
+            # While this thread is blocked compute runs dry: its stream is idle between the events.
             began = self._timing_event(Lane.COMPUTE)
             self._block_on(own)
             self._expose(own.lane, began)
         self._failure.check()
 
     def synchronize(self) -> None:
+        # Nothing is launched meanwhile: a lane that has reached its event is empty.
         for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM):
             self.host_wait(self.record(lane), "synchronize")
         self._stream(Lane.COMPUTE).synchronize()
@@ -211,24 +224,29 @@ class CudaLanes(Lanes):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            # Joins the threads, in any order: waits point back in the order of launch.
             workers: list[Endable] = [self._host, *self._workers.values()]
             for worker in workers:
                 worker.end()
+            # The threads have launched all: copies may still run over memory that goes next.
             for stream in self._streams.values():
+                # A GPU that has failed: the next call that needs it raises.
                 try:
                     stream.synchronize()
-                except RuntimeError as error:  # the GPU has failed: the next call reports it
+                except RuntimeError as error:
                     self._failure.fail(error)
 
     def start_timeline(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(Lane.COMPUTE))
-        event.synchronize()  # its time is then that of the clock below, to a few microseconds
+        # Its time is then that of the clock below, to a few microseconds.
+        event.synchronize()
         self._timeline, self._origin = [], (now_ms(), event)
         self._host.keep_intervals(True)
         self._keep_sizes()
 
     def take_timeline(self) -> list[Interval]:
+        # The intervals need events that have happened, and threads append to the list until then.
         self._draining = True
         self.synchronize()
         self._draining = False
@@ -240,7 +258,8 @@ class CudaLanes(Lanes):
         return self._sized(resolved)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        if len(self._running[Lane.COMPUTE]) >= _KEPT:  # an evaluation has no step() to do it
+        # An evaluation has no step() that counts them: events would pile up.
+        if len(self._running[Lane.COMPUTE]) >= _KEPT:
             self._settle()
         began = self._timing_event(Lane.COMPUTE)
         if self._open_spans == 0:
@@ -266,7 +285,8 @@ class CudaLanes(Lanes):
         return super().read_totals()
 
     def _settle(self) -> None:
-        """Count ended intervals. Called by the training thread, or autograd's."""
+        """Count the intervals that have ended; never waits."""
+        # Called by the training thread or autograd's, while lane threads append at the other end.
         for lane, running in self._running.items():
             while running and running[0].is_over():
                 self.totals.busy_ms[lane] += running.popleft().busy_ms()
@@ -288,16 +308,17 @@ class CudaLanes(Lanes):
             worker.put(run)
 
     def _is_queue(self, lane: Lane) -> bool:
-        """Return whether the lane's work runs on the CPU."""
+        """Tell whether the lane computes on the CPU."""
         return lane is Lane.HOST and self._host_computes
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._compute_stream() if lane not in self._streams else self._streams[lane]
 
     def _compute_stream(self) -> torch.cuda.Stream:
-        """Return the caller's stream. If it has changed, it first waits for the previous one: a
-        step() outside the `with torch.cuda.stream(...)` of its forward runs after that forward."""
+        """Return the caller's current stream."""
         current = torch.cuda.current_stream(self._device)
+        # Another than before waits for that one: a step() outside the `with torch.cuda.stream(...)`
+        # of its forward must be behind that forward.
         if self._computed_on is not None and current != self._computed_on:
             current.wait_stream(self._computed_on)
         self._computed_on = current
@@ -310,11 +331,13 @@ class CudaLanes(Lanes):
             start = self._timing_event(lane)
             fn(*operands)
             interval = _StreamInterval(lane, name, start, self._timing_event(lane))
-        if lane is not Lane.COMPUTE or self._open_spans == 0:  # else its span's time includes it
+        # Compute's operations inside a span are in the span's time.
+        if lane is not Lane.COMPUTE or self._open_spans == 0:
             self._running[lane].append(interval)
         self._sample(interval)
 
     def _issue(self, event: _CudaEvent, lane: Lane) -> None:
+        # After a failure the flag is set without an event: waiting threads find the error.
         try:
             if self._failure.error is None:
                 event.issue(self._stream(lane))
@@ -322,16 +345,19 @@ class CudaLanes(Lanes):
             event.issued.set()
 
     def _stream_wait(self, lane: Lane, event: _CudaEvent) -> None:
+        # First the flag: a stream does not wait for an event that is not recorded yet.
         event.issued.wait()
         if event.cuda is not None:
             self._stream(lane).wait_event(event.cuda)
 
     def _block_on(self, event: _CudaEvent) -> None:
+        # First the flag: an event that is not recorded yet would return at once.
         event.issued.wait()
         if event.cuda is not None:
             event.cuda.synchronize()
 
     def _block_until_issued(self, event: _CudaEvent) -> None:
+        # This thread launches compute: while it is blocked, compute's stream runs dry.
         if not event.issued.is_set():
             began = self._timing_event(Lane.COMPUTE)
             event.issued.wait()
@@ -339,7 +365,7 @@ class CudaLanes(Lanes):
         self._failure.check()
 
     def _expose(self, lane: Lane, began: torch.cuda.Event) -> None:
-        """Record that compute was idle for `lane` since then, or since the end of its work."""
+        """Count a stall of compute since `began`, in which it waited for `lane`."""
         wait = _StreamInterval(WAIT, lane.value, began, self._timing_event(Lane.COMPUTE))
         self._waits.append(wait)
         if self._open_spans:
@@ -363,16 +389,16 @@ class CudaLanes(Lanes):
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Return the device with an index, which threads need."""
+    """Add the index of the current device, which threads need."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _bind(device: torch.device) -> None:
-    """Direct a thread's calls, including the driver's, to the device. Selecting it may have no
-    effect before the first runtime call, and a query is the cheapest call."""
+    """Make a thread's calls, also those to the driver, go to the device."""
     torch.cuda.set_device(device)
+    # The context is made current by the first call of the runtime; a query is the cheapest.
     torch.cuda.current_stream(device).query()
 
 

@@ -1,4 +1,4 @@
-"""Attribution of compute's waits in a sampled step."""
+"""Exposed time by lane, in a sampled step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from offloadtrain.runtime.lanes.base import Interval
 from offloadtrain.step.operations import Lane
 
 _CAUSES = (Lane.H2D, Lane.HOST, Lane.D2H, Lane.COMM)
-"""Lanes that an idle lane can itself have waited for, the nearest first."""
+"""Lanes that an idle awaited lane can itself have waited for, the nearest first."""
 
 _Stretch = tuple[float, float]
 
 
 def exposed_by_lane(timeline: Iterable[Interval]) -> dict[str, float]:
-    """Return lane → milliseconds that compute waited while this lane worked on the cause.
+    """Return lane → milliseconds that compute waited for work of this lane.
 
-    Compute may wait for an upload while the upload waits for Adam: that part counts for the host.
-    Time in which no lane worked counts for the awaited lane.
+    If compute waits for an upload, and for a part of that time the upload waits for Adam, that part
+    is the host's. Time in which no lane worked is the awaited lane's.
     """
     busy: dict[str, list[_Stretch]] = {}
     for one in timeline:

@@ -1,6 +1,6 @@
 """The host lane's worker: a native queue if the kernels are native, else a Python thread.
 
-Both run tasks in order, set flags, wait for flags, and report their compute time.
+Both run operations in order, set and wait for flags, and count the time of computation.
 See [Note: Without the interpreter] in `runtime/kernels/command_capture.py`.
 """
 
@@ -22,7 +22,7 @@ from offloadtrain.step.operations import Lane
 
 
 class Flag(Protocol):
-    """A flag that is set once, such as `threading.Event` or the native queue's."""
+    """A flag that is set once; `threading.Event` is one, and so is the native queue's."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
@@ -33,12 +33,12 @@ class Endable(Protocol):
     """The interface of a worker."""
 
     def end(self) -> None:
-        """Run what is queued, then stop."""
+        """Run the queued tasks, then stop."""
         ...
 
 
 class HostLane(Endable, Protocol):
-    """The common base of both workers."""
+    """The interface of both workers."""
 
     def make_flag(self) -> Flag: ...
 
@@ -51,19 +51,19 @@ class HostLane(Endable, Protocol):
         pause_s: float = 0.0,
         least_s: float = 0.0,
     ) -> None:
-        """Call `fn` with the operands, and count it. A pause before it and a duration of at least
-        `least_s` are for tests and benchmarks."""
+        """Queue a call of `fn` with the operands; counted. It is preceded by a pause and takes at
+        least `least_s`: for tests and measurements."""
         ...
 
     def set(self, flag: Flag) -> None:
-        """Set the flag, also after a failure."""
+        """Queue the setting of a flag, which happens also after a failure."""
         ...
 
     def wait(self, flag: Flag) -> None: ...
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
-        """Wait for a CUDA event: `block` does it from Python; `handle` holds the event's
-        address once `issued` is set."""
+        """Queue a wait for a CUDA event. `block` waits from Python; `handle` holds the event's
+        address once `issued` is set, for a wait without the interpreter's lock."""
         ...
 
     def busy_ms(self) -> float: ...
@@ -76,7 +76,7 @@ class HostLane(Endable, Protocol):
 def make_host_lane(
     failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
 ) -> HostLane:
-    """Return a worker for the active kernels.
+    """Make the worker that fits the active kernels.
 
     Args:
         begin: run first on its thread.
@@ -89,7 +89,7 @@ def make_host_lane(
 
 
 class _Timed:
-    """Run a Python computation on either worker, and count it."""
+    """Runs and counts computations in Python, on either worker."""
 
     def __init__(self) -> None:
         self.busy_ms = 0.0
@@ -134,8 +134,9 @@ class PythonHostLane:
     def set(self, flag: Flag) -> None:
         self._worker.put(flag.set, always=True)
 
+    # A task of the queue: the lane is held back, the launching thread goes on.
     def wait(self, flag: Flag) -> None:
-        self._worker.put(lambda: _wait(flag))
+        self._worker.put(flag.wait)
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
         self._worker.put(block)
@@ -154,10 +155,10 @@ class PythonHostLane:
 
 
 class NativeHostLane:
-    """A native queue. Operations that only call kernels are captured at launch and run without the
-    GIL; any other takes it.
+    """A native queue. Operations that only call kernels are captured when they are launched and run
+    without the interpreter's lock; others take it.
 
-    The queue borrows its arguments: `_held` keeps each task's objects alive until it is done.
+    The queue borrows the objects of a task: `_held` owns them until the task is done.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class NativeHostLane:
         self._timed = _Timed()
         self._held: deque[tuple[int, object]] = deque()
         self._launching = threading.Lock()
+        # The native queue stops with the other workers, and they with it.
         failure.watch(self._queue.error, self._queue.fail)
         if begin is not None:
             self._run(begin)
@@ -196,17 +198,20 @@ class NativeHostLane:
             task, timed = _paced(lambda: fn(*operands), least_s), self._timed
             self._run(_delayed(lambda: timed.run(name, task), pause_s))
         else:
+            # The calls hold addresses only: the operands keep their memory alive.
             held = (calls, fn, operands)
             self._push(lambda: self._queue.call(calls, name, pause_s, least_s), held)
 
     def set(self, flag: Flag) -> None:
         self._push(lambda: self._queue.set(flag), flag)
 
+    # A task of the queue: the lane is held back, the launching thread goes on.
     def wait(self, flag: Flag) -> None:
         self._push(lambda: self._queue.wait(flag), flag)
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
         address, synchronize = addressof(handle), self._synchronize_event
+        # `block` refers to the event: destroyed early, its handle would dangle in the native wait.
         held = (issued, handle, block)
         self._push(lambda: self._queue.wait_event(issued, address, synchronize), held)
 
@@ -228,10 +233,13 @@ class NativeHostLane:
         self._queue.end()
 
     def __del__(self) -> None:
-        self._queue.end()  # its destructor would join the thread while holding the GIL
+        # Joins without the interpreter's lock. The native destructor would hold it, and a task of
+        # the thread that needs it would never end.
+        self._queue.end()
 
     def _run(self, task: Callable[[], None]) -> None:
-        failure = self._failure  # avoid a reference cycle with the lane
+        # Not `self`: the lane would be held by its own `_held`.
+        failure = self._failure
 
         def guarded() -> None:
             try:
@@ -242,8 +250,10 @@ class NativeHostLane:
         self._push(lambda: self._queue.run(guarded, False), guarded)
 
     def _push(self, push: Callable[[], int], held: object) -> None:
-        with self._launching:  # the training thread or autograd's: the numbers must ascend
+        # The training thread and autograd's both launch: numbers must ascend in `_held`.
+        with self._launching:
             self._held.append((push(), held))
+            # Tasks up to this number are done: nothing native uses their objects any more.
             done = self._queue.done()
             while self._held and self._held[0][0] <= done:
                 self._held.popleft()
@@ -271,7 +281,3 @@ def _delayed(task: Callable[[], None], pause_s: float) -> Callable[[], None]:
 
 def _sleep(seconds: float) -> None:
     time.sleep(max(seconds, 0.0))
-
-
-def _wait(flag: Flag) -> None:
-    flag.wait()

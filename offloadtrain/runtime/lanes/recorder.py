@@ -1,4 +1,4 @@
-"""Lanes that run on another backend and record the program."""
+"""Lanes that run on another backend and record the calls to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class RecordingLanes(Lanes):
         self.inner = inner
         self.program: list[Entry] = []
         self._events = 0
-        self._spans: dict[int, int] = {}  # id of an open span → its number
+        self._spans: dict[int, int] = {}
+        """id of an open span → its number."""
         self._opened = 0
         super().__init__()
 
@@ -80,6 +81,7 @@ class RecordingLanes(Lanes):
         self.inner.host_wait(own.inner, why)
 
     def synchronize(self) -> None:
+        # The record needs a wait per lane: the prover knows no other order.
         for lane in Lane:
             self.host_wait(self.record(lane), "synchronize")
         self.inner.synchronize()

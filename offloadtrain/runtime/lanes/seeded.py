@@ -1,7 +1,7 @@
 """Execution of the lanes in any legal order on one thread, chosen by a seed or an adversary.
 
-Compute runs at launch, as in autograd. Every other operation waits in its lane's queue: until it is
-needed (`late`), not at all (`early`), or for a random time.
+Compute runs when it is launched, because autograd does. Any other operation stays in its lane's
+queue until a draw chooses its lane or, with `late`, until a wait needs it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SeededLanes(Lanes):
     """Lanes in a seeded order: the same seed gives the same order."""
 
     def __init__(self, seed: int, *, late: bool = False) -> None:
-        """`late`: an operation runs only when something waits for it."""
+        """`late`: an operation runs only when a wait needs it."""
         super().__init__()
         self._draw = random.Random(seed)
         self._late = late
@@ -81,6 +81,7 @@ class SeededLanes(Lanes):
 
     def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane)
+        # Compute has run all that it was given.
         if lane is Lane.COMPUTE:
             event.done = True
         else:
@@ -89,6 +90,7 @@ class SeededLanes(Lanes):
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         flag = _own(event)
+        # Compute cannot be held back: what it waits for runs now. Other lanes' queues are blocked.
         if lane is Lane.COMPUTE:
             self._run_until(flag)
         else:
@@ -141,8 +143,8 @@ class SeededLanes(Lanes):
         return [lane for lane, queue in self._queues.items() if queue and not _blocked(queue[0])]
 
     def _needed(self, event: _Flag) -> Lane:
-        """Return the lane whose next operation `event` finally waits for. Waits point back in
-        launch order, so the search ends."""
+        """Return the lane whose next operation `event` needs first. This ends, since waits point
+        back in the order of launch."""
         head = self._queues[event.lane][0]
         if isinstance(head, _Await) and not head.event.done:
             return self._needed(head.event)

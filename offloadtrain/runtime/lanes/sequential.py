@@ -1,4 +1,4 @@
-"""All lanes in order on the calling thread: the CPU counterpart of the CUDA lanes."""
+"""All lanes in order on the calling thread, for the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DONE = _Done()
 
 
 class SequentialLanes(ClockedLanes):
-    """Launching executes. All work other than compute is exposed, since compute waits for it."""
+    """Runs operations when they are launched. All but compute is exposed: compute waits for it."""
 
     def launch(
         self,
@@ -34,6 +34,7 @@ class SequentialLanes(ClockedLanes):
         self._count(lane, name, writes)
         self._account(lane, name, start_ms)
 
+    # No event and no wait does anything: launch order is execution order, on one thread.
     def record(self, lane: Lane) -> LaneEvent:
         return _DONE
 

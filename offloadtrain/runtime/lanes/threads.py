@@ -1,5 +1,4 @@
-"""CPU lanes with a thread each, except compute, and optional delays: real concurrency without a
-GPU."""
+"""A CPU thread for each lane but compute, with optional delays: concurrency without a GPU."""
 
 from __future__ import annotations
 
@@ -68,6 +67,7 @@ class ThreadLanes(ClockedLanes):
         self._failure.check()
         self._count(lane, name, writes)
         operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
+        # A native queue where the kernels are native: no thread of Python runs between two kernels.
         if lane is Lane.HOST:
             least_s = 0.0 if self._pace is None else self._pace(name) / 1e3
             self._host.compute(name, fn, operands, pause_s=pause_s, least_s=least_s)
@@ -88,6 +88,8 @@ class ThreadLanes(ClockedLanes):
 
     def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane, self._host.make_flag())
+        # Compute has run all that it was given: it is this thread. Other lanes set the flag when
+        # they reach it in their queue, also after a failure: a thread may wait for it.
         if lane is Lane.COMPUTE:
             event.happened.set()
         elif lane is Lane.HOST:
@@ -98,27 +100,33 @@ class ThreadLanes(ClockedLanes):
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         flag = _own(event)
+        # A wait of compute blocks this thread. Another lane's wait is a task in its queue: it holds
+        # back what is behind it, while this thread goes on launching.
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
         elif lane is Lane.HOST:
             self._host.wait(flag.happened)
         else:
-            self._workers[lane].put(lambda: _block_on(flag))
+            self._workers[lane].put(flag.happened.wait)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
         flag, start_ms = _own(event), now_ms()
         if not flag.happened.is_set():
-            _block_on(flag)
+            flag.happened.wait()
             self._expose(flag.lane, start_ms)
+        # A lane that failed has set the flag without doing the work.
         self._failure.check()
 
     def synchronize(self) -> None:
+        # Nothing is launched meanwhile: a lane that has reached its flag is empty.
         for lane in Lane:
             self.host_wait(self.record(lane), "synchronize")
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            # Joins the threads: each runs its queue to the end. Waits point back in the order of
+            # launch, so no order of these joins can hang.
             workers: list[Endable] = [*self._workers.values(), self._host]
             for worker in workers:
                 worker.end()
@@ -145,10 +153,6 @@ class ThreadLanes(ClockedLanes):
             self._host.compute("poison", lambda memory: poison(lane, memory), [memory])
         else:
             self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))
-
-
-def _block_on(flag: _Flag) -> None:
-    flag.happened.wait()
 
 
 def _own(event: LaneEvent) -> _Flag:

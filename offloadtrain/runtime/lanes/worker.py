@@ -1,4 +1,4 @@
-"""A thread with a queue, for each lane outside the calling thread."""
+"""A thread with a queue, for each lane that does not run on the launching thread."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from collections.abc import Callable
 
 from offloadtrain.runtime.lanes.base import LaneError
 
+_Task = Callable[[], object]
+
 
 class Failure:
-    """The first error of the workers that share this object; raised by the launching thread."""
+    """The first error of the workers that share it; the launching thread raises it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._watched: list[tuple[Callable[[], str], Callable[[], None]]] = []
 
     def watch(self, error: Callable[[], str], stop: Callable[[], None]) -> None:
-        """The error of a native queue, "" for none, and the function that stops it."""
+        """Watch a native queue. `error`: returns its error, "" for none; `stop`: stops it."""
         self._watched.append((error, stop))
 
     def fail(self, error: BaseException) -> None:
-        """Stop all workers; the launching thread will raise."""
+        """Stop all workers; the launching thread will raise the error."""
+        # Set without a lock: workers only ask whether there is one, and any first error will do.
         self.error = self.error or error
         for _, stop in self._watched:
             stop()
 
     def check(self) -> None:
-        """Raises LaneError if there is one."""
+        """Raises LaneError if a worker has failed."""
+        # A native queue cannot stop the others itself: the launching thread does so here.
         for error, _ in self._watched:
             if (message := error()) and self.error is None:
                 self.fail(RuntimeError(message))
@@ -36,8 +40,8 @@ class Failure:
 
 
 class Worker:
-    """Runs tasks in order. After a failure anywhere it runs only those that set events, so that no
-    thread hangs."""
+    """Runs tasks in order. After a failure of any worker it runs only the tasks that set events, so
+    that no thread waits for ever."""
 
     def __init__(
         self, name: str, failure: Failure, begin: Callable[[], None] | None = None
@@ -45,18 +49,20 @@ class Worker:
         """`begin`: run first on the thread."""
         self._failure = failure
         self._begin = begin
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], bool] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[_Task, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"offloadtrain-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, task: Callable[[], None], *, always: bool = False) -> None:
-        """`always`: also run after a failure (the tasks that set events)."""
+    def put(self, task: _Task, *, always: bool = False) -> None:
+        """Queue a task; `always`: run it after a failure, too (it sets an event)."""
+        # The queue owns the task, and with it the tensors that it uses, until it has run.
         self._tasks.put((task, always))
 
     def end(self) -> None:
-        """Run what is queued, then stop."""
+        """Run the queued tasks, then stop the thread."""
         self._tasks.put(None)
-        if threading.current_thread() is not self._thread:  # the collector may run us anywhere
+        # The garbage collector may call this on the worker's own thread, which cannot join itself.
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
@@ -67,8 +73,9 @@ class Worker:
             if self._failure.error is None or always:
                 self._try(task)
 
-    def _try(self, task: Callable[[], None]) -> None:
+    def _try(self, task: _Task) -> None:
+        # The next call of the launching thread raises it.
         try:
             task()
-        except BaseException as error:  # raised by the next call of the launching thread
+        except BaseException as error:
             self._failure.fail(error)

@@ -16,11 +16,16 @@ from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
-from offloadtrain.engine.device_memory import DeviceMemory, map_staging, map_weights
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.host_memory import check_room, map_host
+from offloadtrain.engine.allocation import (
+    DeviceMemory,
+    check_room,
+    map_host,
+    map_staging,
+    map_weights,
+)
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.load_weights import ParamInit, adopt_weights
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging

@@ -20,8 +20,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.skips import warn_of_skips
-from offloadtrain.engine.step_report import Phase, StepReport
+from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
 from offloadtrain.runtime.process_group import RankError, Ranks

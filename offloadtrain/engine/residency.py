@@ -29,7 +29,7 @@ class Residency:
 
     def __init__(self, blocks: Sequence[Block], program: Program, memory: MemoryMap) -> None:
         self.streamed = [block for block in blocks if block.streamed]
-        self._alone = program.spec.is_single
+        self._is_single = program.spec.is_single
         self._program = program
         self.memory = memory
         self._blocks = {block.name: block for block in blocks}
@@ -132,7 +132,7 @@ class Residency:
     def expose_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
         that is a shard, they stay as they are."""
-        if not self._alone:
+        if not self._is_single:
             return
         for block in self.streamed:
             # A block whose forward is running keeps its slot: the call comes from inside it.
@@ -144,7 +144,7 @@ class Residency:
     def close(self) -> None:
         """Copy the weights of streamed parameters to host memory of their own. Where the host has a
         shard of them, they are gone."""
-        if not self._alone:
+        if not self._is_single:
             return
         self.expose_host_weights()
         # The engine's host memory is given back next: parameters must not be views of it.

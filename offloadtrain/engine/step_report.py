@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from offloadtrain.runtime.lanes import Interval, exposed_by_lane
+
+_log = logging.getLogger(__name__)
+
+ALARM = 3
+"""Skipped steps in a row."""
+_NAMED = 3
 
 
 class Phase(Enum):
@@ -70,3 +77,23 @@ class StepReport:
         """Lane → milliseconds that compute waited for work of this lane, if this step was sampled.
         The sum is `exposed_ms` without the wait at the step's end."""
         return exposed_by_lane(self.timeline)
+
+
+def warn_of_skips(report: StepReport) -> None:
+    """Warn at the third skip in a row, once a row, with the first parameters that caused it."""
+    if report.skipped_in_a_row != ALARM:
+        return
+    named = ", ".join(f"'{name}'" for name in report.nonfinite[:_NAMED])
+    more = len(report.nonfinite) - _NAMED
+    _log.warning(
+        "%d steps in a row were skipped: the gradient norm is %s, so that nothing is trained. Not "
+        "finite are the gradients of %s%s. %s last_step.skipped tells of every step.",
+        report.skipped_in_a_row,
+        report.grad_norm,
+        named,
+        f" and {more} more" if more > 0 else "",
+        "Are the loss and the inputs finite? A lower learning rate or a longer warm-up may help."
+        if report.loss_scale == 1.0
+        else f"The loss scale was {report.loss_scale:g} and is halved by every skip, which is "
+        "ordinary in the first steps of fp16 and at no other time.",
+    )

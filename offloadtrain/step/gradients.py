@@ -18,7 +18,7 @@ class GradientPath:
 
     def __init__(self, spec: StepSpec, rank: int, order: Dependencies, host_ring: Ring) -> None:
         self._ranks = spec.ranks
-        self._alone = spec.is_single
+        self._is_single = spec.is_single
         self._keeps_pieces = spec.zero_stage == 1
         """Every piece has staging of its own."""
         self._rank = rank
@@ -82,7 +82,7 @@ class GradientPath:
         # Compute, behind the kernels that made the gradients. It waits until d2h or comm is done
         # with the slot; a ring with one slot more than a bucket has pieces makes that wait short.
         self._order.launch(op, fresh=whole)
-        if self._alone:
+        if self._is_single:
             return whole
         # comm, in place, beside backward of the next blocks. The copy down, or the rounding, waits
         # for it through the slot.

@@ -280,14 +280,14 @@ class Delayed(Exact):
     def __init__(self, updates: UpdatePath, warmup_steps: int, *, alone: bool) -> None:
         super().__init__(updates)
         self._warmup_steps = warmup_steps
-        self._alone = alone
+        self._is_single = alone
         self._waiting: dict[str, list[tuple[Bucket, Ref]]] = {}
         """Blocks updated and not uploaded, the last one of the forward first."""
         self._begun = False
         """Some blocks have their new weights while backward goes on."""
 
     def grads_complete(self, block: Block, early: Decision) -> None:
-        if block[0] in self._waiting and self._alone:
+        if block[0] in self._waiting and self._is_single:
             self.behind.append(block[0])
 
     def graph_freed(self, block: str) -> None:

@@ -41,7 +41,7 @@ class Program:
 
     def __init__(self, spec: StepSpec, rank: int = 0) -> None:
         self.spec = spec
-        self._alone = spec.is_single
+        self._is_single = spec.is_single
         self.speculation = Speculation()
         self._order = Dependencies()
         self.buckets = {b.name: Bucket(b, spec, rank) for block in spec.blocks for b in block.held}
@@ -148,8 +148,8 @@ class Program:
             last: this is the last micro-step of the step.
         """
         for bucket in self._trained[block]:
-            if bucket.name in delivered or not self._alone:
-                complete = delivered.get(bucket.name, False) or not self._alone
+            if bucket.name in delivered or not self._is_single:
+                complete = delivered.get(bucket.name, False) or not self._is_single
                 self._gradients.send(bucket, complete=complete, last=last)
         return self._order.take()
 

@@ -27,7 +27,7 @@ class UpdatePath:
     def __init__(
         self, spec: StepSpec, order: Dependencies, host_ring: Ring, streaming: Streaming
     ) -> None:
-        self._alone = spec.is_single
+        self._is_single = spec.is_single
         self._offloaded = spec.offloaded
         self._order = order
         self._host_ring = host_ring
@@ -100,7 +100,7 @@ class UpdatePath:
         # h2d, beside Adam of the next bucket and forward of the blocks before: forward waits for
         # its own block only. The next copy down waits until the staged weights are read.
         self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
-        if not self._alone and not bucket.loads_from_shard:
+        if not self._is_single and not bucket.loads_from_shard:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.whole,))
             # comm, beside the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.

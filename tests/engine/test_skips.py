@@ -11,7 +11,7 @@ import torch
 import offloadtrain as ot
 from tests.numerics.models import Chain, batches, loss_of
 
-LOGGER = "offloadtrain.engine.skips"
+LOGGER = "offloadtrain.engine.step_report"
 
 
 def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:

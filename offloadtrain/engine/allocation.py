@@ -1,0 +1,103 @@
+"""The memory of a step, on host and device, as its spec requests it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import format_bytes
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.lanes import Buffer
+from offloadtrain.step.spec import StepSpec
+import torch
+from torch import Tensor
+from offloadtrain.engine.memory_map import Staging
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.step.operations import Memory
+from offloadtrain.step.memory import MemoryRequest, Role, kept_requests, slot_requests, staging_requests, weight_requests
+
+
+def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:
+    """Map all that is kept, bucket by bucket, at once; returns the buffer of the sums of squares,
+    (number of parameters,) fp64.
+
+    `arena`: on the device where the state is not offloaded.
+    """
+    buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+    requests = list(kept_requests(spec))
+    norms, *kept = (
+        Buffer(request.name, tensor)
+        for request, tensor in zip(requests, arena.map(requests), strict=True)
+    )
+    for request, buffer in zip(requests[1:], kept, strict=True):
+        give(buckets[request.bucket], request, buffer)
+    return norms
+
+
+def give(bucket: Bucket, request: MemoryRequest, buffer: Buffer) -> None:
+    """Set a buffer as the bucket's attribute that the request names."""
+    assert request.role is not None
+    if request.role in (Role.STATE, Role.OTHER):
+        buffers = (*getattr(bucket, request.role), buffer)
+        setattr(bucket, request.role, buffers)
+    else:
+        setattr(bucket, request.role, buffer)
+
+
+def check_room(request: MemoryRequest, ledger: Ledger, limit: int | None) -> None:
+    """Check the limit before memory is mapped that was not known when the engine was made.
+
+    Raises:
+        HostMemoryError: if it would pass the limit.
+    """
+    held = ledger.total(Tier.HOST)
+    if limit is not None and held + request.span_bytes > limit:
+        raise HostMemoryError(
+            f"{request.owner} need {format_bytes(request.nbytes)} more of host memory, and "
+            f"host_memory_limit is {format_bytes(limit)}, of which {format_bytes(held)} are taken. "
+            f"Largest: {ledger.summary()}. Raise it, set activation = 'recompute', or take a "
+            "smaller microbatch"
+        )
+
+
+class DeviceMemory:
+    """Maps memory of one device, and books it in the Ledger."""
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self._ledger = ledger
+        self._device = device
+
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+        """Allocate a 1-D tensor per request, of undefined contents, in their order."""
+        take = self._ledger.device_tensor
+        return [take(r.owner, r.numel, DTYPES[r.dtype], self._device) for r in requests]
+
+
+def map_weights(memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec) -> None:
+    """Map flat working weights of blocks that stay on the device, and shards of blocks that are
+    gathered for their use."""
+    buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+    requests = list(weight_requests(spec))
+    for request, tensor in zip(requests, memory.map(requests), strict=True):
+        give(buckets[request.bucket], request, Buffer(request.name, tensor))
+
+
+def map_staging(memory: DeviceMemory, spec: StepSpec) -> dict[Memory, Staging]:
+    """Map a few slots for gathered gradients, or memory for each piece of them (ZeRO stage 1)."""
+    requests = staging_requests(spec)
+
+    # Mapped when the first gradient comes, and kept: `MemoryMap` asks for it once.
+    def own(owner: str | int, nbytes: int) -> tuple[str, Tensor]:
+        (place,) = memory.map([MemoryRequest("gradients", nbytes, "uint8")])
+        return f"gradients {owner}[0]", place
+
+    def slots(owner: str) -> Staging:
+        pieces = memory.map([request for request in requests if request.owner == owner])
+        return lambda slot, _: (f"{owner}[{slot}]", pieces[int(slot)])
+
+    return {
+        Memory.ROUNDED: slots("rounded gradients"),
+        Memory.STAGING: own if spec.zero_stage == 1 else slots("gradient staging"),
+    }

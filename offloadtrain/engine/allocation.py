@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.runtime.arena import Arena, Ledger, Tier
-from offloadtrain.runtime.lanes import Buffer
-from offloadtrain.step.spec import StepSpec
-import torch
-from torch import Tensor
 from offloadtrain.engine.memory_map import Staging
-from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.arena import Arena, Ledger, Tier
 from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.runtime.lanes import Buffer
+from offloadtrain.step.memory import (
+    MemoryRequest,
+    Role,
+    kept_requests,
+    staging_requests,
+    weight_requests,
+)
 from offloadtrain.step.operations import Memory
-from offloadtrain.step.memory import MemoryRequest, Role, kept_requests, slot_requests, staging_requests, weight_requests
+from offloadtrain.step.spec import StepSpec
 
 
 def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.allocation import (
+    DeviceMemory,
+    check_room,
+    map_host,
+    map_staging,
+    map_weights,
+)
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
@@ -19,13 +26,6 @@ from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.allocation import (
-    DeviceMemory,
-    check_room,
-    map_host,
-    map_staging,
-    map_weights,
-)
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.load_weights import ParamInit, adopt_weights
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Ref
-from offloadtrain.step.places import NORMS_DTYPE, Bucket, Ring
+from offloadtrain.step.places import NORMS_DTYPE, BucketRefs, Ring
 from offloadtrain.step.spec import StepSpec
 
 
@@ -28,7 +28,7 @@ class GradientPath:
         self._rounded = Ring(Memory.ROUNDED, spec.staging_slots)
         self._norms = Ref(Memory.NORMS, "", 0, 0, spec.num_tensors, NORMS_DTYPE)
 
-    def send(self, bucket: Bucket, *, complete: bool, last: bool) -> None:
+    def send(self, bucket: BucketRefs, *, complete: bool, last: bool) -> None:
         """Send all gradients that the bucket's parameters hold.
 
         Args:
@@ -55,7 +55,7 @@ class GradientPath:
         if whole and not measured:
             self._measure(bucket)
 
-    def complete(self, buckets: Iterable[Bucket]) -> None:
+    def complete(self, buckets: Iterable[BucketRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
         for bucket in buckets:
             if not bucket.touched:
@@ -72,7 +72,7 @@ class GradientPath:
         assert measured is not None
         self._order.host_wait(measured, "the gradient norm")
 
-    def _reduced(self, bucket: Bucket, lo: int, hi: int) -> Ref:
+    def _reduced(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
         the dtype that goes down."""
         ranks, count, wide = self._ranks, hi - lo, bucket.reduces_wide
@@ -100,12 +100,12 @@ class GradientPath:
         self._order.launch(op, fresh=narrow)
         return narrow
 
-    def _staging(self, bucket: Bucket, lo: int, numel: int, dtype: str) -> Ref:
+    def _staging(self, bucket: BucketRefs, lo: int, numel: int, dtype: str) -> Ref:
         if self._keeps_pieces:
             return Ref(Memory.STAGING, f"{bucket.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
 
-    def _staged_on_host(self, bucket: Bucket, staged: Ref, lo: int, hi: int) -> Ref:
+    def _staged_on_host(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
         target = self._host_ring.take(hi - lo, bucket.spec.dtype)
         op = Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
         # d2h, beside backward and beside the host's sum of the other ring slot. It waits for the
@@ -113,14 +113,16 @@ class GradientPath:
         self._order.launch(op, fresh=target)
         return target
 
-    def _add(self, bucket: Bucket, staged: Ref, lo: int, hi: int) -> None:
+    def _add(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> None:
         """Add a second gradient of one micro-step in its dtype, as autograd itself does."""
         arrived = self._staged_on_host(bucket, staged, lo, hi)
         target = (bucket.piece(lo, hi),)
         # Host: waits for both copies, the first through the gradient and this one through the ring.
         self._order.launch(Launch(Kind.ADD, Lane.HOST, bucket.name, (arrived,), target, lo, hi))
 
-    def _accumulate(self, bucket: Bucket, staged: Ref, lo: int, hi: int, *, measured: bool) -> None:
+    def _accumulate(
+        self, bucket: BucketRefs, staged: Ref, lo: int, hi: int, *, measured: bool
+    ) -> None:
         """Add to the fp32 sum over microbatches; square in the same pass if it is the last one."""
         arrived = self._staged_on_host(bucket, staged, lo, hi)
         writes = (bucket.piece(lo, hi), *([self._norms] if measured else []))
@@ -132,7 +134,7 @@ class GradientPath:
         # Norm and Adam run on the same lane and need no wait for the sum.
         self._order.launch(op)
 
-    def _measure(self, bucket: Bucket) -> None:
+    def _measure(self, bucket: BucketRefs) -> None:
         """Launch the sum of squares per parameter."""
         reads, writes = (bucket.gradient,), (self._norms,)
         # Host, as soon as the gradient is there, beside backward of the next blocks: `complete`

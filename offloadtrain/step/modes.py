@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Ref, Update
-from offloadtrain.step.places import Bucket
+from offloadtrain.step.places import BucketRefs
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.updates import UpdatePath
 
-Block = tuple[str, Sequence[Bucket]]
+BlockRefs = tuple[str, Sequence[BucketRefs]]
 """A block's name, and its trained buckets."""
 
 
@@ -85,22 +85,22 @@ class Exact:
         self._updates = updates
         self.behind: list[str] = []
         """Blocks whose new weights go up once no graph needs the old ones."""
-        self._staged: dict[Bucket, Ref] = {}
+        self._staged: dict[BucketRefs, Ref] = {}
         """Bucket updated and not uploaded → where its new weights wait."""
 
-    def grads_complete(self, block: Block, early: Decision) -> None:
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         """Inside backward: the step's gradient of the block is whole, and on its way to the host.
 
         `early`: the decision on the assumption that nothing is clipped or skipped.
         """
 
-    def grads_again(self, block: Block) -> None:
+    def grads_again(self, block: BlockRefs) -> None:
         """A gradient arrived for a block whose gradient was complete."""
 
     def graph_freed(self, block: str) -> None:
         """No graph needs the weights of a block that is `behind`."""
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         """In step(): what is left of the update, and the uploads, in forward order."""
         if not decision.skipped:
             self._apply(order, decision)
@@ -122,7 +122,7 @@ class Exact:
             UpdateError: updates inside backward used other hyperparameters than step().
         """
 
-    def _apply(self, order: Sequence[Block], decision: Decision) -> None:
+    def _apply(self, order: Sequence[BlockRefs], decision: Decision) -> None:
         # Recorded before the first upload, so that uploads wait for this backward and not for the
         # next forward, which runs beside them.
         self._updates.backward_is_over(order)
@@ -132,8 +132,8 @@ class Exact:
             self._updates.upload(name, self._updated(buckets, decision))
 
     def _updated(
-        self, buckets: Iterable[Bucket], decision: Decision
-    ) -> Iterator[tuple[Bucket, Ref]]:
+        self, buckets: Iterable[BucketRefs], decision: Decision
+    ) -> Iterator[tuple[BucketRefs, Ref]]:
         for bucket in buckets:
             staged = self._staged.pop(bucket, None)
             yield bucket, staged or self._updates.adam(bucket, decision.update)
@@ -151,7 +151,7 @@ class Early(Exact):
         self._outdated = False
         self._lost = False
 
-    def grads_complete(self, block: Block, early: Decision) -> None:
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         self._require_whole()
         self._used = self._used or early.hyperparameters
         # Adam runs beside backward of the next blocks. Its weights wait on the host until step():
@@ -159,7 +159,7 @@ class Early(Exact):
         for bucket in block[1]:
             self._staged[bucket] = self._updates.adam(bucket, early.update)
 
-    def grads_again(self, block: Block) -> None:
+    def grads_again(self, block: BlockRefs) -> None:
         if any(bucket in self._staged for bucket in block[1]):
             self._lost = True
             raise UpdateError(
@@ -169,7 +169,7 @@ class Early(Exact):
                 "or set skip_nonfinite = True"
             )
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         self._require_whole()
         used, self._used = self._used, None
         early = len(self._staged)
@@ -233,7 +233,7 @@ class Speculative(Exact):
         self._policy = SpeculationPolicy()
         self._used: object = None
 
-    def grads_complete(self, block: Block, early: Decision) -> None:
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         if not self._policy.good():
             return
         self._used = self._used or early.hyperparameters
@@ -244,11 +244,11 @@ class Speculative(Exact):
             if bucket.has_second_copy:
                 self._staged[bucket] = self._updates.adam(bucket, update)
 
-    def grads_again(self, block: Block) -> None:
+    def grads_again(self, block: BlockRefs) -> None:
         for bucket in block[1]:
             self._staged.pop(bucket, None)
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         unclipped = not decision.skipped and decision.coef == 1.0
         self._policy.saw(unclipped)
         right = unclipped and (not self._used or self._used == decision.hyperparameters)
@@ -281,12 +281,12 @@ class Delayed(Exact):
         super().__init__(updates)
         self._warmup_steps = warmup_steps
         self._is_single = alone
-        self._waiting: dict[str, list[tuple[Bucket, Ref]]] = {}
+        self._waiting: dict[str, list[tuple[BucketRefs, Ref]]] = {}
         """Blocks updated and not uploaded, the last one of the forward first."""
         self._begun = False
         """Some blocks have their new weights while backward goes on."""
 
-    def grads_complete(self, block: Block, early: Decision) -> None:
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         if block[0] in self._waiting and self._is_single:
             self.behind.append(block[0])
 
@@ -297,7 +297,7 @@ class Delayed(Exact):
         # forward.
         self._upload([block])
 
-    def apply(self, order: Sequence[Block], decision: Decision) -> Speculation:
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         self.flush()
         if decision.step <= self._warmup_steps:
             return super().apply(order, decision)

@@ -10,7 +10,7 @@ from offloadtrain.step.spec import BucketSpec, StepSpec
 NORMS_DTYPE = "float64"
 
 
-class Bucket:
+class BucketRefs:
     """One bucket's memory, and its status in the step in progress.
 
     Attributes:

@@ -22,9 +22,9 @@ from collections.abc import Collection, Mapping, Sequence
 from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.gradients import GradientPath
-from offloadtrain.step.modes import Block, Decision, Speculation, mode_of
+from offloadtrain.step.modes import BlockRefs, Decision, Speculation, mode_of
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
-from offloadtrain.step.places import Bucket, Ring
+from offloadtrain.step.places import BucketRefs, Ring
 from offloadtrain.step.spec import RING_SLOTS, StepSpec
 from offloadtrain.step.streaming import Streaming
 from offloadtrain.step.updates import UpdatePath
@@ -44,11 +44,13 @@ class Program:
         self._is_single = spec.is_single
         self.speculation = Speculation()
         self._order = Dependencies()
-        self.buckets = {b.name: Bucket(b, spec, rank) for block in spec.blocks for b in block.held}
-        self._trained: dict[str, Sequence[Bucket]] = {
+        self.buckets = {
+            b.name: BucketRefs(b, spec, rank) for block in spec.blocks for b in block.held
+        }
+        self._trained: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.buckets] for block in spec.blocks
         }
-        self._held: dict[str, Sequence[Bucket]] = {
+        self._held: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
         }
         self.streaming = Streaming(spec, self._order, self._held)
@@ -231,5 +233,5 @@ class Program:
         self._updates.emit([self._block(name) for name in self._trained])
         return self._order.take()
 
-    def _block(self, name: str) -> Block:
+    def _block(self, name: str) -> BlockRefs:
         return name, self._trained[name]

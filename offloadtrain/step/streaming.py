@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Ref
-from offloadtrain.step.places import Bucket
+from offloadtrain.step.places import BucketRefs
 from offloadtrain.step.prefetch_policy import AccessOrder, prefetches, victim
 from offloadtrain.step.spec import StepSpec
 
@@ -41,7 +41,7 @@ class Streaming:
     """
 
     def __init__(
-        self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[Bucket]]
+        self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[BucketRefs]]
     ) -> None:
         """`held`: block → all buckets that are loaded with it."""
         self.access_order = AccessOrder()

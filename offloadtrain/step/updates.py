@@ -16,7 +16,7 @@ from offloadtrain.step.operations import (
     Swap,
     Update,
 )
-from offloadtrain.step.places import Bucket, Ring
+from offloadtrain.step.places import BucketRefs, Ring
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.streaming import Streaming
 
@@ -33,7 +33,7 @@ class UpdatePath:
         self._host_ring = host_ring
         self._streaming = streaming
 
-    def adam(self, bucket: Bucket, update: Update) -> Ref:
+    def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket; returns where the new working weights are staged."""
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
@@ -47,13 +47,13 @@ class UpdatePath:
         self._order.launch(op, fresh=_in_turn(staged))
         return staged
 
-    def swap(self, bucket: Bucket) -> None:
+    def swap(self, bucket: BucketRefs) -> None:
         """Make the copy that an out-of-place update has written the state."""
         # Copies no byte: operations launched so far keep their views, later ones name the other.
         bucket.copy = 1 - bucket.copy
         self._order.operations.append(Swap(bucket.name))
 
-    def upload(self, block: str, buckets: Iterable[tuple[Bucket, Ref]]) -> None:
+    def upload(self, block: str, buckets: Iterable[tuple[BucketRefs, Ref]]) -> None:
         """Bring a block's new weights to where compute, or its loads, read them; graphs over the
         old ones are stale."""
         any_left = False
@@ -67,7 +67,7 @@ class UpdatePath:
             # A slot still holds the old weights: the next use must load the new ones.
             self._streaming.drop(block)
 
-    def emit(self, blocks: Sequence[tuple[str, Sequence[Bucket]]]) -> None:
+    def emit(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
         event = self.backward_is_over(blocks)
         # Masters on the device were set by the caller on compute, which no launch declares: the
@@ -79,7 +79,7 @@ class UpdatePath:
             # A block without trained buckets uploads nothing, but its frozen weights may be new.
             self._streaming.drop(block)
 
-    def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[Bucket]]]) -> Event:
+    def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[BucketRefs]]]) -> Event:
         """Compute has read these weights for the last time before their upload."""
         # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
         # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.
@@ -90,7 +90,7 @@ class UpdatePath:
                 self._order.was_read(refs, event)
         return event
 
-    def _upload(self, bucket: Bucket, staged: Ref) -> None:
+    def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
         if bucket.loads_from_host:
             # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
             # snapshot, loads read the staged weights themselves and wait for Adam.
@@ -106,7 +106,7 @@ class UpdatePath:
             # waits for it in the place of the upload.
             self._order.launch(op)
 
-    def _staged(self, bucket: Bucket, *, other: bool = False) -> Ref:
+    def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
         """Return where the new weights wait for their upload: in the state itself, in memory of
         their own, over the gradient, or in a slot of the ring."""
         place = bucket.waiting(other=other)
@@ -114,7 +114,7 @@ class UpdatePath:
             place = self._host_ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
         return place
 
-    def _cast(self, bucket: Bucket) -> Ref:
+    def _cast(self, bucket: BucketRefs) -> Ref:
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
             op = Launch(Kind.CAST, Lane.HOST, bucket.name, (bucket.state()[0],), (staged,))
@@ -122,7 +122,7 @@ class UpdatePath:
             self._order.launch(op, fresh=_in_turn(staged))
         return staged
 
-    def _launch(self, kind: Kind, lane: Lane, bucket: Bucket, read: Ref, written: Ref) -> None:
+    def _launch(self, kind: Kind, lane: Lane, bucket: BucketRefs, read: Ref, written: Ref) -> None:
         self._order.launch(Launch(kind, lane, bucket.name, (read,), (written,)))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Operations, Wait
-from offloadtrain.step.places import Bucket
+from offloadtrain.step.places import BucketRefs
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.streaming import StreamError, Streaming
@@ -25,7 +25,7 @@ class Slots:
     """A streaming, and what its operations say of who is where."""
 
     def __init__(self, spec: StepSpec) -> None:
-        held = {b.name: [Bucket(x, spec, 0) for x in b.held] for b in spec.blocks}
+        held = {b.name: [BucketRefs(x, spec, 0) for x in b.held] for b in spec.blocks}
         self.order = Dependencies()
         self.streaming = Streaming(spec, self.order, held)
         self.at: dict[str, int] = {}

@@ -39,11 +39,12 @@ def test_what_is_printed(capsys: Captured) -> None:
 
 
 def test_a_job_is_planned_for_the_machine_that_it_names(capsys: Captured) -> None:
-    assert plan("gpt_13b_v100") == 0
+    small = ["--set", "model.num_layers=2"]
+    assert plan("gpt_13b_v100", *small) == 0
     of_the_job = capsys.readouterr().out
-    assert plan("gpt_13b_v100", "--machine", "v100_32gb") == 0
+    assert plan("gpt_13b_v100", "--machine", "v100_32gb", *small) == 0
     assert of_the_job == capsys.readouterr().out
-    assert plan("gpt_13b_v100", "--machine", "dgx2") == 0
+    assert plan("gpt_13b_v100", "--machine", "dgx2", *small) == 0
     assert of_the_job != capsys.readouterr().out
 
 

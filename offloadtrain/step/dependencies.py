@@ -16,7 +16,7 @@ behind them is recorded when a wait needs it, or never.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offloadtrain.step.operations import (
@@ -184,9 +184,10 @@ class Dependencies:
             for event in use.read.values():
                 if event.position > known[event.at]:
                     before.append((event, "overwrites", "reads"))
-        # The event behind the most operations comes first: its wait may make the others needless.
+        # An event that another one covers comes last: the wait for that one makes it needless.
         if len(before) > 1:
-            before.sort(key=lambda one: self._knowledge(one[0]), reverse=True)
+            events = [event for event, _, _ in before]
+            before = sorted(before, key=lambda one: self._is_covered(one[0], events))
         for event, does, did in before:
             if event.position > known[event.at]:
                 self._wait(lane, event, Reason(who, does, event, did))
@@ -210,10 +211,21 @@ class Dependencies:
             self.operations.append(Record(event))
         return event
 
-    def _knowledge(self, event: Event) -> int:
-        """Count the operations that a wait for the event covers; one recorded late covers all that
-        its lane was given so far."""
-        return sum(event.clock if event.recorded else self._known[event.lane])
+    def _is_covered(self, event: Event, events: Sequence[Event]) -> bool:
+        """Whether a wait for another of the events waits for this one; of two that cover each
+        other, the second is covered."""
+        at = events.index(event)
+        return any(
+            self._covers(other, event) and (number < at or not self._covers(event, other))
+            for number, other in enumerate(events)
+            if other is not event
+        )
+
+    def _covers(self, event: Event, other: Event) -> bool:
+        """Whether `other` has happened when `event` has; one recorded late covers all that its lane
+        was given so far."""
+        clock = event.clock if event.recorded else self._known[event.lane]
+        return clock[other.at] >= other.position
 
     def _say(self, event: Event) -> None:
         """Record a late event: it covers all that its lane was given so far."""

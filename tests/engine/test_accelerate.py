@@ -20,8 +20,13 @@ state_module = pytest.importorskip("accelerate.state")
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Accelerate's objects share their state in the process."""
+    """Accelerate's objects share their state in the process, which a Trainer may have used."""
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     state_module.AcceleratorState._reset_state(reset_partial_state=True)
     state_module.GradientState._reset_state()
 

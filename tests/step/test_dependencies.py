@@ -55,6 +55,18 @@ def kinds(operations: Operations) -> list[str]:
     return [type(op).__name__ for op in operations]
 
 
+def test_an_event_that_another_one_covers_needs_no_wait() -> None:
+    """The first one is recorded late, and its lane knows as many operations as the other."""
+    order = Dependencies()
+    launch(order, Lane.D2H, "x", writes="c", kind=Kind.FORWARD)
+    launch(order, Lane.D2H, "x", writes="a")
+    launch(order, Lane.COMPUTE, "x", writes="a")
+    order.host_wait(order.record(Lane.HOST, "somebody"), "the thread")
+    order.take()
+    launch(order, Lane.HOST, "x", writes="ca")
+    assert waits(order.take()) == [("host", "compute")]
+
+
 def test_a_reader_waits_for_the_writer_and_says_why() -> None:
     order = Dependencies()
     launch(order, Lane.D2H, "x", writes="a")

@@ -88,7 +88,8 @@ def offload(
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
         config: all the options below in one object, instead of the arguments; not `process_group`
-            and `param_init_fn`.
+            and `param_init_fn`. An argument beside it is an error, unless it has its default value:
+            then the config's holds.
         precision: dtype of working weights and gradients: "bf16", "fp16" (dynamic loss scaling),
             "fp32".
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)

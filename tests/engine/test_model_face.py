@@ -109,8 +109,8 @@ def test_weights_read_without_a_call_are_found_in_the_first_forward() -> None:
     net = Unusual()
     optimizer = offloaded(net)
     loss_of(net, batches(1)[0])
-    passages = optimizer._engine._forward_hooks._hooked
-    waits = {p.name: [b.name for b in p.waits] for p in passages.values()}
+    hooked = optimizer._engine._forward_hooks._hooked
+    waits = {p.name: [b.name for b in p.waits] for p in hooked.values()}
     # out_proj's forward is never called: the attention that reads it waits for it.
     assert "attention.out_proj" in waits["attention"]
 

@@ -216,8 +216,8 @@ class ForwardHooks:
         if not self._late_readers:
             return None
         readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
-        passages = [self._hooked[m] for m in readers if m is not module]
-        return next((hooked for hooked in passages if hooked.running), None)
+        others = [self._hooked[m] for m in readers if m is not module]
+        return next((hooked for hooked in others if hooked.running), None)
 
     def _missed(self, module: nn.Module, block: Block) -> None:
         self._order.setdefault(block)

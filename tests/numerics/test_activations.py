@@ -198,6 +198,19 @@ def test_a_fetch_ahead_that_nobody_used_is_waited_for() -> None:
     assert len(again) == 2
 
 
+def test_an_input_of_a_step_that_was_given_up_is_told() -> None:
+    inputs = offloader(SequentialLanes())
+    offloaded = inputs.offload(torch.randn(8).requires_grad_())
+    inputs._program.reset()
+    inputs.reset()
+    with pytest.raises(ActivationError, match="run the forward again"):
+        offloaded.unpack()
+    tensor = torch.randn(8).requires_grad_()
+    del offloaded  # its host buffer is free once, not twice
+    first, second = inputs.offload(tensor), inputs.offload(tensor + 1)
+    assert torch.equal(first.unpack(), tensor) and torch.equal(second.unpack(), tensor + 1)
+
+
 class InPlace(Chain):
     """Changes a block's input after the block has saved it."""
 

@@ -34,11 +34,11 @@ CODES = [(3, 3), (3, 4), (4, 3), (4, 4), (5, 4)]
 
 @contextmanager
 def code(exp_avg_bits: int, exp_avg_sq_bits: int) -> Iterator[None]:
-    before = codec.EXP_AVG, codec.EXP_AVG_SQ
-    codec.EXP_AVG = codec.Minifloat(exp_avg_bits, before[0].largest)
-    codec.EXP_AVG_SQ = codec.Minifloat(exp_avg_sq_bits, before[1].largest)
+    before = codec.SIGNED, codec.UNSIGNED
+    codec.SIGNED = codec.Minifloat(exp_avg_bits, before[0].largest)
+    codec.UNSIGNED = codec.Minifloat(exp_avg_sq_bits, before[1].largest)
     yield
-    codec.EXP_AVG, codec.EXP_AVG_SQ = before
+    codec.SIGNED, codec.UNSIGNED = before
 
 
 def start(wide: bool, weights: Tensor) -> State:
@@ -55,7 +55,7 @@ def displacement(state: State, weights: Tensor, gradients: list[Tensor], beta2: 
     layout = Layout.of_one(NUMEL)
     for step, grad in enumerate(gradients, start=1):
         scalars = AdamScalars(1e-3, 0.9, beta2, 1e-8, 0.0, step)
-        torch_backend.adam(state, state, grad, None, layout, scalars)
+        torch_backend.update(state, state, grad, None, layout, scalars)
     return to_fp32(state).master - weights
 
 

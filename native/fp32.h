@@ -1,7 +1,7 @@
 // A step on fp32 state, and rounding to 16 bits.
 #pragma once
 
-#include "rule.h"
+#include "rules.h"
 #include "stream.h"
 
 namespace offloadtrain {
@@ -11,13 +11,16 @@ template <typename Grad, typename Rule>
 void fp32_loop(const Rule& given, const Fp32State& in, const Fp32State& out,
                const typename Grad::Storage* grad, i64 count) {
   const Rule rule = given;
-  const float *master = in.master, *exp_avg = in.exp_avg, *exp_avg_sq = in.exp_avg_sq;
-  float *new_master = out.master, *new_exp_avg = out.exp_avg, *new_exp_avg_sq = out.exp_avg_sq;
+  const float *master = in.master, *first = in.first, *second = in.second;
+  float *new_master = out.master, *new_first = out.first, *new_second = out.second;
   OT_INDEPENDENT
   for (i64 i = 0; i < count; ++i) {
-    const Moments x = rule(Grad::load(grad[i]), master[i], exp_avg[i], exp_avg_sq[i]);
-    new_exp_avg[i] = x.exp_avg;
-    new_exp_avg_sq[i] = x.exp_avg_sq;
+    float m = 0.0f, v = 0.0f;
+    if constexpr (Rule::kMoments > 0) m = first[i];
+    if constexpr (Rule::kMoments > 1) v = second[i];
+    const Values x = rule(Grad::load(grad[i]), master[i], m, v);
+    if constexpr (Rule::kMoments > 0) new_first[i] = x.first;
+    if constexpr (Rule::kMoments > 1) new_second[i] = x.second;
     new_master[i] = x.master;
   }
 }
@@ -28,16 +31,14 @@ void cast_loop(const float* source, typename Target::Storage* target, i64 count)
 }
 
 void cast_any(const float* source, void* targets, DType dtype, i64 lo, i64 count) {
-  switch (dtype) {
-    case DType::float32: return cast_loop<Float32>(source, static_cast<float*>(targets) + lo, count);
-    case DType::bfloat16: return cast_loop<BFloat16>(source, static_cast<u16*>(targets) + lo, count);
-    case DType::float16: return cast_loop<Float16>(source, static_cast<u16*>(targets) + lo, count);
-    case DType::none: return;
-  }
+  with_format(dtype, [&](auto target) {
+    using Target = decltype(target);
+    cast_loop<Target>(source, static_cast<typename Target::Storage*>(targets) + lo, count);
+  });
 }
 
 Fp32State at(const Fp32State& state, i64 lo) {
-  return {state.master + lo, state.exp_avg + lo, state.exp_avg_sq + lo};
+  return {state.master + lo, shifted(state.first, lo), shifted(state.second, lo)};
 }
 
 // The new weights of a slab, from masters that the cache still holds. A second loop, because one that
@@ -67,37 +68,28 @@ void fp32_state(const Rule& rule, const Fp32State& in, const Fp32State& out, con
                 void* working, DType working_dtype, i64 lo, i64 hi) {
   const auto* grads = values_of<Grad>(grad);
   const bool doubled = out.master != in.master;
-  Output<float> master(out.master, doubled), exp_avg(out.exp_avg, doubled);
-  Output<float> exp_avg_sq(out.exp_avg_sq, doubled);
+  Output<float> master(out.master, doubled), first(out.first, doubled);
+  Output<float> second(out.second, doubled);
   Emitter weights(working, working_dtype, working != grad.values);
   for (i64 i = lo; i < hi; i += kSlab) {
     const i64 count = hi - i < kSlab ? hi - i : kSlab;
-    const Fp32State target = {master.at(i), exp_avg.at(i), exp_avg_sq.at(i)};
+    const Fp32State target = {master.at(i), first.at(i), second.at(i)};
     fp32_loop<Grad>(rule, at(in, i), target, grads + i, count);
     weights.emit(target.master, i, count);
     master.done(i, count);
-    exp_avg.done(i, count);
-    exp_avg_sq.done(i, count);
+    if constexpr (Rule::kMoments > 0) first.done(i, count);
+    if constexpr (Rule::kMoments > 1) second.done(i, count);
   }
   finish_streaming();
 }
 
-template <typename Grad>
-void fp32_from(const Adam& adam, const Fp32State& in, const Fp32State& out, const Gradient& grad,
-               void* working, DType working_dtype, i64 lo, i64 hi) {
-  with_rule(adam, [&](const auto& rule) {
-    fp32_state<Grad>(rule, in, out, grad, working, working_dtype, lo, hi);
+void update_fp32(const Step& step, const Fp32State& in, const Fp32State& out, const Gradient& grad,
+                 void* working, DType working_dtype, i64 lo, i64 hi) {
+  with_rule(step, [&](const auto& rule) {
+    with_format(grad.dtype, [&](auto format) {
+      fp32_state<decltype(format)>(rule, in, out, grad, working, working_dtype, lo, hi);
+    });
   });
-}
-
-void adam_fp32(const Adam& adam, const Fp32State& in, const Fp32State& out, const Gradient& grad,
-               void* working, DType working_dtype, i64 lo, i64 hi) {
-  switch (grad.dtype) {
-    case DType::float32: return fp32_from<Float32>(adam, in, out, grad, working, working_dtype, lo, hi);
-    case DType::bfloat16: return fp32_from<BFloat16>(adam, in, out, grad, working, working_dtype, lo, hi);
-    case DType::float16: return fp32_from<Float16>(adam, in, out, grad, working, working_dtype, lo, hi);
-    case DType::none: return;
-  }
 }
 
 void cast(const float* source, void* target, DType dtype, i64 lo, i64 hi) {

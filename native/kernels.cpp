@@ -15,12 +15,12 @@ namespace {
 
 // The limit to compare with.
 void traffic_loop(const Fp32State& state, const u16* grad, u16* working, i64 count) {
-  float *master = state.master, *exp_avg = state.exp_avg, *exp_avg_sq = state.exp_avg_sq;
+  float *master = state.master, *first = state.first, *second = state.second;
   OT_INDEPENDENT
   for (i64 i = 0; i < count; ++i) {
     master[i] = master[i] * 0.999f;
-    exp_avg[i] = exp_avg[i] * 0.999f;
-    exp_avg_sq[i] = exp_avg_sq[i] * 0.999f;
+    first[i] = first[i] * 0.999f;
+    second[i] = second[i] * 0.999f;
     working[i] = static_cast<u16>(grad[i] ^ 1u);
   }
 }
@@ -38,7 +38,7 @@ void traffic(const Fp32State& state, const u16* grad, u16* working, i64 lo, i64 
 }  // namespace
 
 extern const Kernels OT_TABLE;
-const Kernels OT_TABLE = {OT_NAME,    adam_fp32, adam_split16, adam_int8, accumulate,
-                          cast,       segment,   traffic};
+const Kernels OT_TABLE = {OT_NAME,    update_fp32, update_split16, update_int8,
+                          accumulate, cast,        segment,        traffic};
 
 }  // namespace offloadtrain

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -122,27 +121,16 @@ void use_isa(const std::string& name) {
   throw std::invalid_argument("this CPU cannot run " + name);
 }
 
-// lr, beta1, beta2, eps, weight_decay, step, decoupled, grad_scale
-using Scalars = std::tuple<double, double, double, double, double, std::int64_t, bool, double>;
+// The rule, and its numbers in the order of its class in rules.h.
+using Scalars = std::tuple<int, std::vector<double>>;
 
-// In double, each rounded once: 1 - beta in fp32 would cost a factor of 16 in accuracy.
-Adam coefficients(const Scalars& scalars) {
-  const auto& [lr, beta1, beta2, eps, weight_decay, step, decoupled, grad_scale] = scalars;
-  const double correction1 = 1.0 - std::pow(beta1, static_cast<double>(step));
-  const double correction2 = 1.0 - std::pow(beta2, static_cast<double>(step));
-  const float weight = static_cast<float>(1.0 - beta1);
-  Adam adam{};
-  adam.grad_scale = static_cast<float>(grad_scale);
-  adam.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
-  adam.l2 = decoupled ? 0.0f : static_cast<float>(weight_decay);
-  adam.towards_grad = !(weight < 0.5f);
-  adam.exp_avg_weight = adam.towards_grad ? weight - 1.0f : weight;
-  adam.beta2 = static_cast<float>(beta2);
-  adam.exp_avg_sq_weight = static_cast<float>(1.0 - beta2);
-  adam.negative_step_size = -static_cast<float>(lr / correction1);
-  adam.bias_correction2_sqrt = static_cast<float>(std::sqrt(correction2));
-  adam.eps = static_cast<float>(eps);
-  return adam;
+Step step_of(const Scalars& scalars) {
+  const auto& [rule, numbers] = scalars;
+  if (numbers.size() > kNumbers) throw std::invalid_argument("too many numbers for a rule");
+  Step step{static_cast<Rule>(rule), {}};
+  std::transform(numbers.begin(), numbers.end(), step.numbers,
+                 [](double number) { return static_cast<float>(number); });
+  return step;
 }
 
 using Grad = std::tuple<Address, int>;  // address and dtype
@@ -151,18 +139,19 @@ Gradient gradient(const Grad& grad) {
   return {at<const void>(std::get<0>(grad)), static_cast<DType>(std::get<1>(grad))};
 }
 
-Fp32State fp32_state(const std::array<Address, 3>& a) {
-  return {at<float>(a[0]), at<float>(a[1]), at<float>(a[2])};
-}
+// A state's addresses in the order of its struct; 0 for what the rule does not have.
+using Fields = std::array<Address, 6>;
 
-void adam_fp32(const std::array<Address, 3>& in, const std::array<Address, 3>& out, const Grad& grad,
-               Address working, int working_dtype, std::int64_t n, const Scalars& scalars) {
-  const Adam adam = coefficients(scalars);
+Fp32State fp32_state(const Fields& a) { return {at<float>(a[0]), at<float>(a[1]), at<float>(a[2])}; }
+
+void update_fp32(const Fields& in, const Fields& out, const Grad& grad, Address working,
+                 int working_dtype, std::int64_t n, const Scalars& scalars) {
+  const Step step = step_of(scalars);
   const Kernels* kernels = active;
   submit([=] {
     running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-      kernels->adam_fp32(adam, fp32_state(in), fp32_state(out), gradient(grad), at<void>(working),
-                         static_cast<DType>(working_dtype), lo, hi);
+      kernels->update_fp32(step, fp32_state(in), fp32_state(out), gradient(grad), at<void>(working),
+                           static_cast<DType>(working_dtype), lo, hi);
     });
   });
 }
@@ -181,15 +170,13 @@ std::uint64_t mix(std::uint64_t z) {  // the finaliser of SplitMix64 (Steele et 
   return z ^ (z >> 31);
 }
 
-struct Seed {
-  std::uint64_t seed, step;
+using Seed = std::tuple<std::uint64_t, std::int64_t>;  // of stochastic rounding, and the step
 
-  // Elements are counted in 32 bits: what lies above them is part of the key.
-  std::uint64_t key(std::int64_t id, std::int64_t element) const {
-    const std::uint64_t of_parameter = mix(mix(mix(seed) + step) + static_cast<std::uint64_t>(id));
-    return mix(of_parameter + (static_cast<std::uint64_t>(element) >> 32));
-  }
-};
+// Elements are counted in 32 bits: what lies above them is part of the key.
+std::uint64_t key_of(const Seed& seed, std::int64_t id, std::int64_t element) {
+  const std::uint64_t of_step = mix(mix(std::get<0>(seed)) + static_cast<std::uint64_t>(std::get<1>(seed)));
+  return mix(mix(of_step + static_cast<std::uint64_t>(id)) + (static_cast<std::uint64_t>(element) >> 32));
+}
 
 // Calls `body(run)` for what of [lo, hi) belongs to parameters, cut where the key changes.
 template <typename Body>
@@ -206,48 +193,44 @@ void each_run(const Layout& layout, const Seed& seed, std::int64_t lo, std::int6
       const std::int64_t next_window = ((element >> 32) + 1) * (std::int64_t{1} << 32);
       const std::int64_t window_end = slot->offset + next_window - slot->first;
       const std::int64_t stop = std::min(end, window_end);
-      body(Run{begin, stop, seed.key(slot->id, element), static_cast<std::uint32_t>(element)});
+      body(Run{begin, stop, key_of(seed, slot->id, element), static_cast<std::uint32_t>(element)});
       begin = stop;
     }
   }
 }
 
-Split16State split16_state(const std::array<Address, 4>& a) {
+Split16State split16_state(const Fields& a) {
   return {at<std::uint16_t>(a[0]), at<std::int16_t>(a[1]), at<std::uint16_t>(a[2]),
           at<std::uint16_t>(a[3])};
 }
 
-void adam_split16(const std::array<Address, 4>& in, const std::array<Address, 4>& out,
-                  const Grad& grad, std::int64_t n, const Layout& layout, std::uint64_t seed,
-                  const Scalars& scalars) {
-  const Adam adam = coefficients(scalars);
-  const Seed keys{seed, static_cast<std::uint64_t>(std::get<5>(scalars))};
+void update_split16(const Fields& in, const Fields& out, const Grad& grad, std::int64_t n,
+                    const Layout& layout, const Seed& seed, const Scalars& scalars) {
+  const Step step = step_of(scalars);
   const Kernels* kernels = active;
   submit([=] {
     running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-      each_run(layout, keys, lo, hi, [&](const Run& run) {
-        kernels->adam_split16(adam, split16_state(in), split16_state(out), gradient(grad), run);
+      each_run(layout, seed, lo, hi, [&](const Run& run) {
+        kernels->update_split16(step, split16_state(in), split16_state(out), gradient(grad), run);
       });
     });
   });
 }
 
-Int8State int8_state(const std::array<Address, 6>& a) {
+Int8State int8_state(const Fields& a) {
   return {at<std::uint16_t>(a[0]), at<std::int8_t>(a[1]), at<std::uint8_t>(a[2]),
           at<std::uint8_t>(a[3]),  at<float>(a[4]),       at<float>(a[5])};
 }
 
-void adam_int8(const std::array<Address, 6>& in, const std::array<Address, 6>& out, const Grad& grad,
-               int weight_dtype, std::int64_t n, const Layout& layout, std::uint64_t seed,
-               const Scalars& scalars) {
-  const Adam adam = coefficients(scalars);
-  const Seed keys{seed, static_cast<std::uint64_t>(std::get<5>(scalars))};
+void update_int8(const Fields& in, const Fields& out, const Grad& grad, int weight_dtype,
+                 std::int64_t n, const Layout& layout, const Seed& seed, const Scalars& scalars) {
+  const Step step = step_of(scalars);
   const Kernels* kernels = active;
   submit([=] {
     running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
-      each_run(layout, keys, lo, hi, [&](const Run& run) {
-        kernels->adam_int8(adam, int8_state(in), int8_state(out), gradient(grad),
-                           static_cast<DType>(weight_dtype), run);
+      each_run(layout, seed, lo, hi, [&](const Run& run) {
+        kernels->update_int8(step, int8_state(in), int8_state(out), gradient(grad),
+                             static_cast<DType>(weight_dtype), run);
       });
     });
   });
@@ -338,7 +321,7 @@ void accumulate_squares(Address sum, const Grad& grad, const Layout& layout, boo
   });
 }
 
-void traffic(const std::array<Address, 3>& state, Address grad, Address working, std::int64_t n) {
+void traffic(const Fields& state, Address grad, Address working, std::int64_t n) {
   const Kernels* kernels = active;
   running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
     kernels->traffic(fp32_state(state), at<const std::uint16_t>(grad), at<std::uint16_t>(working), lo,
@@ -397,9 +380,9 @@ NB_MODULE(_native, m) {
   m.def("use_isa", &use_isa, nb::arg("name"));
   m.def("isa", [] { return std::string(active.load()->name); });
   m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("cpus"), unlocked);
-  m.def("adam_fp32", &adam_fp32, unlocked);
-  m.def("adam_split16", &adam_split16, unlocked);
-  m.def("adam_int8", &adam_int8, unlocked);
+  m.def("update_fp32", &update_fp32, unlocked);
+  m.def("update_split16", &update_split16, unlocked);
+  m.def("update_int8", &update_int8, unlocked);
   m.def("accumulate", &accumulate, unlocked);
   m.def("accumulate_squares", &accumulate_squares, unlocked);
   m.def("cast", &cast, unlocked);

@@ -61,12 +61,18 @@ inline void finish_streaming() {
 #endif
 }
 
+// A moment that a rule does not have is null, and stays so.
+template <typename T>
+inline T* shifted(T* memory, i64 elements) {
+  return memory ? memory + elements : nullptr;
+}
+
 // One output of a loop, slab by slab: in place, or by way of a buffer that is streamed out.
 template <typename T>
 class Output {
  public:
   Output(T* target, bool streamed) : target_(target), streamed_(streamed) {}
-  T* at(i64 lo) { return streamed_ ? slab_ : target_ + lo; }
+  T* at(i64 lo) { return streamed_ ? slab_ : shifted(target_, lo); }
   void done(i64 lo, i64 count) const {
     if (streamed_) stream(target_ + lo, slab_, count);
   }

@@ -22,39 +22,62 @@ if TYPE_CHECKING:
         StepReport,
         offload,
     )
-    from offloadtrain.optim import Adam, AdamW
+    from offloadtrain.integrations.pretrained import from_pretrained, save_pretrained
+    from offloadtrain.optim import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        ElementwiseRule,
+        Lion,
+        UpdateRule,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adagrad": "offloadtrain.optim",
     "Adam": "offloadtrain.optim",
     "AdamW": "offloadtrain.optim",
     "DeviceMemoryError": "offloadtrain.config.errors",
+    "ElementwiseRule": "offloadtrain.optim",
     "GradientError": "offloadtrain.engine",
     "HostMemoryError": "offloadtrain.config.errors",
+    "Lion": "offloadtrain.optim",
     "ModelError": "offloadtrain.engine",
     "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.config.errors",
+    "SGD": "offloadtrain.optim",
     "StaleGraphError": "offloadtrain.engine",
     "StepReport": "offloadtrain.engine",
+    "from_pretrained": "offloadtrain.integrations.pretrained",
+    "UpdateRule": "offloadtrain.optim",
     "offload": "offloadtrain.engine",
+    "save_pretrained": "offloadtrain.integrations.pretrained",
 }
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "DeviceMemoryError",
+    "ElementwiseRule",
     "GradientError",
     "HostMemoryError",
+    "Lion",
     "ModelError",
     "OffloadConfig",
     "OffloadOptimizer",
     "OffloadTrainError",
     "StaleGraphError",
     "StepReport",
+    "UpdateRule",
     "__version__",
+    "from_pretrained",
     "offload",
+    "save_pretrained",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
@@ -12,11 +13,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what tests train is built, never fetched
 
 import pytest
-import torch
 
 from tests import levels
 
-torch.set_num_threads(1)
+GARBAGE_EVERY = 10_000
+"""In level quick, objects that are made between two collections of garbage. Python's 700 take a
+tenth of the time of the tests; the other levels keep them."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +55,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch  # here: the process that only hands out tests does not wait for it
+
+    torch.set_num_threads(1)
     kept = levels.selected(items, config.option.level, config.option.seed)
     if not torch.cuda.is_available():
         kept = _without_gpu(config, kept)
@@ -66,10 +71,18 @@ def _without_pools(item: pytest.Item) -> bool:
     return "pools" not in getattr(item, "fixturenames", ())
 
 
-def pytest_collection_finish() -> None:
-    """Modules are here to stay: a collection during a test looks at what the tests have made."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Modules are here to stay: no collection of garbage looks at them, neither while they are
+    imported nor during a test."""
+    gc.disable()
+    found = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    if session.config.option.level == "quick":
+        gc.set_threshold(GARBAGE_EVERY)
+    return found
 
 
 def _without_gpu(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadtrain.cli.main import main
+from offloadtrain.plan import largest
 from offloadtrain.train.trainer import Trainer
 from tests.small_buffers import small_doctor
 
@@ -53,14 +54,14 @@ def test_the_table_of_jobs_is_what_plan_prints(capsys: Captured) -> None:
         assert f"{rate} tokens/s" in printed, job
 
 
-def blocks() -> list[list[str]]:
+def blocks(page: str = README) -> list[list[str]]:
     """The blocks of command lines, without their comments; drawings are none."""
-    found = re.findall(r"\n\n((?:    .*\n)+)", README)
+    found = re.findall(r"\n\n((?:    .*\n)+)", page)
     lines = [[line.split("  # ")[0].strip() for line in block.splitlines()] for block in found]
     return [block for block in lines if block[0].split()[0] in PROGRAMS]
 
 
-PROGRAMS = ("make", "offloadtrain", "torchrun", "python")
+PROGRAMS = ("make", "offloadtrain", "torchrun", "python", "pip")
 
 NOT_RUN = {
     "make test": "it runs this test",
@@ -175,6 +176,7 @@ def run_as_written(block: list[str], capfd: Captured) -> None:
     """A job or a machine may be too large or too small here, which is said: exit code 4."""
     with pytest.MonkeyPatch.context() as patch:
         small_doctor(patch)
+        patch.setattr(largest, "WIDTHS", (2048, 4096))  # all: tests/cli/test_plan.py
         _as_written(block)
     told = capfd.readouterr()
     assert told.out

@@ -44,8 +44,8 @@ def _curve(spec: Spec, tokens: TokenFile, steps: int, device: torch.device) -> l
     batches = Batches(tokens, batch=spec.micro_batch, seq_len=spec.seq_len, seed=1)
     losses, means = [], []
     for _ in range(steps):
-        inputs, targets = batches.next()
-        losses.append(system.micro(inputs.to(device), targets.to(device)))
+        batch = batches.next()
+        losses.append(system.micro(batch.tokens_BT.to(device), batch.targets_BT.to(device)))
         system.step()
         if len(losses) == EVERY:
             means.append(float(torch.stack(losses).mean()))

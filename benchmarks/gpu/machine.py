@@ -51,7 +51,7 @@ def _adam(numel: int) -> dict[str, dict[str, float]]:
         kernels.set_threads(threads)
         cases = {
             name: partial(
-                kernels.adam,
+                kernels.update,
                 state,
                 buffers.grad,
                 SCALARS,

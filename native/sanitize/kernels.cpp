@@ -51,15 +51,31 @@ std::size_t size_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
 constexpr DType kFloats[] = {DType::float32, DType::bfloat16, DType::float16};
 
-Adam hyperparameters() {
-  return {0.5f, 0.999f, 0.1f, 0.1f, false, 0.95f, 0.05f, -1e-3f, 0.3f, 1e-8f};
-}
+// A rule, with how many moments it has. The numbers are read in each rule's own order.
+struct Tested {
+  Rule rule;
+  int moments;
+
+  Step step() const {
+    return {rule, {0.5f, 0.999f, 0.1f, 0.1f, 0.0f, 0.95f, 0.05f, -1e-3f, 0.3f, 1e-8f}};
+  }
+};
+
+constexpr Tested kRules[] = {
+    {Rule::adam, 2}, {Rule::lion, 1}, {Rule::sgd, 0}, {Rule::momentum, 1}, {Rule::adagrad, 1}};
 
 struct Case {
   std::int64_t count;
   int shift;
   DType grad;
   bool doubled;
+  Tested tested;
+
+  // Memory of a moment; null if the rule does not have so many.
+  template <typename T>
+  T* moment(int number, Exact<T>& memory) const {
+    return number < tested.moments ? memory.get() : nullptr;
+  }
 };
 
 void fp32(const Case& c, DType working_dtype) {
@@ -70,9 +86,10 @@ void fp32(const Case& c, DType working_dtype) {
   Exact<unsigned char> working(c.count * width, c.shift * width);
   for (float* p : {a.get(), b.get(), v.get()}) fill(p, c.count * 4);
   fill(grad.get(), c.count * size_of(c.grad));
-  const Fp32State in = {a.get(), b.get(), v.get()}, other = {a2.get(), b2.get(), v2.get()};
-  kTested.adam_fp32(hyperparameters(), in, c.doubled ? other : in, {grad.get(), c.grad},
-                    width ? working.get() : nullptr, working_dtype, 0, c.count);
+  const Fp32State in = {a.get(), c.moment(0, b), c.moment(1, v)};
+  const Fp32State other = {a2.get(), c.moment(0, b2), c.moment(1, v2)};
+  kTested.update_fp32(c.tested.step(), in, c.doubled ? other : in, {grad.get(), c.grad},
+                      width ? working.get() : nullptr, working_dtype, 0, c.count);
 }
 
 void split16(const Case& c) {
@@ -83,10 +100,10 @@ void split16(const Case& c) {
   for (std::uint16_t* p : {w.get(), m.get(), v.get()}) fill(p, c.count * 2);
   fill(low.get(), c.count * 2);
   fill(grad.get(), c.count * size_of(c.grad));
-  const Split16State in = {w.get(), low.get(), m.get(), v.get()};
-  const Split16State other = {w2.get(), low2.get(), m2.get(), v2.get()};
-  kTested.adam_split16(hyperparameters(), in, c.doubled ? other : in, {grad.get(), c.grad},
-                       {0, c.count, 0x123456789abcdefu, 0xfffffff0u});
+  const Split16State in = {w.get(), low.get(), c.moment(0, m), c.moment(1, v)};
+  const Split16State other = {w2.get(), low2.get(), c.moment(0, m2), c.moment(1, v2)};
+  kTested.update_split16(c.tested.step(), in, c.doubled ? other : in, {grad.get(), c.grad},
+                         {0, c.count, 0x123456789abcdefu, 0xfffffff0u});
 }
 
 void int8(const Case& c, DType weight_dtype) {
@@ -103,10 +120,12 @@ void int8(const Case& c, DType weight_dtype) {
   fill(ms.get(), blocks * 4);
   fill(vs.get(), blocks * 4);
   fill(grad.get(), c.count * size_of(c.grad));
-  const Int8State in = {w.get(), r.get(), m.get(), v.get(), ms.get(), vs.get()};
-  const Int8State other = {w2.get(), r2.get(), m2.get(), v2.get(), ms2.get(), vs2.get()};
-  kTested.adam_int8(hyperparameters(), in, c.doubled ? other : in, {grad.get(), c.grad}, weight_dtype,
-                    {0, c.count, 7, 0});
+  const Int8State in = {w.get(),        r.get(),         c.moment(0, m),
+                        c.moment(1, v), c.moment(0, ms), c.moment(1, vs)};
+  const Int8State other = {w2.get(),        r2.get(),         c.moment(0, m2),
+                           c.moment(1, v2), c.moment(0, ms2), c.moment(1, vs2)};
+  kTested.update_int8(c.tested.step(), in, c.doubled ? other : in, {grad.get(), c.grad}, weight_dtype,
+                      {0, c.count, 7, 0});
 }
 
 void gradients(std::int64_t count, int shift, DType dtype) {
@@ -135,12 +154,14 @@ void limit(std::int64_t count, int shift) {
 void all(std::int64_t count, int shift) {
   for (const DType grad : kFloats) {
     for (const bool doubled : {false, true}) {
-      const Case c = {count, shift, grad, doubled};
-      for (const DType working : kFloats) fp32(c, working);
-      fp32(c, DType::none);
-      split16(c);
-      int8(c, DType::bfloat16);
-      int8(c, DType::float16);
+      for (const Tested& tested : kRules) {
+        const Case c = {count, shift, grad, doubled, tested};
+        for (const DType working : kFloats) fp32(c, working);
+        fp32(c, DType::none);
+        split16(c);
+        int8(c, DType::bfloat16);
+        int8(c, DType::float16);
+      }
     }
     gradients(count, shift, grad);
   }

@@ -56,6 +56,33 @@ app.command(
     ),
 )
 app.command(
+    "offloadtrain.cli.commands.export:export",
+    name="export",
+    help="Write the weights of a run as a folder for transformers.",
+    help_epilogue=_examples(
+        "offloadtrain export runs/latest out",
+        "offloadtrain export runs/latest/checkpoints/step-00001000 out --dtype fp32",
+    ),
+)
+app.command(
+    "offloadtrain.cli.commands.generate:generate",
+    name="generate",
+    help="Let a trained model continue a text.",
+    help_epilogue=_examples(
+        'offloadtrain generate runs/latest --prompt "def main"',
+        'offloadtrain generate out --prompt "def main" --temperature 0',
+    ),
+)
+app.command(
+    "offloadtrain.cli.commands.evaluate:evaluate",
+    name="eval",
+    help="Compute loss and perplexity of a trained model over a token file.",
+    help_epilogue=_examples(
+        "offloadtrain eval runs/latest --data data/val.bin",
+        "offloadtrain eval out --data data/val.bin --seq-len 512 --json",
+    ),
+)
+app.command(
     "offloadtrain.cli.commands.prepare:prepare",
     name="prepare",
     help="Turn text into token files.",
@@ -75,6 +102,15 @@ app.command(
     name="cp",
     help="Copy a shipped job into a file to edit.",
     help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
+)
+app.command(
+    "offloadtrain.cli.commands.import_deepspeed:import_deepspeed",
+    name="import-deepspeed",
+    help="Translate a DeepSpeed configuration, and list what has no translation.",
+    help_epilogue=_examples(
+        "offloadtrain import-deepspeed ds_config.json job.toml --trainer-args train.py",
+        "offloadtrain import-deepspeed ds_config.json --to mixin",
+    ),
 )
 app.command(
     "offloadtrain.cli.commands.plan:plan",

@@ -10,14 +10,20 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from offloadtrain.config import toml
+from offloadtrain.config import optim_options, toml
+from offloadtrain.config.data_options import DataConfig
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.config.hf_model import HfModel
+from offloadtrain.config.hf_section import HF_KEYS, looked_at, read_hf
+from offloadtrain.config.log_options import LogConfig
+from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.overrides import settle
 from offloadtrain.config.units import parse_bytes
 
@@ -26,12 +32,14 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DeviceConfig",
+    "LogConfig",
     "OptimConfig",
     "TrainConfig",
     "as_tables",
     "dump",
     "load",
     "loads",
+    "of_tables",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -39,49 +47,6 @@ _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
 
 Say: TypeAlias = Callable[[str], object]
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """The source of the tokens.
-
-    Attributes:
-        source: a text or JSONL file or folder, or "python-stdlib"; prepared on first use.
-        train: a token file made by `offloadtrain prepare`; replaces `source`.
-        val: held-out token file, used with `train`.
-        cache: folder for the token files prepared from `source`.
-        val_fraction: share of the files of `source` that is held out.
-        seq_len: tokens per sequence.
-    """
-
-    source: str = ""
-    train: str = ""
-    val: str = ""
-    cache: str = "data"
-    val_fraction: float = 0.05
-    seq_len: int = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
-    """The update rule and its schedule.
-
-    Attributes:
-        decay: "matrices": weight decay on parameters of two and more dimensions only.
-        warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
-            run shorter than the file's warm-up, a tenth of it.
-        min_lr_ratio: where the schedule ends, as a share of `lr`.
-    """
-
-    name: Literal["adamw", "adam"] = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    decay: Literal["matrices", "all"] = "matrices"
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +78,10 @@ class TrainConfig:
         micro_batch: sequences per forward.
         grad_accum_steps: microbatches per step.
         global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
+        chunked_loss: make the logits of a part of the vocabulary at a time: their memory is a few
+            parts instead of two copies of the whole, at the price of the head's product once more.
+        label_smoothing, z_loss: weights of two more terms of the loss in training, not of the
+            validation loss; with `chunked_loss` only.
         eval_batches: microbatches of one evaluation.
         keep_last: number of checkpoints kept.
         log_every_s: seconds between plain console lines.
@@ -123,6 +92,9 @@ class TrainConfig:
     micro_batch: int = 8
     grad_accum_steps: int = 1
     global_batch_tokens: int = 0
+    chunked_loss: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     eval_every: int = 0
     eval_batches: int = 8
     checkpoint_every: int = 0
@@ -134,6 +106,7 @@ class TrainConfig:
     deterministic: bool = False
 
 
+DATA, LOG, OPTIM = DataConfig(), LogConfig(), OptimConfig()
 OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
@@ -146,16 +119,20 @@ class Config:
 
     Attributes:
         name: a part of the run folder's name.
+        model: our transformer's shape; of a model of transformers, what a plan estimates by.
+        hf: the model of transformers to train instead.
         offload: what `offload` takes. Its `grad_accum_steps` and `seed` are always those of
             `train`, which describes batches and the run.
     """
 
     name: str
     model: ModelShape
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
+    hf: HfModel | None = None
+    data: DataConfig = DATA
+    optim: OptimConfig = OPTIM
     offload: OffloadConfig = OFFLOAD
     device: DeviceConfig = DeviceConfig()
+    log: LogConfig = LOG
     train: TrainConfig
     runs_dir: str = "runs"
 
@@ -164,9 +141,25 @@ class Config:
         object.__setattr__(self, "offload", replace(self.offload, **of_train))
 
     @property
+    def num_params(self) -> int:
+        """Parameters of the model, exactly; of a model of transformers once its parts are known."""
+        return num_params(self.model) if self.hf is None else _count(self.hf, trained=False)
+
+    @property
+    def num_trained(self) -> int:
+        """The parameters that are trained."""
+        return num_params(self.model) if self.hf is None else _count(self.hf, trained=True)
+
+    @property
     def batch_tokens(self) -> int:
         """Tokens of one optimizer step, on all ranks."""
         return self.train.micro_batch * self.data.seq_len * self.train.grad_accum_steps
+
+
+def _count(hf: HfModel, *, trained: bool) -> int:
+    assert hf.parts is not None, "integrations.hf_job.described comes first"
+    params = (param for part in hf.parts for param in part.params)
+    return sum(prod(param.sizes) for param in params if param.trained or not trained)
 
 
 _SECTIONS: dict[str, type] = {
@@ -175,6 +168,7 @@ _SECTIONS: dict[str, type] = {
     "optim": OptimConfig,
     "offload": OffloadConfig,
     "device": DeviceConfig,
+    "log": LogConfig,
     "train": TrainConfig,
 }
 _PLAIN = {"name": str, "runs_dir": str}
@@ -196,9 +190,18 @@ def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.wa
 
 
 def loads(
-    text: str, origin: str = "job", overrides: Sequence[str] = (), say: Say = warnings.warn
+    text: str,
+    origin: str = "job",
+    overrides: Sequence[str] = (),
+    say: Say = warnings.warn,
+    *,
+    hf_config: toml.Table | None = None,
 ) -> Config:
-    """Read a job from TOML text; `origin` names it in errors. Raises as `load`."""
+    """Read a job from TOML text; `origin` names it in errors. Raises as `load`.
+
+    Args:
+        hf_config: config.json of `model.hf`, whose folder is not looked at then.
+    """
     job = toml.parse(text, origin, _all_keys(), overrides)
     gave_way = list(settle(job))
     toml.report_unknown(job, job.tables, [*_PLAIN, *_SECTIONS])
@@ -207,6 +210,9 @@ def loads(
         job.problems.append(f"{key} is missing")
     sections = {name: _read_section(job, name) for name in _SECTIONS}
     job.raise_problems()
+    if isinstance(sections["model"], HfModel):
+        values["hf"], sections["model"] = looked_at(job, sections["model"], hf_config)
+        job.raise_problems()
     config = Config(**values, **sections)
     job.problems += _problems(config)
     job.raise_problems()
@@ -222,23 +228,35 @@ def dump(config: Config) -> str:
     tables = as_tables(config)
     if config.train.global_batch_tokens:
         del tables["train"]["grad_accum_steps"]
-    offload = tables["offload"]
+    return _emit(tables)
+
+
+def of_tables(tables: toml.Table, origin: str, hf_config: toml.Table | None = None) -> Config:
+    """Return the job whose `as_tables` these are, also out of JSON. Raises as `load`."""
+    return loads(_emit(tables), origin, hf_config=hf_config)
+
+
+def _emit(tables: toml.Table) -> str:
+    offload = dict(tables["offload"])
     if offload["clip_norm"] is None:  # an omitted key would be the default
         offload["clip_norm"] = 0
-    tables["offload"] = {key: value for key, value in offload.items() if value is not None}
-    return toml.emit(tables)
+    given = {key: value for key, value in offload.items() if value is not None}
+    return toml.emit(tables | {"offload": given})
 
 
 def as_tables(config: Config) -> toml.Table:
     """Return every key of the job with its value, once, section by section."""
     tables = asdict(config)
+    if (hf := tables.pop("hf")) is not None:
+        kept = {key: hf[key] for key in HF_KEYS if hf[key] is not None}
+        tables["model"] = kept
     tables["offload"] = {key: tables["offload"][key] for key in _kinds("offload")}
     return tables
 
 
 def _all_keys() -> list[str]:
     nested = (f"{name}.{key}" for name in _SECTIONS for key in _kinds(name))
-    return [*_PLAIN, "model.size", *nested]
+    return [*_PLAIN, "model.size", *(f"model.{key}" for key in HF_KEYS), *nested]
 
 
 def _kinds(section: str) -> dict[str, Any]:
@@ -251,6 +269,8 @@ def _read_section(job: toml.Job, name: str) -> Any:
     """Return the section's dataclass, or None if the job has a problem."""
     if (table := toml.section(job, name)) is None:
         return None
+    if name == "model" and "hf" in table:
+        return read_hf(job, table)
     cls, kinds = _SECTIONS[name], _kinds(name)
     values = _named_size(job, table) if name == "model" else {}
     toml.report_unknown(job, table, [*(("size",) if name == "model" else ()), *kinds], name)
@@ -340,6 +360,9 @@ _RULES: dict[str, _Rule] = {
     ),
     "runs_dir": _PATH,
     "data.source": _PATH_OR_NONE,
+    "data.tokenizer": _PATH_OR_NONE,
+    "data.field": ((lambda value: value and value.isprintable()), "a name: not empty, printable"),
+    "data.chat_template": _PATH_OR_NONE,
     "data.train": _PATH_OR_NONE,
     "data.val": _PATH_OR_NONE,
     "data.cache": _PATH,
@@ -348,6 +371,9 @@ _RULES: dict[str, _Rule] = {
     "optim.lr": _POSITIVE,
     "optim.betas": ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
     "optim.eps": _POSITIVE,
+    "optim.momentum": _NOT_NEGATIVE,
+    "optim.dampening": ((lambda value: value <= 1), "at most 1"),
+    "optim.lr_decay": _NOT_NEGATIVE,
     "optim.weight_decay": _NOT_NEGATIVE,
     "optim.warmup_steps": _NOT_NEGATIVE,
     "optim.min_lr_ratio": _SHARE,
@@ -357,6 +383,8 @@ _RULES: dict[str, _Rule] = {
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
     "train.global_batch_tokens": _NOT_NEGATIVE,
+    "train.label_smoothing": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
+    "train.z_loss": _NOT_NEGATIVE,
     "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
     "train.eval_batches": _at_least(1),
     "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
@@ -373,11 +401,12 @@ def _problems(config: Config) -> Iterator[str]:
         value = attrgetter(key)(config)
         if not holds(value):
             yield f"{key} = {toml.shown(value)} must be {allowed}"
-    for sentence in config.model.problems():
+    for sentence in config.model.problems() if config.hf is None else ():
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
     yield from _data_contradictions(config)
+    yield from optim_options.contradictions(config.optim, config.offload.state)
     yield from _contradictions(config)
 
 
@@ -392,9 +421,11 @@ def _data_contradictions(config: Config) -> Iterator[str]:
         yield "data.train is missing: data.val is set, but is used only with data.train"
     elif not data.source and not data.train:
         yield (
-            "data.source is missing: a text or JSONL file or folder, or python-stdlib; or set "
+            "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
             "data.train to a token file made by `offloadtrain prepare`"
         )
+    elif not data.source and data.chat_template:
+        yield "data.chat_template is set, but is used only to prepare data.source"
     if evaluates and data.train and not data.val:
         yield f"data.val is missing: train.eval_every = {config.train.eval_every} needs it"
     if evaluates and data.source and not data.val_fraction:
@@ -411,5 +442,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = {model.max_seq_len}"
         )
+    for key in ("label_smoothing", "z_loss"):
+        if (value := getattr(train, key)) and not train.chunked_loss:
+            yield f"train.{key} = {value} needs train.chunked_loss = true"
     if train.sample_prompt and not train.sample_tokens:
         yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"

@@ -289,7 +289,7 @@ def _int(value: Any) -> int:
 def emit(tables: Mapping[str, Any]) -> str:
     """Return TOML that parses back to `tables`: plain values first, then one section per table.
 
-    Values are bool, int, finite float, str, and lists or tuples of those; keys are bare.
+    Values are bool, int, finite float, str, and lists, tuples or tables of those; keys are bare.
     """
     plain = [f"{key} = {_text(v)}" for key, v in tables.items() if not isinstance(v, Mapping)]
     lines = ["\n".join(plain)] if plain else []
@@ -306,6 +306,8 @@ def _text(value: Any) -> str:
         return f'"{"".join(map(_escaped, value))}"'
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key} = {_text(one)}' for key, one in value.items())}}}"
     return repr(value)
 
 

@@ -9,32 +9,64 @@ too, and visits them in a pseudo-random order; both are functions of (seed, epoc
 With `world` ranks a call of `next` advances the position by `batch · world` samples: rank r
 takes samples position + r, position + r + world, ... Every rank holds the same position; saved by
 any rank, it continues on any number of ranks, where exactly the samples not yet taken follow.
+
+[Note: packing]
+What a sample is, `packing` says:
+
+    stream      a window of the file; attention crosses the ends of documents in it
+    isolated    the same window; positions and attention begin anew with each document, and the
+                first token of a document is not predicted from the one before it
+    padded      one document, cut to seq_len + 1 tokens or filled up
+
+A token is not counted by the loss if the file's mask says so, if it pads, or if nothing before it
+may be seen. Its target is then IGNORED. Batches hold different numbers of counted tokens, so the
+loss of a step has to be divided by the number in all its batches, on all ranks: `counted` tells it
+before the first of them is taken, without communication, as every rank knows every sample.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offloadtrain.config.data_options import IGNORED, Packing
 from offloadtrain.data.permutation import Permutation
 from offloadtrain.data.tokens import DataError, TokenFile
 
 Indices = npt.NDArray[np.int64]
 
-# Shape suffixes: B windows of a batch, T seq_len, S seq_len + 1.
+Mask = npt.NDArray[np.bool_]
+
+# Shape suffixes: B windows of a batch, T seq_len, S seq_len + 1, N samples of all ranks.
+_COUNTED_AT_ONCE = 1 << 22
+
+
+class Batch(NamedTuple):
+    """Windows: all int64 on the CPU, (B, T), contiguous.
+
+    Attributes:
+        targets_BT: the token after each, or IGNORED.
+        positions_BT: the place of each token in its document, from 0 where the document or the
+            window begins; None: attention is over the whole window.
+    """
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    positions_BT: Tensor | None = None
 
 
 class Batches:
-    """An endless iterator over (tokens_BT, targets_BT), both int64 on the CPU.
+    """An endless iterator over batches.
 
     Attributes:
         windows: samples in one epoch.
+        all_count: no target is ever IGNORED.
     """
 
     def __init__(
@@ -43,6 +75,7 @@ class Batches:
         *,
         batch: int,
         seq_len: int,
+        packing: Packing = "stream",
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -53,47 +86,108 @@ class Batches:
         Args:
             batch: windows per call and rank.
             seq_len: tokens per window that are inputs.
+            packing: see [Note: packing]; all but "stream" hold 8 bytes of memory per document.
             rank: of `world`, see [Note: global sample order].
             shuffle: False, for evaluation, leaves out seed and offset: each epoch is the same and
                 visits the windows in even strides over the whole file, so that the first few
                 batches are a fair sample of it.
 
         Raises:
-            DataError: the file is shorter than one window.
+            DataError: the file is shorter than one window, or lacks what `packing` needs.
         """
         if batch < 1 or seq_len < 1 or not 0 <= rank < world:
             raise ValueError(f"batch={batch}, seq_len={seq_len}, rank={rank}, world={world}")
-        if len(tokens) < seq_len + 1:
+        if packing != "padded" and len(tokens) < seq_len + 1:
             raise DataError(
                 f"{tokens.path} holds {len(tokens)} tokens, less than one window of "
                 f"seq_len + 1 = {seq_len + 1}; shorten seq_len or use more text"
             )
         self._tokens, self._batch, self._seq_len, self._seed = tokens, batch, seq_len, seed
-        self._rank, self._world = rank, world
-        self._grid = (_Shuffled if shuffle else _Spread)(len(tokens), seq_len)
+        self._rank, self._world, self._packing = rank, world, packing
+        self._ends = None if packing == "stream" else tokens.document_ends()
+        self._grid: _Shuffled | _Spread | _Documents
+        if packing == "padded":
+            self._grid = _Documents(len(tokens.document_ends()), shuffle)
+        else:
+            self._grid = (_Shuffled if shuffle else _Spread)(len(tokens), seq_len)
+        self.all_count = packing == "stream" and tokens.counted is None
         self._position = 0
 
     @property
     def windows(self) -> int:
         return self._grid.windows
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's next inputs and targets, each (B, T) and contiguous."""
+    def cut_documents(self) -> tuple[int, int]:
+        """Return how many documents packing "padded" cuts, and how many tokens it leaves out."""
+        if self._packing != "padded" or self._ends is None:
+            return 0, 0
+        beyond = np.diff(self._ends, prepend=0) - (self._seq_len + 1)
+        return int((beyond > 0).sum()), int(beyond[beyond > 0].sum())
+
+    def next(self) -> Batch:
+        """Return this rank's next batch."""
         samples = self._position + self._rank + self._world * np.arange(self._batch)
         self._position += self._batch * self._world
-        span = np.arange(self._seq_len + 1)
-        starts = self._starts(samples)
-        window_BS = torch.from_numpy(self._tokens.tokens[starts[:, None] + span].astype(np.int64))
-        return window_BS[:, :-1].contiguous(), window_BS[:, 1:].contiguous()
+        index_BS = self._indices(samples)
+        window_BS = self._tokens.tokens[index_BS].astype(np.int64)
+        targets_BT = window_BS[:, 1:].copy()
+        if not self.all_count:
+            targets_BT[~self._counted(index_BS)] = IGNORED
+        positions_BT = None
+        if self._packing == "isolated":
+            index_BT = index_BS[:, :-1]
+            begins_BT = np.maximum(self._begins(index_BT), index_BT[:, :1])
+            positions_BT = torch.from_numpy(index_BT - begins_BT)
+        tokens_BT = torch.from_numpy(window_BS)[:, :-1].contiguous()
+        return Batch(tokens_BT, torch.from_numpy(targets_BT), positions_BT)
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def counted(self, calls: int) -> int:
+        """Return how many targets the next `calls` calls of all ranks count together."""
+        total = calls * self._batch * self._world
+        if self.all_count:
+            return total * self._seq_len
+        samples = self._position + np.arange(total)
+        pieces = np.array_split(samples, -(-total * self._seq_len // _COUNTED_AT_ONCE))
+        return sum(int(self._counted(self._indices(piece)).sum()) for piece in pieces)
+
+    def _indices(self, samples: Indices) -> Indices:
+        """Return where in the file each token of each window is, (N, S). What pads a document has
+        the index of its last token."""
+        starts_N = self._starts(samples)
+        if self._packing != "padded":
+            return starts_N[:, None] + np.arange(self._seq_len + 1)
+        assert self._ends is not None
+        begins_N = np.where(starts_N > 0, self._ends[starts_N - 1], 0)
+        index_NS = begins_N[:, None] + np.arange(self._seq_len + 1)
+        return np.minimum(index_NS, self._ends[starts_N][:, None] - 1)
+
+    def _counted(self, index_NS: Indices) -> Mask:
+        """Return which targets the loss counts, (N, T)."""
+        index_NT = index_NS[:, 1:]
+        counted_NT = np.ones(index_NT.shape, dtype=bool)
+        if self._tokens.counted is not None:
+            counted_NT = self._tokens.counted[index_NT].astype(bool)
+        if self._packing == "padded":
+            counted_NT &= index_NT > index_NS[:, :-1]
+        elif self._packing == "isolated":
+            counted_NT &= index_NT > self._begins(index_NT)
+        return counted_NT
+
+    def _begins(self, index_NT: Indices) -> Indices:
+        """Return where the document of each token begins."""
+        assert self._ends is not None
+        documents_NT = np.searchsorted(self._ends, index_NT, side="right")
+        return np.where(documents_NT > 0, self._ends[documents_NT - 1], 0)
+
+    def __next__(self) -> Batch:
         return self.next()
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
     def _starts(self, samples: Indices) -> Indices:
-        """Return the first token of each sample's window; samples may lie in several epochs."""
+        """Return the first token of each sample's window, or the number of its document; samples
+        may lie in several epochs."""
         starts = np.empty_like(samples)
         epochs = samples // self.windows
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
@@ -128,6 +222,7 @@ class Batches:
             "content": header.content,
             "seq_len": self._seq_len,
             "order": self._grid.order,
+            "packing": self._packing,
         }
 
 
@@ -165,6 +260,20 @@ class _Spread:
 
     def starts(self, samples: Indices, seed: int, epoch: int) -> Indices:
         return samples * self._stride % self.windows * self._seq_len
+
+
+class _Documents:
+    """One sample per document, in an order of each epoch, or without shuffling in even strides."""
+
+    def __init__(self, count: int, shuffle: bool) -> None:
+        self.windows = count
+        self.order = "shuffled" if shuffle else "spread"
+        self._spread = None if shuffle else _Spread(count + 1, 1)
+
+    def starts(self, samples: Indices, seed: int, epoch: int) -> Indices:
+        if self._spread is not None:
+            return self._spread.starts(samples, seed, epoch)
+        return Permutation(self.windows, seed, epoch)(samples)
 
 
 def _as_text(identity: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.data.documents import SourceFile
+from offloadtrain.data.source import SourceFile
 from offloadtrain.data.tokens import DataError
 
 _HEAD_BYTES = 1 << 16
@@ -22,8 +22,8 @@ _UNPACK = "unpack it first"
 
 # (offset, bytes there, file type, remedy)
 _KNOWN = [
-    (0, b"PAR1", "a Parquet file", _TO_TEXT),
-    (0, b"ARROW1", "an Arrow file", _TO_TEXT),
+    (0, b"PAR1", "a Parquet file", "give it the ending .parquet"),
+    (0, b"ARROW1", "an Arrow file", "give it the ending .arrow"),
     (0, b"SQLite format 3\0", "an SQLite database", _TO_TEXT),
     (0, b"\x89HDF\r\n", "an HDF5 file", _TO_TEXT),
     (0, b"\x93NUMPY", "a NumPy array", _TO_TEXT),
@@ -44,9 +44,10 @@ _KNOWN = [
 
 
 def refuse_binary(files: Sequence[SourceFile]) -> None:
-    """Raises DataError for files that are not text; JSONL is judged line by line when it is
+    """Raises DataError for files that are not text; other tables than CSV are judged when they are
     read."""
-    told = [(file, why) for file in files if not file.is_jsonl and (why := _binary(file))]
+    texts = [file for file in files if file.kind in ("text", "csv")]
+    told = [(file, why) for file in texts if (why := _binary(file))]
     if told:
         file, (what, advice) = told[0]
         more = f" (and {len(told) - 1} more files that are not text)" if len(told) > 1 else ""

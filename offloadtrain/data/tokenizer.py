@@ -1,11 +1,63 @@
-"""Tokenizers by name: text to token numbers and back."""
+"""Tokenizers by name: text to token numbers and back.
+
+    bytes              one token per byte of UTF-8
+    FOLDER             a tokenizer of transformers, as `save_pretrained` writes it
+    FILE.json          a tokenizer of the package tokenizers (tokenizer.json)
+    FILE.tiktoken      ranks of tiktoken, with FILE.json beside it
+
+Nothing is downloaded, and no code of a folder is run. The packages are imported when a tokenizer
+of theirs is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from offloadtrain.data.source import optional
 from offloadtrain.data.tokens import DataError
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+
+_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "</s>", "<eos>"),
+    *("<end_of_turn>", "[EOS]", "[SEP]"),
+)
+"""Names of the token that ends a document, in files that do not say which it is."""
+
+
+class Tokenizer(Protocol):
+    """Attributes:
+    name: what `tokenizer` loads it by.
+    identity: equal for two that make the same tokens of any text.
+    vocab_size: above every token.
+    begin: tokens that it puts before a document.
+    end_of_document: the token after a document.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def begin(self) -> tuple[int, ...]: ...
+    @property
+    def end_of_document(self) -> int: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the tokens of each text, without those at the begin and the end of a document."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,26 +65,217 @@ class ByteTokenizer:
     """One token per byte of UTF-8; documents end with a 0 byte."""
 
     name: str = "bytes"
+    identity: str = "bytes"
     vocab_size: int = 256
+    begin: tuple[int, ...] = ()
     end_of_document: int = 0
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogatepass"))
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(tokens).decode("utf-8", "replace")
 
 
-TOKENIZERS = {"bytes": ByteTokenizer()}
+@dataclass(frozen=True, slots=True)
+class RustTokenizer:
+    """A tokenizer of the package tokenizers.
+
+    Attributes:
+        backend: a `tokenizers.Tokenizer` that neither pads nor truncates.
+    """
+
+    name: str
+    identity: str
+    vocab_size: int
+    begin: tuple[int, ...]
+    end_of_document: int
+    backend: Any = field(repr=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
 
-def tokenizer(name: str) -> ByteTokenizer:
+@dataclass(frozen=True, slots=True)
+class PythonTokenizer:
+    """A tokenizer of transformers that is written in Python.
+
+    Attributes:
+        pretrained: a `transformers.PreTrainedTokenizer`.
+    """
+
+    name: str
+    identity: str
+    vocab_size: int
+    begin: tuple[int, ...]
+    end_of_document: int
+    pretrained: Any = field(repr=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        found = self.pretrained(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [np.array(ids, dtype=np.uint32) for ids in found]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self.pretrained.decode(list(tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiktoken:
+    """A tokenizer of tiktoken. Attributes:
+    encoding: a `tiktoken.Encoding`.
+    """
+
+    name: str
+    identity: str
+    vocab_size: int
+    end_of_document: int
+    encoding: Any = field(repr=False)
+    begin: tuple[int, ...] = ()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(self.encoding.encode_ordinary(one), dtype=np.uint32) for one in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self.encoding.decode(list(tokens)))
+
+
+def tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of that name, which a `TokenFile` also carries.
 
     Raises:
-        DataError: there is no such tokenizer.
+        DataError: there is no such tokenizer, it cannot be read, or its package is missing.
     """
-    if name not in TOKENIZERS:
-        raise DataError(f"unknown tokenizer {name!r}; choose one of: {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[name]
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir() and (path / "tokenizer_config.json").is_file():
+        return _of_pretrained(str(path.resolve()), pretrained(name))
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f"no tokenizer {name!r}: give bytes, a folder with a tokenizer of transformers, a "
+            "tokenizer.json, or a .tiktoken file"
+        )
+    return _of_tiktoken(path) if path.suffix == ".tiktoken" else _of_file(path)
+
+
+def pretrained(folder: str) -> Any:
+    """Return the tokenizer of transformers in a folder.
+
+    Raises:
+        DataError: transformers is not installed, or cannot load it without running its code.
+    """
+    transformers = optional("transformers", f"the tokenizer in {folder}")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"transformers cannot load a tokenizer from {folder}: {reason}") from error
+
+
+def _of_pretrained(name: str, loaded: Any) -> Tokenizer:
+    end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
+    if end is None:
+        raise DataError(
+            f"the tokenizer in {name} has no end-of-sequence token: set eos_token in its "
+            "tokenizer_config.json"
+        )
+    if backend := getattr(loaded, "backend_tokenizer", None):
+        return _of_backend(name, backend, end)
+    vocabulary = loaded.get_vocab()
+    with_special, plain = (loaded("a", add_special_tokens=s)["input_ids"] for s in (True, False))
+    return PythonTokenizer(
+        name=name,
+        identity=_hash([type(loaded).__name__, sorted(vocabulary.items()), end]),
+        vocab_size=max(vocabulary.values()) + 1,
+        begin=_before(plain, with_special),
+        end_of_document=end,
+        pretrained=loaded,
+    )
+
+
+def _of_file(path: Path) -> Tokenizer:
+    tokenizers = optional("tokenizers", f"the tokenizer {path}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # a plain Exception, for a file that is none
+        raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    end = next((vocabulary[end] for end in _ENDS if end in vocabulary), None)
+    if end is None:
+        raise DataError(
+            f"{path} has none of the usual end-of-sequence tokens ({', '.join(_ENDS)}): put a "
+            'tokenizer_config.json beside it that says "eos_token", and give the folder'
+        )
+    return _of_backend(str(path.resolve()), backend, end)
+
+
+def _of_backend(name: str, backend: Any, end: int) -> RustTokenizer:
+    backend = type(backend).from_str(backend.to_str())  # a copy, which is changed
+    backend.no_truncation()
+    backend.no_padding()
+    with_special, plain = (backend.encode("a", add_special_tokens=s).ids for s in (True, False))
+    return RustTokenizer(
+        name=name,
+        identity=_hash([backend.to_str(), end]),
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        begin=_before(plain, with_special),
+        end_of_document=end,
+        backend=backend,
+    )
+
+
+def _before(plain: list[int], with_special: list[int]) -> tuple[int, ...]:
+    """Return the tokens before a text's own."""
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return tuple(with_special[:start])
+    return ()
+
+
+def _of_tiktoken(path: Path) -> Tokenizer:
+    """Load ranks with what they do not say: {"pattern": ..., "special_tokens": {...}, "end": ...}.
+
+    Raises:
+        DataError: the second file is missing or wrong, or tiktoken is not installed.
+    """
+    tiktoken, loading = (
+        optional(package, f"the tokenizer {path}") for package in ("tiktoken", "tiktoken.load")
+    )
+    beside = path.with_suffix(".json")
+    try:
+        said = json.loads(beside.read_bytes())
+        pattern, special, end = said["pattern"], said["special_tokens"], said["end"]
+        encoding = tiktoken.Encoding(
+            path.stem,
+            pat_str=pattern,
+            mergeable_ranks=loading.load_tiktoken_bpe(str(path)),
+            special_tokens=special,
+        )
+        end_token = special[end]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: cannot load it ({type(error).__name__}: {error}). Ranks alone do not say how "
+            f'text is split: {beside} must hold {{"pattern": "a regular expression", '
+            '"special_tokens": {"<|endoftext|>": 50256}, "end": "<|endoftext|>"}'
+        ) from error
+    ranks = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    return Tiktoken(
+        name=str(path.resolve()),
+        identity=_hash([ranks, pattern, special, end]),
+        vocab_size=encoding.n_vocab,
+        end_of_document=end_token,
+        encoding=encoding,
+    )
+
+
+def _hash(facts: Any) -> str:
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

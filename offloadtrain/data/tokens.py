@@ -1,12 +1,15 @@
-"""Token files: a header of one page, then raw little-endian token numbers.
+"""Token files: a header of one page, then raw little-endian token numbers and what belongs to them.
 
     bytes 0-7     magic
     bytes 8-15    format version, length of the JSON; uint32, little-endian
     bytes 16-     JSON: the fields of `TokenHeader`
     bytes 4096-   `count` tokens of `dtype`
+    then          `documents` numbers of tokens, uint64: the length of each document
+    then          if `masked`, `count` bytes: 1 if the loss counts the prediction of this token
 
 The header has a fixed size, so that the count can be filled in after a file was written in one
-pass, and the tokens start on a page.
+pass, and the tokens start on a page. All three parts are in one file, so that they are published,
+verified and moved as one.
 """
 
 from __future__ import annotations
@@ -16,11 +19,10 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +33,12 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Progress = Callable[[int, int], None]
 
 HEADER_BYTES = 4096
-_MAGIC = b"OTTOKENS"
-_VERSION = 1
-_PREFIX = struct.Struct("<8sII")
-_DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4}  # name: bytes per token
+MAGIC = b"OTTOKENS"
+VERSION = 2
+PREFIX = struct.Struct("<8sII")
+DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4}  # name: bytes per token
 _SCAN_TOKENS = 1 << 24
+LENGTH = np.dtype("<u8")
 
 
 class DataError(OffloadTrainError):
@@ -50,9 +53,12 @@ class TokenHeader:
     Attributes:
         dtype: uint8, uint16 or uint32.
         count: tokens in the file.
-        content: blake2b of the tokens as stored, 128 bits in hexadecimal.
+        tokenizer: its name, or the path that it was loaded from.
+        content: blake2b of all that follows the header, 128 bits in hexadecimal.
+        tokenizer_id: what tells tokenizers apart, see `Tokenizer.identity`; "" if unknown.
         fingerprint: hash of the source and settings; "" if unknown.
         documents: documents in the file; 0 if unknown.
+        masked: a loss mask is stored; otherwise every token counts.
     """
 
     dtype: str
@@ -60,8 +66,22 @@ class TokenHeader:
     count: int
     tokenizer: str
     content: str
+    tokenizer_id: str = ""
     fingerprint: str = ""
     documents: int = 0
+    masked: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        return self.count * DTYPES[self.dtype]
+
+    @property
+    def length_bytes(self) -> int:
+        return self.documents * LENGTH.itemsize
+
+    @property
+    def mask_bytes(self) -> int:
+        return self.count * self.masked
 
 
 class TokenFile:
@@ -70,6 +90,7 @@ class TokenFile:
     Attributes:
         header: see `TokenHeader`.
         tokens: (count,) of the header's dtype; pages are read from disk as they are touched.
+        counted: (count,) uint8, mapped as well, 1 if the loss counts the token; None: all count.
     """
 
     def __init__(self, path: str | Path, *, scan: bool = False) -> None:
@@ -82,17 +103,40 @@ class TokenFile:
         try:
             self.header = _read_header(self.path)
             dtype = np.dtype(self.header.dtype).newbyteorder("<")
-            shape = (self.header.count,)
-            self.tokens: Tokens = np.memmap(
-                self.path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=shape
-            )
+            self.tokens: Tokens = self._map(dtype, HEADER_BYTES)
+            self._lengths_at = HEADER_BYTES + self.header.token_bytes
+            self.counted: npt.NDArray[np.uint8] | None = None
+            if self.header.masked:
+                at = self._lengths_at + self.header.length_bytes
+                self.counted = self._map(np.dtype(np.uint8), at)
         except OSError as error:
             raise DataError(f"cannot read tokens from {self.path}: {error.strerror}") from error
         if scan:
             self.scan()
 
+    def _map(self, dtype: np.dtype[Any], offset: int) -> Any:
+        return np.memmap(
+            self.path, dtype=dtype, mode="r", offset=offset, shape=(self.header.count,)
+        )
+
     def __len__(self) -> int:
         return self.header.count
+
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """Return the index after the last token of each document, (documents,), read from the
+        file: 8 bytes of memory each.
+
+        Raises:
+            DataError: the file does not say where documents begin.
+        """
+        ends = np.cumsum(self._lengths(), dtype=np.int64)
+        if not len(ends) or ends[-1] != len(self):
+            raise DataError(f"{self.path} does not say where its documents begin; prepare it again")
+        return ends
+
+    def _lengths(self) -> npt.NDArray[np.uint64]:
+        at, count = self._lengths_at, self.header.documents
+        return np.fromfile(self.path, dtype=LENGTH, offset=at, count=count)
 
     def scan(self, progress: Progress | None = None) -> None:
         """Read every token once, and compare all of them with the header.
@@ -103,14 +147,21 @@ class TokenFile:
         Raises:
             DataError: they differ from the written ones, or one is outside the vocabulary.
         """
-        content, outside = _new_hash(), ""
+        content, outside = new_hash(), ""
+        total = self.tokens.nbytes + self.header.mask_bytes
         for start in range(0, len(self), _SCAN_TOKENS):
             piece = self.tokens[start : start + _SCAN_TOKENS]
             content.update(piece.data)
             outside = outside or self._outside(start, piece)
             if progress is not None:
-                done = start + len(piece)
-                progress(done * piece.itemsize, self.tokens.nbytes)
+                progress((start + len(piece)) * piece.itemsize, total)
+        content.update(self._lengths().data)
+        if self.counted is not None:
+            content.update(self.counted.data)
+            if not outside and int(self.counted.max()) > 1:
+                outside = "its loss mask holds bytes other than 0 and 1"
+            if progress is not None:
+                progress(total, total)
         found, wrong = content.hexdigest(), []
         if found != self.header.content:
             wrong.append(
@@ -141,7 +192,7 @@ def _read_header(path: Path) -> TokenHeader:
 
 
 def _parse_header(path: Path, page: bytes) -> TokenHeader:
-    if not page.startswith(_MAGIC):
+    if not page.startswith(MAGIC):
         raise DataError(
             f"{path} is not a token file (it begins with {page[:8]!r}); "
             f"make one with `offloadtrain prepare`"
@@ -151,13 +202,14 @@ def _parse_header(path: Path, page: bytes) -> TokenHeader:
             f"{path}: truncated: {len(page)} bytes, less than the header of {HEADER_BYTES}; "
             f"prepare it again"
         )
-    _, version, json_bytes = _PREFIX.unpack_from(page)
-    if version > _VERSION:
+    _, version, json_bytes = PREFIX.unpack_from(page)
+    if version != VERSION:
+        age = "newer" if version > VERSION else "older"
         raise DataError(
-            f"{path}: token format version {version} is newer than {_VERSION}, the newest this "
-            f"offloadtrain reads; upgrade it, or prepare the file again"
+            f"{path}: token format version {version} is {age} than {VERSION}, which this "
+            f"offloadtrain reads; prepare the file again"
         )
-    text = page[_PREFIX.size :][:json_bytes]
+    text = page[PREFIX.size :][:json_bytes]
     try:
         header = TokenHeader(**json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -169,22 +221,28 @@ def _parse_header(path: Path, page: bytes) -> TokenHeader:
 
 def _is_plausible(header: TokenHeader) -> bool:
     numbers = (header.vocab_size, header.count, header.documents)
-    texts = (header.dtype, header.tokenizer, header.content, header.fingerprint)
+    texts = (
+        *(header.dtype, header.tokenizer, header.content),
+        *(header.tokenizer_id, header.fingerprint),
+    )
     return (
         all(type(number) is int and number >= 0 for number in numbers)
         and all(type(text) is str for text in texts)
+        and type(header.masked) is bool
         and header.vocab_size > 0
-        and header.dtype in _DTYPES
+        and header.dtype in DTYPES
     )
 
 
 def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
     """Compare the header with the `num_bytes` that follow it."""
-    width = _DTYPES[header.dtype]
+    width = DTYPES[header.dtype]
+    num_bytes -= header.length_bytes + header.mask_bytes
     if num_bytes % width:
         problem = f"{num_bytes} bytes of tokens are not a multiple of {width} ({header.dtype})"
     elif num_bytes < header.count * width:
-        problem = f"truncated: {num_bytes // width} tokens where the header says {header.count}"
+        whole = max(0, num_bytes // width)
+        problem = f"truncated: {whole} tokens where the header says {header.count}"
     elif num_bytes > header.count * width:
         problem = f"{num_bytes // width} tokens where the header says {header.count}"
     elif header.count == 0:
@@ -194,111 +252,5 @@ def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
     raise DataError(f"{path}: {problem}; prepare it again")
 
 
-class TokenWriter:
-    """Writes a token file piece by piece; `commit` publishes it, complete and durable.
-
-    Until then the bytes are in `<path>.tmp`, which leaving the context without `commit` removes.
-    One writer per path at a time. The smallest dtype that holds the vocabulary is chosen.
-    """
-
-    def __init__(
-        self, path: str | Path, *, vocab_size: int, tokenizer: str, fingerprint: str = ""
-    ) -> None:
-        self.path = Path(path)
-        self.vocab_size = vocab_size
-        self.count = 0
-        self.documents = 0
-        self._labels = {"tokenizer": tokenizer, "fingerprint": fingerprint}
-        self._content = _new_hash()
-        self._dtype = _smallest_dtype(vocab_size)
-        self._temporary = self.path.with_name(self.path.name + ".tmp")
-
-    def __enter__(self) -> Self:
-        self._file = open(self._temporary, "wb")
-        self._file.write(bytes(HEADER_BYTES))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
-
-    def write(self, tokens: npt.NDArray[Any]) -> None:
-        """Append tokens of any integer dtype.
-
-        Raises:
-            DataError: a token is below 0 or not below the vocabulary size; nothing is appended.
-        """
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            raise DataError(
-                f"cannot write {self.path}: tokens from {tokens.min()} to {tokens.max()} are not "
-                f"in [0, vocab_size = {self.vocab_size})"
-            )
-        raw = np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<")).data
-        self._content.update(raw)
-        self._file.write(raw)
-        self.count += tokens.size
-
-    def commit(self) -> None:
-        """Write the header, make everything durable and rename the file."""
-        self._file.seek(0)
-        self._file.write(self._header())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.replace(self._temporary, self.path)
-        _sync_folder(self.path.parent)
-
-    def _header(self) -> bytes:
-        header = TokenHeader(
-            dtype=self._dtype,
-            vocab_size=self.vocab_size,
-            count=self.count,
-            content=self._content.hexdigest(),
-            documents=self.documents,
-            **self._labels,
-        )
-        text = json.dumps(asdict(header)).encode()
-        page = _PREFIX.pack(_MAGIC, _VERSION, len(text)) + text
-        if len(page) > HEADER_BYTES:
-            raise DataError(f"{self.path}: the header's texts are longer than {HEADER_BYTES} bytes")
-        return page.ljust(HEADER_BYTES)
-
-
-def write_tokens(
-    path: str | Path,
-    pieces: Iterable[npt.NDArray[Any]],
-    *,
-    vocab_size: int,
-    tokenizer: str,
-    fingerprint: str = "",
-) -> None:
-    """Write a whole token file, atomically. Raises as `TokenWriter` does."""
-    with TokenWriter(
-        path, vocab_size=vocab_size, tokenizer=tokenizer, fingerprint=fingerprint
-    ) as writer:
-        for piece in pieces:
-            writer.write(piece)
-        writer.commit()
-
-
-def _smallest_dtype(vocab_size: int) -> str:
-    for name, width in _DTYPES.items():
-        if 0 < vocab_size <= 1 << 8 * width:
-            return name
-    raise DataError(f"vocab_size = {vocab_size} must be from 1 to {1 << 32}")
-
-
-def _new_hash() -> hashlib.blake2b:
+def new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

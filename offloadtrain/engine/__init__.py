@@ -6,7 +6,7 @@ report events to the program of `step`, and `interpreter.py` runs its operations
 Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradient's way.
 """
 
-from offloadtrain.engine.api import offload
+from offloadtrain.engine.api import offload, optimizer_of
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine, EngineError
@@ -24,4 +24,5 @@ __all__ = [
     "StaleGraphError",
     "StepReport",
     "offload",
+    "optimizer_of",
 ]

@@ -28,11 +28,12 @@ class Prepared:
         Raises:
             EngineError: Accelerate is to scale losses.
         """
-        if _state("AcceleratorState").get("_mixed_precision") == "fp16":
+        if not self._prepared and _state("AcceleratorState").get("_mixed_precision") == "fp16":
             raise EngineError(
                 "Accelerator(mixed_precision = 'fp16') scales losses by a GradScaler, which finds "
-                "no gradients to unscale: use mixed_precision = 'no', offload with precision = "
-                "'fp16', and optimizer.backward(loss) in place of accelerator.backward(loss)"
+                "no gradients to unscale: offload with integrations.accelerate.offload(accelerator,"
+                " model, …), or use mixed_precision = 'no', precision = 'fp16' and "
+                "optimizer.backward(loss) in place of accelerator.backward(loss)"
             )
         self._prepared = True
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
@@ -12,9 +13,15 @@ import torch
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.checks import ModelError, check_arguments, check_model, check_state_keeps
+from offloadtrain.engine.checks import (
+    ModelError,
+    check_arguments,
+    check_model,
+    check_state_keeps,
+    offloaded,
+)
 from offloadtrain.engine.load_weights import ParamInit
-from offloadtrain.engine.optimizer import OffloadOptimizer, offloaded
+from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, UpdateRule
@@ -83,7 +90,8 @@ def offload(
     Args:
         model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
             with `param_init_fn`: then a full copy of the model never exists.
-        rule: `AdamW(...)`, `Adam(...)` or your own (docs/extending.md); default AdamW().
+        rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad` or your own (docs/extending.md);
+            default AdamW().
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
@@ -171,8 +179,14 @@ def offload(
         on, among_ranks=not ranks.is_single, state_on_device=chosen.state_on == "device"
     )
     optimizer = OffloadOptimizer(model, rule, groups, chosen, on, ranks, lanes, param_init_fn)
-    offloaded.add(model)
+    offloaded[model] = weakref.ref(optimizer)
     return optimizer
+
+
+def optimizer_of(model: nn.Module) -> OffloadOptimizer | None:
+    """Return the optimizer that trains a model, if there is one."""
+    found: OffloadOptimizer | None = offloaded[model]() if model in offloaded else None
+    return found
 
 
 def _chosen(options: OffloadConfig, config: OffloadConfig | None) -> OffloadConfig:

@@ -42,8 +42,10 @@ class Slot:
         return piece.as_strided(self.shape, self.stride) if piece.numel() == self.numel else piece
 
     def flattened(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of the parameter's shape, on any device, to (numel,) on the host, in the
-        order of the parameter's memory."""
+        """Return a tensor of the parameter's shape, on any device, as (numel,) on the host, in the
+        order of the parameter's memory: a view where it has that order, otherwise a copy."""
+        if tensor.device.type == "cpu" and tensor.stride() == self.stride:
+            return tensor.as_strided((self.numel,), (1,))
         flat = torch.empty(self.numel, dtype=tensor.dtype, device="cpu")
         self.shaped(flat).copy_(tensor)
         return flat
@@ -122,8 +124,12 @@ class Bucket:
 
     def piece(self, slot: Slot) -> tuple[int, int]:
         """Return [lo, hi) of a parameter's elements, in the order of its memory, in the shard."""
-        lo = min(max(self.lo - slot.offset, 0), slot.numel)
-        return lo, max(lo, min(self.hi - slot.offset, slot.numel))
+        return _piece(slot, self.lo, self.hi)
+
+    def pieces(self, slot: Slot) -> list[tuple[int, int]]:
+        """Return [lo, hi) of a parameter's elements in the shard of each rank, in rank order."""
+        starts = range(0, self.numel, self.shard_numel)
+        return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
 
     @property
     def host_weight(self) -> Buffer | None:
@@ -160,6 +166,11 @@ class Bucket:
             lo, hi = (start + first) // per, -(-(start + last) // per)
             pieces.append(buffer.flat[lo:hi])
         return tuple(pieces)
+
+
+def _piece(slot: Slot, lo: int, hi: int) -> tuple[int, int]:
+    first = min(max(lo - slot.offset, 0), slot.numel)
+    return first, max(first, min(hi - slot.offset, slot.numel))
 
 
 def pack(

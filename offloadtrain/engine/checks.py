@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
 from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -18,12 +20,17 @@ from offloadtrain.step.formats import FORMATS
 
 _log = logging.getLogger(__name__)
 
+offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+"""Models whose parameters an optimizer holds, each with its `OffloadOptimizer`."""
+
 
 class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
 
 
-_RULES = "The rules are ot.Adam(lr=…), ot.AdamW(lr=…) and your own (docs/extending.md)"
+_RULES = (
+    "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad and your own (docs/extending.md)"
+)
 _OF_A_RULE = (
     "moments",
     "calls_only_kernels",
@@ -69,21 +76,30 @@ def check_arguments(model: object, rule: object) -> None:
 def check_state_keeps(state: str, rule: UpdateRule) -> None:
     """Raises ValueError where a format cannot keep the rule's moments."""
     format = FORMATS[state]
-    if format.moments and format.moments != tuple(rule.moments):
-        others = [f"'{name}'" for name, one in FORMATS.items() if not one.moments]
+    if not format.keeps_moments(rule.moments):
+        others = [f"'{name}'" for name, one in FORMATS.items() if one.keeps_moments(rule.moments)]
         raise ValueError(
-            f"state = '{state}' keeps {' and '.join(format.moments)} only, and "
-            f"{type(rule).__name__} has {' and '.join(rule.moments)}: use {' or '.join(others)}"
+            f"state = '{state}' cannot keep {' and '.join(rule.moments) or 'no moment'} of "
+            f"{type(rule).__name__}: use {' or '.join(others)}"
         )
 
 
 def _as_rule(optimizer: torch.optim.Optimizer) -> str:
     """Name the rule that corresponds to torch's optimizer."""
     name = type(optimizer).__name__
-    if name not in ("Adam", "AdamW"):
+    keys = _AS_TORCH.get(name)
+    if keys is None:
         return "ot.AdamW(lr=…)"
-    keys = ("lr", "betas", "eps", "weight_decay")
     return f"ot.{name}({', '.join(f'{key}={optimizer.defaults[key]}' for key in keys)})"
+
+
+_AS_TORCH = {
+    "Adam": ("lr", "betas", "eps", "weight_decay"),
+    "AdamW": ("lr", "betas", "eps", "weight_decay"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "eps"),
+}
+"""Optimizers of torch that are rules here under the same name, with their hyperparameters."""
 
 
 def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:

@@ -94,8 +94,8 @@ class Interpreter:
             raise
 
     def _launch(self, op: Launch) -> None:
-        reads = [self._memory[ref] for ref in op.reads]
-        writes = [self._memory[ref] for ref in op.writes]
+        found = self._memory.__getitem__
+        reads, writes = list(map(found, op.reads)), list(map(found, op.writes))
         self._lanes.launch(op.lane, op.name, self._functions.of(op), reads, writes)
 
     def _record(self, op: Record) -> None:
@@ -105,7 +105,7 @@ class Interpreter:
     def _wait(self, op: Wait) -> None:
         real = op.event.real
         assert isinstance(real, LaneEvent)
-        self._lanes.wait(op.lane, real, op.why)
+        self._lanes.wait(op.lane, real, op)
 
     def _host_wait(self, op: HostWait) -> None:
         real = op.event.real

@@ -69,7 +69,9 @@ def adopt_weights(
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
-                param.data = param.data.to(device, None if keep else dtype)
+                # A copy in any case: `param_init_fn` may have given a view of a file.
+                own = param_init_fn is not None
+                param.data = param.data.to(device, None if keep else dtype, copy=own)
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
         _materialise(module, param_init_fn)
@@ -184,7 +186,7 @@ def _move_to_host(bucket: Bucket) -> None:
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
         lo, hi = bucket.piece(slot)
-        bucket.weights_of(slot).copy_(slot.flattened(slot.param.data.to(bucket.dtype))[lo:hi])
+        bucket.weights_of(slot).copy_(slot.flattened(slot.param.data)[lo:hi])
         if bucket.shard_numel == bucket.numel:
             slot.param.data = slot.view(bucket.load_source.flat)
 

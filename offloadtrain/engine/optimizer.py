@@ -17,7 +17,7 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, ParameterGuard, warn_of_local_norm
+from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
@@ -29,9 +29,6 @@ from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
-
-offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose parameters an optimizer holds."""
 
 
 class OffloadOptimizer(Prepared, torch.optim.Optimizer):
@@ -105,6 +102,16 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         self._watched = next(self._slots())[1].param
         watch_clipping(self._watched, weakref.WeakMethod(self._clipping_noticed))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that it trains."""
+        return self._model
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The options that it was made with."""
+        return self._engine.program.spec.config
 
     @property
     def pinned(self) -> bool:
@@ -364,6 +371,31 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             if param not in done:
                 yield name, param.detach().to("cpu", copy=True)
 
+    @torch.no_grad()
+    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
+        shape), one at a time, in the order of `model.named_parameters()`.
+
+        Frozen parameters have no master: they yield the weights that forward uses, widened to fp32;
+        integers as they are. All ranks must exhaust it, and each receives whole tensors. No step
+        may be taken meanwhile.
+
+        Raises:
+            EngineError: after close().
+        """
+        if self.phase is Phase.CLOSED:
+            raise EngineError("master_weights() after close(), which gives their memory back")
+        # This thread reads masters that Adam on the host lane may still write.
+        self.synchronize()
+        held = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
+        for name, param in self._model.named_parameters():
+            if param in held:
+                yield name, state.whole_master(*held[param], self._rule, self.ranks)
+            elif param.is_floating_point():
+                yield name, param.detach().to("cpu", torch.float32, copy=True)
+            else:
+                yield name, param.detach().to("cpu", copy=True)
+
     def adopt_written_weights(self) -> None:
         """Set the masters of the parameters that others wrote; moments stay.
 
@@ -412,7 +444,7 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             # Views of memory that the finalizer is about to give back.
             self.state.clear()
             self._finalizer()
-            offloaded.discard(self._model)
+            offloaded.pop(self._model, None)
 
     def _tell_of_local_norm(self, asker: str) -> None:
         if not self._told_of_local_norm:

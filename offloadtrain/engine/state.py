@@ -13,7 +13,11 @@ from offloadtrain.engine.engine import EngineError
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.formats import FP32, Field, recognise
+
+_PIECE = 1 << 18
+"""Elements; a multiple of the kernels' block."""
 
 
 def views(bucket: Bucket, slot: Slot, moments: Sequence[str]) -> dict[str, Tensor]:
@@ -88,7 +92,7 @@ def load(
         EngineError: for a missing tensor or another shape.
     """
     given = _tensors(tensors)
-    without_master = set(given) == set(rule.moments)
+    without_master = bool(given) and set(given) == set(rule.moments)
     dtypes = {key: name_of(tensor.dtype) for key, tensor in given.items()}
     source = FP32 if without_master else recognise(dtypes, rule.moments, bucket.format)
     if source is None:
@@ -113,6 +117,36 @@ def load(
             mine.copy_(value)
     else:
         rule.convert(source, flat, bucket.format, own)
+
+
+def whole_master(bucket: Bucket, slot: Slot, rule: UpdateRule, ranks: Ranks) -> Tensor:
+    """Return a parameter's master weights, or its frozen weights, from the shards of all ranks: a
+    copy on the host, fp32, of its shape. A collective."""
+    if bucket.state:
+        own = master(bucket, slot, rule)
+    else:
+        own = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
+    if ranks.is_single:
+        return slot.shaped(own)
+    (lo, hi), whole = bucket.piece(slot), torch.empty(slot.numel, device="cpu")
+    whole[lo:hi] = own
+    ranks.assemble(whole, bucket.pieces(slot))
+    return slot.shaped(whole)
+
+
+def master(bucket: Bucket, slot: Slot, rule: UpdateRule) -> Tensor:
+    """Copy this rank's part of a parameter's master weights to the host, decoded: (n,) fp32. The
+    lanes must be empty."""
+    own = bucket.state_of(slot)
+    if bucket.format is FP32:
+        return own[0].to("cpu", copy=True)
+    fields, (first, last) = bucket.format.fields(rule.moments), bucket.piece(slot)
+    found = torch.empty(last - first, device="cpu")
+    # In pieces, as moments are decoded beside it.
+    for lo in range(0, last - first, _PIECE):
+        hi = min(lo + _PIECE, last - first)
+        found[lo:hi] = _master(bucket, rule, cut(fields, own, lo, hi), hi - lo)
+    return found
 
 
 def load_frozen(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
@@ -146,8 +180,9 @@ _SWITCHES = {"params", "amsgrad", "maximize", "decoupled_weight_decay"} | {
     "fused",
     "capturable",
     "differentiable",
+    "initial_accumulator_value",
 }
-"""Keys of torch's groups that are no hyperparameters here."""
+"""Keys of torch's groups that are no hyperparameters here. A sum contains its initial value."""
 
 
 def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:

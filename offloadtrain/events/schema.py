@@ -71,6 +71,7 @@ class Step(Event):
         step: 1 for the first; a skipped step has a number too.
         loss: mean over the microbatches, nats per token.
         grad_norm: global, before clipping; None if nothing needed it.
+        clip_coef: factor on the gradient by clipping; 1.0 if nothing was clipped.
         loss_scale: None without loss scaling.
         skipped: the gradients overflowed, nothing was updated.
         tokens: total tokens of all ranks, including this step's.
@@ -92,6 +93,7 @@ class Step(Event):
     lr: float
     tokens: int
     grad_norm: float | None = None
+    clip_coef: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
     tokens_per_s: float = 0.0

@@ -29,8 +29,11 @@ class RotaryTables(nn.Module):
         self.register_buffer("cos_TP", cos_TP, persistent=False)
         self.register_buffer("sin_TP", sin_TP, persistent=False)
 
-    def forward(self, seq_len: int) -> tuple[Tensor, Tensor]:
-        return self.cos_TP[:seq_len], self.sin_TP[:seq_len]
+    def forward(self, seq_len: int, positions_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the first positions, (T, P), or of the given ones, (B, 1, T, P)."""
+        if positions_BT is None:
+            return self.cos_TP[:seq_len], self.sin_TP[:seq_len]
+        return self.cos_TP[positions_BT][:, None], self.sin_TP[positions_BT][:, None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `fn`, then recompute buffers lost to a dtype conversion or the meta device."""
@@ -53,7 +56,10 @@ def rotary_tables(
 
 
 def rotate(x_BNTH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-    """Rotate pair (i, i + P) of each head by its position's angle, in fp32; dtype of `x` kept."""
+    """Rotate pair (i, i + P) of each head by its position's angle, in fp32; dtype of `x` kept.
+
+    The tables may be of each sequence, (B, 1, T, P).
+    """
     first_BNTP, second_BNTP = x_BNTH.float().chunk(2, dim=-1)
     rotated_BNTH = torch.cat(
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,16 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.model.chunked_loss import linear_cross_entropy
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.rotary import RotaryTables, rotate
 
-Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP; fp32
+Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP, or cos_B1TP, sin_B1TP; fp32
 
 _INIT_STD = 0.02  # GPT-2's
 
 
 class Transformer(nn.Module):
     """Embedding, `blocks`, final norm and head, which may be tied to the embedding.
+
+    Attributes:
+        chunked_loss: with targets, logits are made for a part of the vocabulary at a time: set it
+            to the terms of that loss.
 
     Pre-norm residual blocks. Parameters are made in torch's default dtype on its default device;
     on the meta device no weight is drawn: call `init_weights` after `to_empty`.
@@ -38,6 +44,7 @@ class Transformer(nn.Module):
         if problems := shape.problems():
             raise ValueError(f"impossible model shape: {'; '.join(problems)}")
         self.shape = shape
+        self.chunked_loss: LossTerms | None = None
         self.embedding = Embedding(shape.vocab_size, shape.d_model)
         self.positions: nn.Module
         if shape.positions == "learned":
@@ -47,17 +54,28 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.num_layers))
         self.norm = _norm(shape)
-        self.head = Linear(shape.d_model, shape.vocab_size, bias=False)
+        self.head = Head(shape.d_model, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.init_weights(seed)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) in the parameters' dtype, or with targets the mean loss, fp32.
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        positions_BT: Tensor | None = None,
+        divisor: float | None = None,
+    ) -> Tensor:
+        """Return logits (B, T, V) in the parameters' dtype, or with targets the loss, fp32.
 
         Args:
             tokens_BT: int64, T at most `shape.max_seq_len`.
-            targets_BT: int64, the token that follows each of `tokens_BT`.
+            targets_BT: int64, the token that follows each of `tokens_BT`; with a divisor,
+                `loss.IGNORED` where the loss does not count it.
+            positions_BT: int64, the place of each token in its document; a document begins where it
+                is 0, and attention does not cross that. Default: each row is one document.
+            divisor: of the sum of losses; default: B · T, so that the loss is the mean.
         """
         seq_len = tokens_BT.shape[1]
         if seq_len > self.shape.max_seq_len:
@@ -68,16 +86,23 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         rotary: Rotary | None = None
         if self.shape.positions == "learned":
-            x_BTD = x_BTD + self.positions(torch.arange(seq_len, device=tokens_BT.device))
+            places = torch.arange(seq_len, device=tokens_BT.device)
+            x_BTD = x_BTD + self.positions(places if positions_BT is None else positions_BT)
         else:
-            rotary = self.positions(seq_len)
+            rotary = self.positions(seq_len, positions_BT)
+        bias = None if positions_BT is None else document_bias(positions_BT, x_BTD.dtype)
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotary)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+            x_BTD = block(x_BTD, rotary, bias)
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is not None and self.chunked_loss is not None:
+            # Validation measures cross-entropy alone.
+            terms = self.chunked_loss if torch.is_grad_enabled() else LossTerms()
+            return cast(Tensor, self.head(x_BTD, targets_BT, divisor, terms))
+        logits_BTV: Tensor = self.head(x_BTD)
         if targets_BT is None:
             return logits_BTV
-        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), divisor)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -130,8 +155,11 @@ class TransformerBlock(nn.Module):
         self.mlp = Mlp(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary))
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None
+    ) -> Tensor:
+        mixed_BTD = self.attention(self.attention_norm(x_BTD), rotary, bias_B1TT)
+        x_BTD = x_BTD + self.dropout(mixed_BTD)
         x_BTD = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
         return x_BTD
 
@@ -151,7 +179,9 @@ class Attention(nn.Module):
         self.qkv = Linear(shape.d_model, width, bias=shape.bias)
         self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None
+    ) -> Tensor:
         qkv_BTMH = self.qkv(x_BTD).unflatten(2, (-1, self.head_dim))  # M = N + 2K
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         q_BNTH, k_BKTH, v_BKTH = qkv_BTMH.transpose(1, 2).split(heads, dim=1)
@@ -161,11 +191,25 @@ class Attention(nn.Module):
             q_BNTH,
             k_BKTH,
             v_BKTH,
+            attn_mask=bias_B1TT,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=bias_B1TT is None,
             enable_gqa=self.kv_heads != self.num_heads,
         )
         return cast(Tensor, self.out(mixed_BNTH.transpose(1, 2).flatten(2)))
+
+
+def document_bias(positions_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores of causal attention within documents, (B, 1, T, T): 0
+    where a token sees another, else -inf.
+
+    Made once and shared by all layers: as a boolean mask, each would keep a converted copy for
+    backward.
+    """
+    document_BT = (positions_BT == 0).cumsum(1)
+    seen_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    bias_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=positions_BT.device)
+    return bias_BTT.masked_fill_(~seen_BTT, float("-inf"))[:, None]
 
 
 class Mlp(nn.Module):
@@ -193,6 +237,36 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave the memory uninitialised, and torch's global generator untouched."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """See `linear_cross_entropy`."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class Head(Linear):
+    """Logits; or, with targets, the loss, inside of the module whose weight both need."""
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        targets_BT: Tensor | None = None,
+        divisor: float | None = None,
+        terms: LossTerms | None = None,
+    ) -> Tensor:
+        if targets_BT is None or terms is None:
+            return super().forward(x_BTD)
+        return linear_cross_entropy(
+            x_BTD.flatten(0, 1),
+            self.weight,
+            targets_BT.flatten(),
+            divisor=divisor,
+            label_smoothing=terms.label_smoothing,
+            z_loss=terms.z_loss,
+        )
 
 
 class Embedding(nn.Embedding):

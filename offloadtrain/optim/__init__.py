@@ -3,21 +3,27 @@
 An update rule knows its hyperparameters and calls kernels over flat tensors; the engine decides
 when it runs and on which tensors. A custom rule or state format needs this folder only
 (docs/extending.md).
-Start at `rule.UpdateRule`; `adam.py` is the one that ships.
+Start at `rule.UpdateRule`; `kernel_rule.KernelRule` has what those that ship share.
 """
 
+from offloadtrain.optim.adagrad import Adagrad
 from offloadtrain.optim.adam import Adam, AdamW
+from offloadtrain.optim.lion import Lion
 from offloadtrain.optim.loss_scaler import LossScaleError, LossScaler
 from offloadtrain.optim.rule import ElementwiseRule, UpdateRule
+from offloadtrain.optim.sgd import SGD
 from offloadtrain.runtime.kernels import Draw, RegisteredFormat, StateCodec, register_state_format
 from offloadtrain.step.formats import Field, StateFormat
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "Draw",
     "ElementwiseRule",
     "Field",
+    "Lion",
     "LossScaleError",
     "LossScaler",
     "RegisteredFormat",

@@ -81,7 +81,32 @@ class UpdateRule(Protocol):
         ...
 
 
-class ElementwiseRule(ABC):
+class CodecRule:
+    """What rules that are frozen dataclasses of hyperparameters share: masters are set, and state
+    converted, by the codec of its format."""
+
+    __slots__ = ()
+
+    def defaults(self) -> dict[str, Any]:
+        """The hyperparameters of a `param_groups` entry: the fields of the dataclass."""
+        return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+
+    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
+        """See `UpdateRule.set_master`."""
+        kernels.set_master_by_codec(format, state, master)
+
+    def convert(
+        self,
+        source: StateFormat,
+        given: tuple[Tensor, ...],
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+    ) -> None:
+        """See `UpdateRule.convert`."""
+        kernels.convert_by_codec(source, given, format, state)
+
+
+class ElementwiseRule(CodecRule, ABC):
     """A rule in plain torch: what a frozen dataclass of hyperparameters needs beside `moments` and
     `update_fp32`. Any state format.
 
@@ -116,10 +141,6 @@ class ElementwiseRule(ABC):
             if isinstance(group[key], float) and not math.isfinite(group[key]):
                 raise ValueError(f"{key} = {group[key]} is not a finite number")
 
-    def defaults(self) -> dict[str, Any]:
-        """The fields of the dataclass."""
-        return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
-
     def calls_only_kernels(self, format: StateFormat) -> bool:
         return False
 
@@ -151,17 +172,3 @@ class ElementwiseRule(ABC):
             seed=seed,
             out=out,
         )
-
-    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
-        """See `UpdateRule.set_master`."""
-        kernels.set_master_by_codec(format, state, master)
-
-    def convert(
-        self,
-        source: StateFormat,
-        given: tuple[Tensor, ...],
-        format: StateFormat,
-        state: tuple[Tensor, ...],
-    ) -> None:
-        """See `UpdateRule.convert`."""
-        kernels.convert_by_codec(source, given, format, state)

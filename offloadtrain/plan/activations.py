@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from offloadtrain.config.loss_parts import classes_of_part
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.plan.placement import Placement
 
@@ -28,6 +29,8 @@ class Activations:
         layer: saved activations and temporaries of the current layer.
         logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
         gradients: gradients of weights, until the engine takes them.
+        documents: with packing = "isolated", what keeps documents apart: the bias of attention,
+            and the rotary tables of each sequence.
         moment: time of the peak, "loss" or "backward".
     """
 
@@ -35,11 +38,12 @@ class Activations:
     layer: int
     logits: int
     gradients: int
+    documents: int
     moment: str
 
     @property
     def total(self) -> int:
-        return self.saved + self.layer + self.logits + self.gradients
+        return self.saved + self.layer + self.logits + self.gradients + self.documents
 
     def owners(self) -> dict[str, int]:
         """Return the parts by their names in a plan."""
@@ -48,6 +52,7 @@ class Activations:
             "one layer at work": self.layer,
             "logits and loss": self.logits,
             "gradients in flight": self.gradients,
+            "attention within documents": self.documents,
         }
         return {owner: size for owner, size in named.items() if size}
 
@@ -59,9 +64,14 @@ def activations(placed: Placement, *, on_cpu: bool) -> Activations:
 
 def _at_loss(placed: Placement, on_cpu: bool) -> Activations:
     model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
-    kept = _kept_of_layers(placed, on_cpu)
-    logits = 2 * weight * tokens * model.vocab_size + _rows_bytes(placed, on_cpu)
-    return Activations(kept, 0, logits + _final(placed, on_cpu), 0, "loss")
+    kept, head = _kept_of_layers(placed, on_cpu), 0
+    if placed.config.train.chunked_loss:
+        logits = _part_bytes(placed, on_cpu) + tokens * model.d_model * (4 + weight)
+        head = model.vocab_size * model.d_model * weight
+    else:
+        logits = 2 * weight * tokens * model.vocab_size + _rows_bytes(placed, on_cpu)
+    logits += _final(placed, on_cpu)
+    return Activations(kept, 0, logits, head, _documents(placed), "loss")
 
 
 def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
@@ -74,7 +84,7 @@ def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
         kept -= placed.input_bytes  # the layer saves it anyway
     work, gradients = max(_walk(placed, on_cpu), key=sum)
     table = model.vocab_size * model.d_model * weight if model.tie_embeddings else 0
-    return Activations(kept, work, 0, gradients + table, "backward")
+    return Activations(kept, work, 0, gradients + table, _documents(placed), "backward")
 
 
 def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
@@ -160,6 +170,15 @@ def _dropouts(shape: ModelShape, weight: int, on_cpu: bool) -> int:
     return 2 * shape.d_model * (weight if on_cpu else 1) if shape.dropout else 0
 
 
+def _documents(placed: Placement) -> int:
+    """One bias of the scores for all layers and heads; a cosine and a sine in fp32 per position."""
+    data, model = placed.config.data, placed.config.model
+    if data.packing != "isolated":
+        return 0
+    tables = 4 * model.head_dim if model.positions == "rotary" else 0
+    return _tokens(placed) * (placed.weight_bytes * data.seq_len + tables)
+
+
 def _final(placed: Placement, on_cpu: bool) -> int:
     """The final norm's input and output."""
     return _tokens(placed) * _norm(placed.config.model, placed.weight_bytes, on_cpu)
@@ -169,6 +188,14 @@ def _rows_bytes(placed: Placement, on_cpu: bool) -> int:
     most = _ROWS_BYTES_CPU if on_cpu else _ROWS_BYTES_GPU
     rows = min(most, 4 * _tokens(placed) * placed.config.model.vocab_size)
     return rows if placed.weight_bytes == 4 else 2 * rows  # wider, then their softmax
+
+
+def _part_bytes(placed: Placement, on_cpu: bool) -> int:
+    """A part's logits in fp32, and rounded beside it, for all tokens: see `model.chunked_loss`."""
+    tokens, weight = _tokens(placed), placed.weight_bytes
+    columns = classes_of_part(tokens, on_cpu=on_cpu)
+    elements = tokens * min(columns, placed.config.model.vocab_size)
+    return elements * (4 if weight == 4 else 4 + weight)
 
 
 def _tokens(placed: Placement) -> int:

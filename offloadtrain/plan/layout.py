@@ -1,5 +1,5 @@
-"""Blocks and buckets of the shipped transformer from its shape, as the engine partitions and pads
-them.
+"""Blocks and buckets of the shipped transformer from its shape, or of another model from its parts,
+as the engine partitions and pads them.
 
 `tests/plan/test_memory.py` compares the resulting spec with the engine's spec of the module.
 """
@@ -7,10 +7,10 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
+from offloadtrain.config.hf_model import ParamShape, PartShape
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS
@@ -18,50 +18,61 @@ from offloadtrain.step.formats import format_for
 from offloadtrain.step.spec import BlockSpec, BucketSpec, padded
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
-    """A parameter by its qualified name."""
-
-    name: str
-    sizes: tuple[int, ...]
-
-
 def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
     """Return all blocks in forward order."""
-    return tuple(
-        BlockSpec(name, _buckets(name, params, config, ranks), repeated=repeated)
-        for name, params, repeated in _parts(config.model)
+    found = (_block(part, config, ranks) for part in parts_of(config))
+    return tuple(block for block in found if block.held)
+
+
+def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
+    trained = [param for param in part.params if param.trained]
+    frozen = [param for param in part.params if not param.trained]
+    streamable = part.repeated and config.offload.streams_among(ranks)
+    return BlockSpec(
+        part.name,
+        _buckets(part.name, trained, config, ranks),
+        _buckets(f"{part.name} frozen", frozen, config, ranks) if streamable else (),
+        part.repeated,
     )
 
 
-def num_tensors(shape: ModelShape) -> int:
+def parts_of(config: Config) -> tuple[PartShape, ...]:
+    """Return every parameter of the job's model, in registration order; a tied one once."""
+    if config.hf is None:
+        return tuple(_parts(config.model))
+    assert config.hf.parts is not None, "integrations.hf_job.described comes first"
+    return config.hf.parts
+
+
+def num_tensors(config: Config) -> int:
     """Return the number of parameter tensors; a tied one counts once."""
-    return sum(len(params) for _, params, _ in _parts(shape))
+    return sum(len(part.params) for part in parts_of(config))
 
 
-def _parts(shape: ModelShape) -> Iterator[tuple[str, list[Param], bool]]:
-    """Yield (name, parameters, repeated) in registration order."""
+def _parts(shape: ModelShape) -> Iterator[PartShape]:
     table = (shape.vocab_size, shape.d_model)
-    yield "embedding", [Param("embedding.weight", table)], False
+    yield PartShape("embedding", (ParamShape("embedding.weight", table),))
     if shape.positions == "learned":
         learned = (shape.max_seq_len, shape.d_model)
-        yield "positions", [Param("positions.weight", learned)], False
+        yield PartShape("positions", (ParamShape("positions.weight", learned),))
+    sizes_of = _layer(shape)
     for number in range(shape.num_layers):
-        layer = {f"blocks.{number}.{name}": sizes for name, sizes in _layer(shape).items()}
+        layer = {f"blocks.{number}.{name}": sizes for name, sizes in sizes_of.items()}
         modules = {name: _named(name, sizes) for name, sizes in layer.items()}
         if shape.num_layers == 1:  # no list of layers: every module is its own block
-            yield from ((name, params, False) for name, params in modules.items())
+            yield from (PartShape(name, params) for name, params in modules.items())
         else:
-            yield f"blocks.{number}", [one for many in modules.values() for one in many], True
-    yield "norm", _named("norm", _norm(shape)), False
+            params = tuple(one for many in modules.values() for one in many)
+            yield PartShape(f"blocks.{number}", params, repeated=True)
+    yield PartShape("norm", _named("norm", _norm(shape)))
     if not shape.tie_embeddings:
-        yield "head", [Param("head.weight", table)], False
+        yield PartShape("head", (ParamShape("head.weight", table),))
 
 
-def _named(module: str, sizes: Sequence[tuple[int, ...]]) -> list[Param]:
+def _named(module: str, sizes: Sequence[tuple[int, ...]]) -> tuple[ParamShape, ...]:
     """Return the weight and, if there is one, the bias."""
     names = (f"{module}.weight", f"{module}.bias")
-    return [Param(name, one) for name, one in zip(names, sizes, strict=False)]
+    return tuple(ParamShape(name, one) for name, one in zip(names, sizes, strict=False))
 
 
 def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
@@ -88,12 +99,13 @@ def _linear(shape: ModelShape, width: int, out: int) -> list[tuple[int, ...]]:
 
 
 def _buckets(
-    name: str, params: Sequence[Param], config: Config, ranks: int
+    name: str, params: Sequence[ParamShape], config: Config, ranks: int
 ) -> tuple[BucketSpec, ...]:
     """Split parameters by weight decay and dtype, in order of appearance."""
     sorted_in: dict[tuple[bool, str], list[int]] = {}
     for param in params:
-        key = (config.optim.decay == "all" or len(param.sizes) > 1, _dtype(param, config))
+        decays = param.trained and (config.optim.decay == "all" or len(param.sizes) > 1)
+        key = (decays, working_dtype(param, config))
         sorted_in.setdefault(key, []).append(prod(param.sizes))
     several = len(sorted_in) > 1
     return tuple(
@@ -109,7 +121,7 @@ def _buckets(
     )
 
 
-def _dtype(param: Param, config: Config) -> str:
+def working_dtype(param: ParamShape, config: Config) -> str:
     """Dtype of the working weight."""
     kept = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
     return PRECISIONS["fp32" if kept else config.offload.precision]

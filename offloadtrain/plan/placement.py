@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.offload import PRECISIONS, OptionError
-from offloadtrain.plan.layout import blocks_of, num_tensors
+from offloadtrain.plan.layout import blocks_of, num_tensors, parts_of, working_dtype
 from offloadtrain.step import memory
-from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.formats import ADAM_MOMENTS, ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.spec import StepSpec
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
-"""State of each rule that a job can name (`optim.name`); `train.build.update_rule` makes them."""
+_MOMENTS = {
+    "adamw": ADAM_MOMENTS,
+    "adam": ADAM_MOMENTS,
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "adagrad": ("sum",),
+}
+
+
+def moments_of(optim: OptimConfig) -> tuple[str, ...]:
+    """State of the rule that a job names; `train.build.update_rule` makes it."""
+    return () if optim.name == "sgd" and not optim.momentum else _MOMENTS[optim.name]
 
 
 class PlanError(OffloadTrainError):
@@ -61,6 +72,13 @@ class Placement:
         """Return owner → bytes of one device, without activations and torch's needs."""
         return memory.device_owners(self.spec)
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Device bytes of frozen weights that are not streamed: they are torch's."""
+        parts = (part for part in parts_of(self.config) if part.name not in self.spec.streamed)
+        frozen = (param for part in parts for param in part.params if not param.trained)
+        return sum(prod(one.sizes) * ITEMSIZE[working_dtype(one, self.config)] for one in frozen)
+
 
 def place(config: Config, ranks: int = 1, available_bytes: int | None = None) -> Placement:
     """Lay out the step of one rank.
@@ -79,8 +97,8 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
             blocks_of(config, ranks),
             config.offload,
             ranks=ranks,
-            num_tensors=num_tensors(config.model),
-            moments=MOMENTS[config.optim.name],
+            num_tensors=num_tensors(config),
+            moments=moments_of(config.optim),
             available_bytes=available_bytes,
         )
     except (DeviceMemoryError, OptionError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.job import Config
@@ -63,6 +63,8 @@ class Plan:
     def device(self) -> dict[str, int]:
         """Owner → bytes on each device, at the peak."""
         held = self.placed.device() | self.activations.owners()
+        if frozen := self.placed.frozen_bytes:
+            held["frozen weights"] = frozen
         if not self.placed.spec.offloaded and not self.machine.on_cpu:
             held["Adam at work"] = UPDATE_BYTES
         return held
@@ -118,7 +120,8 @@ class Plan:
 
     def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
         beside = sum(device.values()) if self.machine.on_cpu else 0
-        still = sum(self.placed.device().values()) if self.machine.on_cpu else 0
+        still = sum(self.placed.device().values()) + self.placed.frozen_bytes
+        still = still if self.machine.on_cpu else 0
         state = sum(host.values()) - host.get("block inputs", 0)
         peaks = {
             "init": state + still + self.built_bytes,
@@ -130,7 +133,12 @@ class Plan:
     @property
     def built_bytes(self) -> int:
         """fp32 weights of the largest part of the model created at once, and a flat copy of its
-        largest tensor."""
+        largest tensor. Of a model of transformers with random weights, all of it is created at
+        once, by transformers."""
+        if (hf := self.placed.config.hf) is not None:
+            params = [sum(prod(p.sizes) for p in part.params) for part in hf.parts or ()]
+            tensors = (prod(param.sizes) for part in hf.parts or () for param in part.params)
+            return 4 * (sum(params) if hf.init == "random" else max(params)) + 4 * max(tensors)
         shape = self.placed.config.model
         table = shape.vocab_size * shape.d_model
         return 4 * max(num_block_params(shape), table) + 4 * table
@@ -147,6 +155,7 @@ class Plan:
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
         guessed = self.activations.owners()
         sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}
+        sure["frozen weights"] = self.placed.frozen_bytes
         cannot = self._problems(engine, self.placed.device() | sure)
         return self.problems if cannot else []
 

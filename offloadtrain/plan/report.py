@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offloadtrain.config.batch_split import explain
-from offloadtrain.config.model_shape import num_params
+from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
@@ -15,7 +15,7 @@ from offloadtrain.plan.suggest import Change
 LANES = {
     "compute": "forward and backward",
     "d2h": "gradients to the host",
-    "host": "sums, norm, Adam",
+    "host": "sums, norm, updates",
     "h2d": "weights to the device",
     "load": "streamed blocks",
     "comm": "collectives",
@@ -40,7 +40,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "hosts": plan.hosts,
         "zero_stage": spec.zero_stage,
         "precision": plan.job.offload.precision,
-        "params": num_params(plan.job.model),
+        "optimizer": plan.job.optim.name,
+        "params": plan.job.num_params,
         "batch_tokens": plan.job.batch_tokens,
         "streamed_blocks": len(spec.streamed),
         "device_bytes": plan.device,
@@ -55,6 +56,17 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
     }
 
 
+def _of_hf(job: Config) -> str:
+    """Say what of a model of transformers is exact, and what is not."""
+    trained = (
+        f"{format_count(job.num_trained)} trained; " if job.num_trained < job.num_params else ""
+    )
+    return (
+        f"{trained}parameters and state are the model's; activations and times are estimates, for "
+        "our transformer with its width, depth and heads"
+    )
+
+
 def _change_json(change: Change) -> dict[str, Any]:
     predicted = change.plan.prediction
     return {"keys": change.keys, "tokens_per_s": predicted.tokens_per_s}
@@ -67,11 +79,13 @@ def _head(plan: Plan) -> str:
     hosts = f" on {plan.hosts} hosts" if plan.hosts > 1 else ""
     train = job.train
     lines = [
-        f"{job.name} on {plan.name}: {ranks}{hosts}, {job.offload.precision}",
-        f"{format_count(num_params(job.model))} parameters, {job.model.num_layers} blocks of width "
+        f"{job.name} on {plan.name}: {ranks}{hosts}, {job.offload.precision}, {job.optim.name}",
+        f"{format_count(job.num_params)} parameters, {job.model.num_layers} blocks of width "
         f"{job.model.d_model}; {format_count(job.batch_tokens)} tokens per step "
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]
+    if job.hf is not None:
+        lines.append(_of_hf(job))
     if spec.ranks > 1:
         lines.append(f"{explain(job, config, spec.ranks)}; ZeRO stage {spec.zero_stage}")
     if spec.streamed:
@@ -128,7 +142,7 @@ def _step(plan: Plan) -> str:
         f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
     )
     ranks = plan.placed.spec.ranks
-    owned = num_params(plan.job.model) / ranks
+    owned = plan.job.num_trained / ranks
     lines.append(
         f"bus: {found.d2h_bytes / 1e9:.3g} GB down, {found.h2d_bytes / 1e9:.3g} GB up per step and "
         f"rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "

@@ -10,8 +10,9 @@ from typing import Any
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.placement import PlanError, moments_of
 from offloadtrain.plan.plan import Plan, make, resolved
+from offloadtrain.step.formats import FORMATS
 
 SIMULATED = 12
 """Most candidates with a predicted time; each takes a fraction of a second."""
@@ -152,8 +153,12 @@ def _candidates(
 
 
 def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
-    precision = job.offload.precision
-    states = (s for s in STATE_PRECISIONS if precision in (*STATE_PRECISIONS[s], "auto"))
+    precision, moments = job.offload.precision, moments_of(job.optim)
+    states = (
+        state
+        for state, precisions in STATE_PRECISIONS.items()
+        if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
+    )
     return {
         "offload.working": ("device", "host"),
         "offload.activation": ("keep", "recompute", "offload"),

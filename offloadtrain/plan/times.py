@@ -23,6 +23,7 @@ from math import ceil
 from offloadtrain.config.model_shape import block_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.placement import Placement
+from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import Steady, steady
 from offloadtrain.step.spec import BucketSpec, StepSpec
@@ -128,7 +129,7 @@ class _Costs:
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
         self._blocks = {block.name: block for block in self.spec.blocks}
-        self._buckets = {bucket.name: bucket for bucket in self.spec.buckets}
+        self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
         self._local = min(self.spec.ranks, machine.gpus)
         if self.spec.ranks > machine.gpus and not machine.node_link_gbps:
             raise MachineError(
@@ -138,6 +139,8 @@ class _Costs:
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
         self._rate = machine.flops(config.offload.precision, config.model.d_model)
+        self._moved: dict[tuple[Kind, str], float] = {}
+        """Kind and bucket → seconds of one operation: a simulation asks for each of them often."""
 
     def seconds(self, op: Launch) -> float:
         """Return the seconds of one operation."""
@@ -153,7 +156,10 @@ class _Costs:
                 return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
             case Kind.ACTIVATION_UP:
                 return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
-        return self._moved_s(op.kind, self._buckets[op.owner])
+        key = op.kind, op.owner
+        if (found := self._moved.get(key)) is None:
+            found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
+        return found
 
     def _recomputes(self, name: str) -> bool:
         keeps = self.placed.config.offload.activation == "keep"
@@ -231,16 +237,24 @@ class _Costs:
         return 1e9 * whole / self._local
 
     def _adam_rate(self, bucket: BucketSpec) -> float:
-        """Parameters per second of one rank; the memory's limit where none were measured."""
+        """Parameters per second of one rank; the memory's limit where none were measured. Other
+        rules than Adam, which was measured, by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
+        moved = self._traffic(Kind.ADAM, bucket)
         if measured and self.spec.offloaded:
-            return 1e9 * measured / self._local
-        return self._dram / self._traffic(Kind.ADAM, bucket)
+            of_adam = bucket.format.traffic_per_param(
+                ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
+            )
+            return 1e9 * measured * (of_adam / moved) / self._local
+        return self._dram / moved
+
+    def _grad_bytes(self, bucket: BucketSpec) -> int:
+        return 4 if self.spec.accumulates else bucket.weight_bytes
 
     def _traffic(self, kind: Kind, bucket: BucketSpec) -> float:
         """Bytes of memory traffic per parameter."""
         weight = bucket.weight_bytes
-        gradient = 4 if self.spec.accumulates else weight
+        gradient = self._grad_bytes(bucket)
         match kind:
             case Kind.ACCUMULATE:
                 return weight + 8
@@ -259,10 +273,11 @@ class _Costs:
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
         loads = sum(block.nbytes for block in streamed) // spec.ranks
         loaded = self._loads_per_step() * loads // max(len(streamed), 1)
+        trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
         from_shards = any(spec.loads_from_shard(bucket) for bucket in spec.buckets)
-        up = every if from_shards else every - loads + loaded
+        up = every if from_shards else every - trained + loaded
         inputs = self.placed.input_bytes * self._offloaded_inputs
-        sent = (spec.ranks - 1) * (micro_steps * reduced + every - loads + loaded)
+        sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
         down = micro_steps * every if spec.offloaded else 0
         return down + inputs, (up if spec.offloaded else 0) + inputs, sent
 

@@ -157,12 +157,22 @@ class Ranks:
         all_gather_single(rows, own, group=self._groups[1])
         return rows
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast rank 0's values into every rank's `tensor`, which is on the host and
-        contiguous."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Broadcast the values of rank `source` into every rank's `tensor`, which is on the host
+        and contiguous."""
         if not self.is_single:
             group = self._groups[1]
-            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+
+    def assemble(self, whole: Tensor, parts: Sequence[tuple[int, int]]) -> None:
+        """Fill `whole` (n,) on the host, of which each rank has its own [lo, hi) already.
+
+        Args:
+            parts: [lo, hi) of each rank in order, the same on every rank.
+        """
+        for source, (lo, hi) in enumerate(parts):
+            if lo < hi:
+                self.broadcast(whole[lo:hi], source)
 
     def broadcast_object(self, value: _T) -> _T:
         """Broadcast rank 0's `value`, which can be pickled."""

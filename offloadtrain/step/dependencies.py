@@ -9,8 +9,8 @@ follows from its reads and writes, no wait is redundant, and a new kind of opera
 waits with it.
 
 An event stands for everything launched on its lane before it. It is recorded right behind the
-operation that a later launch may wait for. A few kinds (`_LATE`) are rarely waited for: the event
-behind them is recorded when a wait needs it, or never.
+operation that a later launch may wait for. Some operations are rarely waited for: the event behind
+them is recorded *late*, when a wait needs it, or never.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from offloadtrain.step.operations import (
     Lane,
     Launch,
     Operations,
-    Reason,
     Record,
     Ref,
     Undefined,
@@ -35,7 +34,6 @@ from offloadtrain.step.operations import (
 
 _AT = {lane: at for at, lane in enumerate(Lane)}
 """The place of each lane in clocks."""
-_LATE = frozenset({Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE})
 
 _Cell = tuple[object, ...]
 """Memory, owner and copy of a `Ref`: the unit of dependencies, whatever its elements."""
@@ -60,7 +58,7 @@ class Dependencies:
         """Lane → its clock: what is done when its next operation starts."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
         self._recorded: dict[Lane, Event] = {}
-        """Lane → its event of `record`, while nothing was launched there since."""
+        """Lane → its last event of `record`, until the next `take`."""
 
     def take(self) -> Operations:
         """Return the operations since the last call."""
@@ -70,11 +68,12 @@ class Dependencies:
         self._recorded.clear()
         return taken
 
-    def launch(self, op: Launch, *, fresh: Ref | None = None) -> None:
+    def launch(self, op: Launch, *, fresh: Ref | None = None, late: bool = False) -> None:
         """Launch behind the waits that the operation's memory needs.
 
         Args:
             fresh: memory that is reused: its contents are undefined once the waits are over.
+            late: the event behind it is recorded when a wait needs it, or never.
         """
         uses, lane = self._uses, op.lane
         reads = [uses[ref[:3]] for ref in op.reads]
@@ -84,7 +83,7 @@ class Dependencies:
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
-        event = self._advance(lane, op.kind, op.owner, say=op.kind not in _LATE)
+        event = self._advance(lane, op.kind, op.owner, say=not late)
         for use in reads:
             use.read[lane] = event
         # A write has waited for the reads before it: later users need to wait for the write only.
@@ -95,10 +94,11 @@ class Dependencies:
     def record(self, lane: Lane, what: str) -> Event:
         """Return the event behind all that was launched on the lane so far, and behind code that
         ran there without a launch; `what` names that code."""
+        last = self._recorded.get(lane)
         # Nothing was launched there since the last event: that one says the same.
-        if lane not in self._recorded:
-            self._recorded[lane] = self._advance(lane, None, what, say=True)
-        return self._recorded[lane]
+        if last is None or last.position < self._known[lane][last.at]:
+            last = self._recorded[lane] = self._advance(lane, None, what, say=True)
+        return last
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
         """Wait, unless the lane knows already that the event has happened."""
@@ -174,7 +174,8 @@ class Dependencies:
         self, lane: Lane, reads: Iterable[_Use], writes: Iterable[_Use], who: Launch | str
     ) -> None:
         """Wait for the last write of what is read, and for every use of what is written."""
-        known, before = self._known[lane], list[tuple[Event, str, str]]()
+        known = self._known[lane]
+        before: list[tuple[Event, str, str]] = []
         for use in reads:
             if (event := use.written) is not None and event.position > known[event.at]:
                 before.append((event, "reads", "writes"))
@@ -187,23 +188,24 @@ class Dependencies:
         # An event that another one covers comes last: the wait for that one makes it needless.
         if len(before) > 1:
             events = [event for event, _, _ in before]
-            before = sorted(before, key=lambda one: self._is_covered(one[0], events))
+            before.sort(key=lambda one: self._is_covered(one[0], events))
         for event, does, did in before:
             if event.position > known[event.at]:
-                self._wait(lane, event, Reason(who, does, event, did))
+                self._wait(lane, event, who, does, did)
 
-    def _wait(self, lane: Lane, event: Event, why: Reason | str) -> None:
+    def _wait(
+        self, lane: Lane, event: Event, who: Launch | str, does: str = "", did: str = ""
+    ) -> None:
         # A late event is recorded now, on its own lane: it must stand in the program before this.
         if not event.recorded:
             self._say(event)
         # The lane is now behind all that the event's lane had waited for, too.
         known = self._known[lane]
-        known[:] = map(max, known, event.clock)
-        self.operations.append(Wait(lane, event, why))
+        known[:] = [a if a > b else b for a, b in zip(known, event.clock, strict=True)]
+        self.operations.append(Wait(lane, event, who, does, did))
 
     def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, say: bool) -> Event:
         """Count one more operation of the lane; `say`: record the event behind it now."""
-        self._recorded.pop(lane, None)
         at, known = _AT[lane], self._known[lane]
         known[at] += 1
         event = Event(lane, tuple(known), at, known[at], say, kind, owner)

@@ -24,6 +24,8 @@ ITEMSIZE = {
 SCALE_BLOCK = 128
 """Elements that share one scale."""
 
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -69,14 +71,14 @@ class StateFormat:
             or, if its dtype is None, the working weight, which is uploaded from where it lies.
         moment: the fields of each moment.
         precisions: precisions of the working weights it can store; others have fp32 state.
-        moments: the only moments it can store; empty: any.
+        moments: the sets of moments it can store; empty: any.
     """
 
     name: str
     master: tuple[Field, ...]
     moment: tuple[Field, ...]
     precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
-    moments: tuple[str, ...] = ()
+    moments: tuple[tuple[str, ...], ...] = ()
 
     @property
     def holds_weight(self) -> bool:
@@ -94,6 +96,10 @@ class StateFormat:
     def keeps(self, dtype: str) -> bool:
         """Whether working weights of this dtype can have it."""
         return any(PRECISIONS.get(precision) == dtype for precision in self.precisions)
+
+    def keeps_moments(self, moments: Sequence[str]) -> bool:
+        """Whether a rule with these moments can have it."""
+        return not self.moments or tuple(moments) in self.moments
 
     def bytes_per_param(self, moments: Sequence[str], weight_bytes: int) -> float:
         """Return the bytes of the state per parameter, without gradients."""
@@ -125,7 +131,7 @@ INT8 = StateFormat(
     (_WEIGHT, Field("correction", "int8")),
     (Field("", "uint8"), Field("_scale", "float32", SCALE_BLOCK)),
     STATE_PRECISIONS["int8"],
-    moments=("exp_avg", "exp_avg_sq"),
+    moments=(ADAM_MOMENTS, ("exp_avg",), ("momentum_buffer",), ()),
 )
 FORMATS: dict[str, StateFormat] = {state.name: state for state in (FP32, SPLIT16, INT8)}
 
@@ -146,11 +152,16 @@ def register(state: StateFormat) -> None:
             f"state format '{state.name}': the first field of master is the fp32 master weight or "
             f"the working weight (dtype None), not {state.master[0].dtype}"
         )
-    names = [field.name for field in state.fields(state.moments or ("exp_avg", "exp_avg_sq"))]
+    names = [field.name for field in state.fields(typical_moments(state))]
     if len(set(names)) < len(names):
         raise ValueError(f"state format '{state.name}' has fields of one name: {', '.join(names)}")
     FORMATS[state.name] = state
     STATE_PRECISIONS[state.name] = state.precisions
+
+
+def typical_moments(state: StateFormat) -> tuple[str, ...]:
+    """The first set of moments that a format can store; Adam's, if it stores any."""
+    return state.moments[0] if state.moments else ADAM_MOMENTS
 
 
 def unregister(name: str) -> None:

@@ -26,6 +26,9 @@ class GradientPath:
         self._host_ring = host_ring
         self._ring = Ring(Memory.STAGING, spec.staging_slots)
         self._rounded = Ring(Memory.ROUNDED, spec.staging_slots)
+        self._norms_are_last = not spec.updates_in_backward
+        """No Adam stands behind a norm on the host lane until `complete` has waited for the last
+        one: a single event, recorded then, is enough for all of them."""
         self._norms = Ref(Memory.NORMS, "", 0, 0, spec.num_tensors, NORMS_DTYPE)
 
     def send(self, bucket: BucketRefs, *, complete: bool, last: bool) -> None:
@@ -62,7 +65,8 @@ class GradientPath:
                 zeros = (bucket.gradient,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
-                self._order.launch(Launch(Kind.NO_GRADIENT, Lane.HOST, bucket.name, (), zeros))
+                op = Launch(Kind.NO_GRADIENT, Lane.HOST, bucket.name, (), zeros)
+                self._order.launch(op, late=True)
                 bucket.touched, bucket.normed = True, False
             if not bucket.normed:
                 self._measure(bucket)
@@ -139,5 +143,6 @@ class GradientPath:
         reads, writes = (bucket.gradient,), (self._norms,)
         # Host, as soon as the gradient is there, beside backward of the next blocks: `complete`
         # then waits for little more than the norm of the last block.
-        self._order.launch(Launch(Kind.NORM, Lane.HOST, bucket.name, reads, writes))
+        op = Launch(Kind.NORM, Lane.HOST, bucket.name, reads, writes)
+        self._order.launch(op, late=self._norms_are_last)
         bucket.normed = True

@@ -206,25 +206,25 @@ class Record(NamedTuple):
     event: Event
 
 
-class Reason(NamedTuple):
-    """The reason of a wait, made into a sentence by `str` only where waits are recorded."""
-
-    who: Launch | str
-    does: str
-    other: Event
-    did: str
-
-    def __str__(self) -> str:
-        who = self.who if isinstance(self.who, str) else self.who.name
-        return f"{who} {self.does} what {self.other.name} {self.did}"
-
-
 class Wait(NamedTuple):
-    """Launches on the lane from here on start after the event."""
+    """Launches on the lane from here on start after the event.
+
+    Attributes:
+        who: the launch, or other code, that waits.
+        does, did: what it does with the memory, and what the awaited operation did; empty where
+            `who` says all.
+    """
 
     lane: Lane
     event: Event
-    why: Reason | str
+    who: Launch | str
+    does: str = ""
+    did: str = ""
+
+    def __str__(self) -> str:
+        """Its reason, made into a sentence only where waits are recorded."""
+        who = self.who if isinstance(self.who, str) else self.who.name
+        return f"{who} {self.does} what {self.event.name} {self.did}" if self.does else who
 
 
 class HostWait(NamedTuple):

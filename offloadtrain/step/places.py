@@ -38,7 +38,8 @@ class BucketRefs:
         self.accumulates = step.accumulates
         self.reduces_wide = step.reduced_bytes(spec) != spec.weight_bytes
         self.state_copies = tuple(self._state(copy, step.moments) for copy in (0, 1))
-        self.gradient = self.piece(0, spec.shard_numel)
+        dtype = "float32" if self.accumulates else spec.dtype
+        self.gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
         self.snapshot = self._of(Memory.SNAPSHOT)
         self._device_shard = self._of(Memory.DEVICE_SHARD)
         lo = rank * spec.shard_numel
@@ -63,8 +64,9 @@ class BucketRefs:
 
     def piece(self, lo: int, hi: int) -> Ref:
         """A part of the gradient."""
-        dtype = "float32" if self.accumulates else self.spec.dtype
-        return Ref(Memory.GRADIENT, self.name, 0, lo, hi, dtype)
+        if hi - lo == self.spec.shard_numel:
+            return self.gradient
+        return self.gradient._replace(lo=lo, hi=hi)
 
     def state(self, *, other: bool = False) -> tuple[Ref, ...]:
         """All fields of the state, or of its other copy."""

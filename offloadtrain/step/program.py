@@ -113,7 +113,7 @@ class Program:
         held = self._held.get(block, ())
         # Compute, where a real run has the user's kernels: uploads wait for these reads.
         reads = tuple(bucket.whole for bucket in held)
-        self._order.launch(Launch(kind, Lane.COMPUTE, block, reads))
+        self._order.launch(Launch(kind, Lane.COMPUTE, block, reads), late=True)
         return self._order.take()
 
     def activation_saved(self, number: int, numel: int, dtype: str) -> Operations:

@@ -118,7 +118,7 @@ def trace(spec: StepSpec, operations: Iterable[Operation]) -> list[Entry]:
                 numbers[op.event] = len(numbers)
                 found.append(Recorded(op.event.lane, numbers[op.event]))
             case Wait():
-                found.append(Waited(op.lane, numbers[op.event], str(op.why)))
+                found.append(Waited(op.lane, numbers[op.event], str(op)))
             case HostWait():
                 found.append(Waited(None, numbers[op.event], str(op.why)))
             case Undefine():

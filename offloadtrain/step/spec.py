@@ -145,6 +145,11 @@ class StepSpec:
         return config.update == "exact" and config.clip_norm is None and not config.skip_nonfinite
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Adam may run beside a backward, of its own step or (mode "delayed") of the next one."""
+        return self.config.update != "exact" or self.updates_early
+
+    @property
     def weights_wait(self) -> bool:
         """New weights wait for their upload longer than their gradient's memory is free."""
         return self.config.update != "exact" or (self.updates_early and self.accumulates)
@@ -182,9 +187,7 @@ class StepSpec:
     def has_snapshot(self, bucket: BucketSpec) -> bool:
         """True if loads read a snapshot of the forward's weights: the memory that an update writes
         may change inside backward, while loads of that backward must read the old weights."""
-        return self.loads_from_host(bucket) and (
-            self.config.update != "exact" or self.updates_early
-        )
+        return self.loads_from_host(bucket) and self.updates_in_backward
 
     def has_pending(self, bucket: BucketSpec, *, copied: bool | None = None) -> bool:
         """New weights need memory of their own until their upload.

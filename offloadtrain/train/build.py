@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.data.batches import Batches
-from offloadtrain.data.documents import PYTHON_STDLIB
 from offloadtrain.data.prepare import prepare
+from offloadtrain.data.source import HUB, PYTHON_STDLIB
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, Progress, TokenFile
 from offloadtrain.data.verified import verify
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.model.transformer import Transformer
+from offloadtrain.integrations import hf_job
+from offloadtrain.model.language_model import LanguageModel, OwnModel
+from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.optim.kernel_rule import KernelRule
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
@@ -54,7 +57,7 @@ class TrainingContext:
 
     local: Config
     ranks: Ranks
-    model: Transformer
+    model: LanguageModel
     optimizer: OffloadOptimizer
     batches: Batches
     train_tokens: TokenFile
@@ -101,18 +104,19 @@ def assemble(
             verify(tokens, on_verify)
     ranks.barrier()
     _check_same_job(job, train_tokens, ranks)
+    _check_tokenizer(config, train_tokens, val_tokens)
     _check_sampling(job, train_tokens)
-    with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
-        model = Transformer(config.model)
+    model, optimizer = _offloaded(config, device)
     return TrainingContext(
         local=config,
         ranks=ranks,
         model=model,
-        optimizer=offload_job(model, config, device),
+        optimizer=optimizer,
         batches=Batches(
             train_tokens,
             batch=config.train.micro_batch,
             seq_len=config.data.seq_len,
+            packing=config.data.packing,
             seed=config.train.seed,
             rank=ranks.rank,
             world=ranks.size,
@@ -139,6 +143,39 @@ def _precision(
         chosen, why = ranks.broadcast_object(resolve_precision(asked, device))
     resolve_precision(chosen, device)
     return chosen, why
+
+
+def described(job: Config) -> Config:
+    """Return the job with every parameter of its model known, which `model.hf` needs transformers
+    for.
+
+    Raises:
+        ConfigError: transformers is not installed, or does not know the model.
+    """
+    if job.hf is None:
+        return job
+    return replace(job, hf=hf_job.described(job.hf))
+
+
+def _offloaded(config: Config, device: torch.device) -> tuple[LanguageModel, OffloadOptimizer]:
+    train, terms = config.train, None
+    if train.chunked_loss:
+        terms = LossTerms(train.label_smoothing, train.z_loss)
+    if config.hf is not None:
+        return hf_job.build(
+            config.hf,
+            update_rule(config),
+            lambda model: decay_groups(model, config),
+            config.offload,
+            device=device,
+            seed=config.train.seed,
+            terms=terms,
+            isolated=config.data.packing == "isolated",
+        )
+    with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
+        model = Transformer(config.model)
+    model.chunked_loss = terms
+    return OwnModel(model), offload_job(model, config, device)
 
 
 def offload_job(model: Transformer, config: Config, device: torch.device) -> OffloadOptimizer:
@@ -202,15 +239,25 @@ def open_tokens(
     data = config.data
     if not data.source:
         return TokenFile(data.train), TokenFile(data.val) if data.val else None
-    if data.source != PYTHON_STDLIB and not Path(data.source).exists():
+    named = data.source == PYTHON_STDLIB or data.source.startswith(HUB)
+    if not named and not Path(data.source).exists():
         raise DataError(
-            f"data.source = {data.source} is not there. Set it to a text or JSONL file or a folder "
-            "of them (--set data.source=my_texts), or name token files made by `offloadtrain "
-            "prepare my_texts data` (--set data.train=data/train.bin "
+            f"data.source = {data.source} is not there. Set it to a file of text or records or a "
+            "folder of them (--set data.source=my_texts), or name token files made by "
+            "`offloadtrain prepare my_texts data` (--set data.train=data/train.bin "
             "data.val=data/val.bin)"
         )
     folder = Path(data.cache) / (Path(data.source).stem or "source")
-    made = prepare(data.source, folder, val_fraction=data.val_fraction, progress=on_prepare)
+    made = prepare(
+        data.source,
+        folder,
+        val_fraction=data.val_fraction,
+        tokenizer=data.tokenizer or "bytes",
+        form=data.form,
+        field=data.field,
+        chat_template=data.chat_template,
+        progress=on_prepare,
+    )
     if made.remark:
         _log.warning(made.remark)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
@@ -305,11 +352,22 @@ def _rates_of(rates: Machine, here: Machine) -> Machine:
     )
 
 
-def update_rule(config: Config) -> optim.Adam:
-    """Return the rule that the job names."""
-    rule = {"adamw": optim.AdamW, "adam": optim.Adam}[config.optim.name]
-    chosen = config.optim
-    return rule(lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay)
+def update_rule(config: Config) -> KernelRule:
+    """Return the rule that the job names, with its hyperparameters among the job's."""
+    rule: type[Any] = _RULES[config.optim.name]
+    made: KernelRule = rule(
+        **{field.name: getattr(config.optim, field.name) for field in fields(rule)}
+    )
+    return made
+
+
+_RULES: dict[str, Any] = {
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "lion": optim.Lion,
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+}
 
 
 def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
@@ -329,12 +387,30 @@ def _check_sampling(config: Config, tokens: TokenFile) -> None:
     if not (count := config.train.sample_tokens):
         return
     try:
-        tokenizer(tokens.header.tokenizer)
+        identity = tokenizer(tokens.header.tokenizer).identity
+        if tokens.header.tokenizer_id not in ("", identity):
+            raise DataError(f"the tokenizer {tokens.header.tokenizer} is another one by now")
     except DataError as error:
         raise ConfigError(
             f"train.sample_tokens = {count}, but the text cannot be decoded: {tokens.path}: "
             f"{error}; set train.sample_tokens = 0"
         ) from None
+
+
+def _check_tokenizer(config: Config, train: TokenFile, val: TokenFile | None) -> None:
+    """Raises ConfigError if the files are known not to be of one tokenizer, or not of the job's."""
+    identity = train.header.tokenizer_id
+    if val is not None and val.header.tokenizer_id not in ("", identity):
+        raise ConfigError(
+            f"{val.path} is of another tokenizer ({val.header.tokenizer}) than {train.path} "
+            f"({train.header.tokenizer}): prepare both with one"
+        )
+    asked = config.data.tokenizer
+    if asked and identity not in ("", tokenizer(asked).identity):
+        raise ConfigError(
+            f"data.tokenizer = {asked}, but {train.path} was prepared with another one "
+            f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
+        )
 
 
 def _check_vocabulary(config: Config, tokens: TokenFile) -> None:

@@ -11,7 +11,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.events.control import Requests
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train import run_summary
-from offloadtrain.train.build import TrainingContext, assemble
+from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.console import Console
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.progress_bar import ProgressBar
@@ -39,6 +39,7 @@ def run(
     Returns:
         "done" or "stopped".
     """
+    config = described(config)
     if distributed is None:
         opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
     else:

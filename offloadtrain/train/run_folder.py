@@ -8,6 +8,7 @@ runs/<UTC time>-<name>/
     events/rank000.jsonl
     checkpoints/
     control/            requests from outside (control.py)
+    metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if asked for (loggers/)
 runs/latest             → the newest that has taken a step
 """
 
@@ -32,9 +33,10 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events.schema import SCHEMA
 
 _MODE = 0o700
+_FOLDERS = ("events", "checkpoints", "control", "tensorboard", "wandb")
 _CONTENT = (
-    *("lock", "run.json", "job.toml", "resolved.toml"),
-    *("events", "checkpoints", "control"),
+    *("lock", "run.json", "job.toml", "resolved.toml", "metrics.csv", "metrics.jsonl"),
+    *_FOLDERS,
 )
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 
@@ -289,7 +291,7 @@ def _remove(made: list[Path]) -> None:
     """Remove created folders, the last first. A folder that cannot be removed stays: one with
     another run, or one on a failing disk. It does no harm to later starts."""
     for path in reversed(made):
-        if path.name in ("events", "checkpoints", "control"):
+        if path.name in _FOLDERS:
             shutil.rmtree(path, ignore_errors=True)
         elif path.is_dir():
             with suppress(OSError):

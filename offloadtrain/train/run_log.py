@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offloadtrain.config.job import Config, as_tables
-from offloadtrain.config.model_shape import flops_per_token, num_params
+from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_bytes, format_count, format_duration
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events import schema
@@ -29,10 +29,12 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.step.formats import FORMATS
-from offloadtrain.train.build import TrainingContext
+from offloadtrain.train.build import TrainingContext, update_rule
 from offloadtrain.train.checkpoint.checkpoint import Saved
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.console import Console, StepLine
+from offloadtrain.train.loggers.loggers import Loggers
+from offloadtrain.train.loggers.row import Source
 from offloadtrain.train.plan_vs_actual import Hindsight
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
@@ -56,6 +58,7 @@ class RunLog:
         self._writer = EventWriter(
             None, rank, on_error=self._cannot_write, on_recovery=self._writes_again
         )
+        self._loggers = Loggers(lambda told: self.warn("logger-failed", told))
         self._alerts = Alerts(self._alert, time.monotonic)
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._progress = Progress()
@@ -102,10 +105,12 @@ class RunLog:
         one = peak_flops(device_name, context.precision)
         self._peak_flops = one and one * context.ranks.size
         machine = probe(self._nvml)
-        facts: dict[str, Any] = {"name": config.name, "num_params": num_params(config.model)}
+        facts: dict[str, Any] = {"name": config.name, "num_params": config.num_params}
         if self._rank == 0:
             self._run.write_run(facts | {"ranks": context.ranks.size})
         self._writer.open(self._run.events(self._rank))
+        if self._rank == 0:
+            self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(
             schema.RunStarted(
                 run_id=self._run.run_id,
@@ -124,6 +129,15 @@ class RunLog:
         self._hindsight = Hindsight(
             context.plan, measured_rates=config.device.machine.endswith(".toml")
         )
+        documents, tokens = context.batches.cut_documents()
+        if documents:
+            self.warn(
+                "documents-cut",
+                f"{format_count(documents)} documents are longer than data.seq_len = "
+                f"{config.data.seq_len} and lose their ends, {format_count(tokens)} of "
+                f"{format_count(len(context.train_tokens))} tokens: raise data.seq_len, or set "
+                'data.packing = "isolated"',
+            )
         if problems := context.plan.problems:
             self.warn("plan", f"according to the plan the job may not fit: {' '.join(problems)}")
         if device.type == "cuda" and config.offload.pin_memory and not context.optimizer.pinned:
@@ -157,7 +171,8 @@ class RunLog:
             "memory": {"device": found.placed.device(), "host": host},
             "activations": found.activations.owners(),
             "step": asdict(found.prediction),
-            "adam_bytes_per_step": round(traffic * num_params(self._config.model) / ranks),
+            "update_rule": type(update_rule(self._config)).__name__,
+            "adam_bytes_per_step": round(traffic * self._config.num_trained / ranks),
         }
 
     def _introduce(
@@ -167,10 +182,10 @@ class RunLog:
         threads = f"{torch.get_num_threads()} threads{f' {waiting}' if waiting else ''}"
         where = machine.cpu if device_name == "CPU" else device_name
         self._console.say(
-            f"{config.name}: {format_count(num_params(config.model))} parameters, "
+            f"{config.name}: {format_count(config.num_params)} parameters, "
             f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
             f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
-            f"{threads}; Adam: {backend.name} {backend.isa}, {backend.threads} threads\n"
+            f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads\n"
             f"data: {format_count(len(context.train_tokens))} tokens to train on"
             + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
             + f"\nrun: {self._run.path}"
@@ -180,6 +195,10 @@ class RunLog:
     def ended(self, status: str, message: str = "") -> None:
         """Log the last record of this start."""
         self._compare_with_plan()
+        self._sampler.close()  # before a wait that is no stalled step
+        if self._config.log.to:
+            self.doing("ending the loggers")
+        self._loggers.close(failed=status == "failed")
         self._writer.emit(self._sampler.sample())
         self._writer.emit(
             schema.RunEnded(
@@ -238,6 +257,7 @@ class RunLog:
             lr=lr,
             tokens=progress.tokens,
             grad_norm=report.grad_norm,
+            clip_coef=report.clip_coef,
             loss_scale=report.loss_scale if scaling else None,
             skipped=report.skipped,
             tokens_per_s=tokens_per_s,
@@ -254,7 +274,7 @@ class RunLog:
             mfu=self._mfu(tokens_per_s),
             **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
         )
-        self._writer.emit(step)
+        self._tell(step)
         self._keep_run()
         if self._rank == 0:
             self._alerts.step(step)
@@ -333,13 +353,18 @@ class RunLog:
         )
         if not same:
             self._memory = now
-            self._writer.emit(schema.Memory(step=number, rows=self._rows))
+            self._tell(schema.Memory(step=number, rows=self._rows))
+
+    def _tell(self, event: Source) -> None:
+        """Log an event whose scalars other tools get too."""
+        self._writer.emit(event)
+        self._loggers.emit(event)
 
     # ---- between steps
 
     def evaluated(self, progress: Progress, tokens: int, duration_ms: float) -> None:
         assert progress.val_loss is not None
-        self._writer.emit(
+        self._tell(
             schema.Eval(
                 step=progress.step,
                 val_loss=progress.val_loss,

@@ -21,21 +21,23 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.hf_model import read_config
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.events.control import Requests
-from offloadtrain.model.generate import generate
+from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, disk_space
 from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
+from offloadtrain.train.job_changes import changes_since
+from offloadtrain.train.losses import LateLoss, loss_divisor, loss_of, to_device
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
@@ -78,16 +80,19 @@ class Trainer:
         """`run`: must have begun when `train` is called."""
         self.config = config
         self._local, self._ranks = context.local, context.ranks
-        self.model, self.optimizer = context.model, context.optimizer
+        self.language_model, self.optimizer = context.model, context.optimizer
+        self.model = context.model.module
         self.optimizer.warns_of_skips = False  # the run log reports each one
         self.batches, self.val_tokens = context.batches, context.val_tokens
         self.progress = Progress()
         self._precision = context.precision
+        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
         self._tokenizer = context.train_tokens.header.tokenizer
+        self._tokenizer_id = context.train_tokens.header.tokenizer_id
         self._run = run
         self._log = log
         self._requests: Requests | None = None
-        self._loss = _LateLoss(self.optimizer.device)
+        self._loss = LateLoss(self.optimizer.device)
         self._saved_step = -1
         self._all_stop = False
 
@@ -119,6 +124,11 @@ class Trainer:
                 f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
                 f"but this run uses {self._precision!r}"
             )
+        if self._tokenizer_id and found.state["tokenizer"] not in ("", self._tokenizer_id):
+            raise ConfigError(
+                f"{found.path} was trained on tokens of another tokenizer than the data's, "
+                f"{self._tokenizer}: its tokens would mean something else"
+            )
         before, threads = found.state.get("threads"), torch.get_num_threads()
         if before not in (None, threads):
             self._log.warn(
@@ -126,9 +136,7 @@ class Trainer:
                 f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
                 "losses may now differ in their last digits",
             )
-        changed = _differences(found.state["config"], as_tables(self.config))
-        if structural := [line for line in changed if line.startswith("model.")]:
-            raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
+        changed = changes_since(found, self.config)
         if found.state.get("held_out", self._held_out()) != self._held_out():
             changed.append(
                 "the held-out tokens: validation losses are not comparable with earlier ones"
@@ -242,30 +250,20 @@ class Trainer:
         return lr
 
     def _accumulate(self, clock: StepClock) -> None:
-        """Forward and backward of every microbatch; `_loss` gets their mean."""
+        """Forward and backward of every microbatch; `_loss` gets the step's, of this rank."""
         count = self._local.train.grad_accum_steps
         total = torch.zeros((), device=self.optimizer.device)
+        divisor = loss_divisor(self.batches, count, self._ranks.size)
         for number in range(count):
-            tokens_BT, targets_BT = self._next_batch(self.batches)
+            batch = to_device(self.batches.next(), self.optimizer.device)
             clock.lap("data")
-            loss = self.model(tokens_BT, targets_BT)
+            loss = loss_of(self.language_model, batch, divisor)
             total += loss.detach()
             if number == count - 1:
-                self._loss.launch(total / count)
+                self._loss.launch(total / count if divisor is None else total)
             clock.lap("forward")
-            self.optimizer.backward(loss)
+            self.optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
-
-    def _next_batch(self, batches: Batches) -> tuple[Tensor, Tensor]:
-        tokens_BT, targets_BT = batches.next()
-        device = self.optimizer.device
-        if device.type == "cpu":
-            return tokens_BT, targets_BT
-        # Copies from pinned memory are asynchronous; torch keeps the memory until they are done.
-        return (
-            tokens_BT.pin_memory().to(device, non_blocking=True),
-            targets_BT.pin_memory().to(device, non_blocking=True),
-        )
 
     def _check_finite(self, number: int, report: StepReport, loss: float) -> None:
         if not math.isfinite(loss):
@@ -342,6 +340,7 @@ class Trainer:
             self.val_tokens,
             batch=batch,
             seq_len=seq_len,
+            packing=self.config.data.packing,
             rank=ranks.rank,
             world=ranks.size,
             shuffle=False,
@@ -349,9 +348,12 @@ class Trainer:
         count = self._local.train.eval_batches
         count = max(1, min(count, batches.windows // (batch * ranks.size)))
         self.model.eval()
-        losses = [self.model(*self._next_batch(batches)) for _ in range(count)]
+        divisor = loss_divisor(batches, count, ranks.size)
+        device, model = self.optimizer.device, self.language_model
+        losses = [loss_of(model, to_device(batches.next(), device), divisor) for _ in range(count)]
         self.model.train()
-        mean = torch.stack(losses).double().mean().item()  # waits for the device
+        of_all = torch.stack(losses).double()
+        mean = (of_all.mean() if divisor is None else of_all.sum()).item()  # waits for the device
         self.progress.val_loss = ranks.all_gather_host([mean]).mean().item()
         clock.lap("evaluation")
         self.progress.seconds += clock.total_ms / 1e3
@@ -407,11 +409,14 @@ class Trainer:
             "progress": asdict(self.progress),
             "data": self.batches.state_dict(),
             "held_out": self._held_out(),
+            "tokenizer": self._tokenizer_id,
             "rng": self._ranks.gather(rng.capture()),
             "param_groups": hyperparameters,
             "precision": self._precision,
             "threads": torch.get_num_threads(),
             "config": as_tables(self.config),
+            "tokenizer_name": self._tokenizer,
+            "hf_config": self._hf_config,
         }
 
     def _held_out(self) -> str | None:
@@ -431,49 +436,12 @@ class Trainer:
         self._log.doing("writing a sample")
         words = tokenizer(self._tokenizer)
         prompt = self.config.train.sample_prompt
-        tokens = words.encode(prompt) or [words.end_of_document]
-        generated_BT = generate(
-            self.model,
+        (encoded,) = words.encode_batch([prompt])
+        tokens = [*words.begin, *encoded.tolist()] or [words.end_of_document]
+        generated_BT = self.language_model.generate(
             torch.tensor([tokens], device=self.optimizer.device),
             self.config.train.sample_tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            generator=torch.Generator().manual_seed(_SAMPLE_SEED),
+            Sampling(temperature=SAMPLE_TEMPERATURE, seed=_SAMPLE_SEED),
         )
         new = [t for t in generated_BT[0, len(tokens) :].tolist() if t < words.vocab_size]
         self._log.sampled(self.progress.step, prompt, words.decode(new))
-
-
-class _LateLoss:
-    """A loss in flight to the host, read after the step so that the device does not stop.
-
-    The copy is launched before backward, and the step waits for gradients, so `wait` finds it
-    complete.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-
-    def launch(self, loss: Tensor) -> None:
-        self._host.copy_(loss, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-    def wait(self) -> float:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host.item()
-
-
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
-    found: list[str] = []
-    for key, value in now.items():
-        before = saved.get(key)
-        if isinstance(value, Mapping):
-            nested = before if isinstance(before, Mapping) else {}
-            found += _differences(nested, value, f"{prefix}{key}.")
-        elif before != (list(value) if isinstance(value, tuple) else value):
-            found.append(f"{prefix}{key}: {before} -> {value}")
-    return found

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
-from offloadtrain.cli.commands.prepare import prepare
 from offloadtrain.cli.main import main
-from offloadtrain.data.tokenizer import TOKENIZERS
-from offloadtrain.data.tokens import TokenWriter
+from offloadtrain.data.token_writer import TokenWriter
 
 Captured = pytest.CaptureFixture[str]
 
@@ -133,13 +130,11 @@ def test_an_environment_that_is_no_launchers_is_told_in_one_line(
     assert said in refused(capsys, ["train", "job.toml"], 2)
 
 
-def test_the_choices_of_a_tokenizer_are_those_there_are(capsys: Captured) -> None:
-    assert main(["prepare", "text", "out", "--tokenizer", "gpt2"]) == 2
-    assert "bytes" in capsys.readouterr().err and not Path("out").exists()
-    assert main(["prepare", "--help"]) == 0
-    assert "[choices: bytes]" in capsys.readouterr().out
-    annotated = get_type_hints(prepare, include_extras=True)["tokenizer"]
-    assert get_args(annotated) == tuple(TOKENIZERS)
+def test_a_tokenizer_that_is_not_there_is_refused(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    assert main(["prepare", str(tmp_path), "out", "--tokenizer", "gpt2"]) == 1
+    told = capsys.readouterr().err
+    assert "no tokenizer 'gpt2': give bytes, a folder" in told and not Path("out").exists()
 
 
 def test_what_the_argument_parser_quotes_is_not_obeyed(capsys: Captured) -> None:
@@ -209,7 +204,7 @@ def test_a_token_file_that_cannot_be_sampled_from_is_told_before_the_first_step(
     arguments = ["train", "job.toml", "--set", "train.sample_tokens=5", 'train.sample_prompt="a"']
     assert main(arguments) == 2
     out, err = capsys.readouterr()
-    assert "train.sample_tokens = 5" in err and "unknown tokenizer 'words'" in err
+    assert "train.sample_tokens = 5" in err and "no tokenizer 'words'" in err
     assert out == "" and "step 1" not in err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,7 @@ KEYS = {
     "threads",
     "ns_per_param",
     "bytes_per_param",
+    "gb_per_s",
     "x_limit",
     "x_deepspeed_path",
     "x_deepspeed_step",
@@ -39,17 +41,32 @@ KEYS = {
 SMALL = ["bench", "adam", "--n", "4K", "--rounds", "1", "--threads", "1"]
 
 
-def test_json_is_one_object_with_a_row_per_case() -> None:
-    """The command itself, in a process of its own."""
-    command = [sys.executable, "-m", "offloadtrain", *SMALL, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+def in_this_process(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def by_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The command, in a process of its own."""
+    command = [sys.executable, "-m", "offloadtrain", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("run", [in_this_process, pytest.param(by_itself, marks=pytest.mark.slow)])
+def test_json_is_one_object_with_a_row_per_case(
+    run: Callable[[list[str], pytest.CaptureFixture[str]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(run([*SMALL, "--json"], capsys))
     assert all(set(row) == KEYS for row in found["rows"])
     assert {row["n"] for row in found["rows"]} == {4096}
     native = [row for row in found["rows"] if row["backend"].startswith("native")]
     sizes = {row["state"]: row["bytes_per_param"] for row in native if row["case"] == ONE_PASS}
     if native:
         assert sizes == {"fp32": 28.0, "split16": 18.0, "int8": 12.125}
+        lion = [row["bytes_per_param"] for row in native if row["case"] == f"{ONE_PASS}, Lion"]
+        assert lion == [20.0, 14.0, 10.0625]
+        others = {row["state"] for row in native if row["case"] == f"{ONE_PASS}, Adagrad"}
+        assert others == {"fp32", "split16"}
         assert all(row["x_limit"] > 0 for row in found["rows"])
     assert all(row["x_torch_path"] > 0 for row in found["rows"])
     assert found["machine"]["cores_usable"] >= 1 and found["dispatch_us"] > 0
@@ -162,6 +179,7 @@ def test_what_is_not_there_is_not_judged() -> None:
     assert any(str(goal).endswith("not measured") for goal in goals(rows, 1.0))
 
 
+@pytest.mark.slow
 def test_a_step_against_its_schedule(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

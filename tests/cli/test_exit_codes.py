@@ -85,6 +85,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_1_ended_at_once_by_a_second_signal(tmp_path: Path) -> None:
     """In a step that would not end in time."""
     job, path = job_file(tmp_path), tmp_path / "run"

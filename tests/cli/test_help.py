@@ -9,7 +9,22 @@ import pytest
 
 from offloadtrain.cli.main import main
 
-COMMANDS = ["train", "plan", "doctor", "prepare", "ls", "cp", "trace", "report", "version"]
+COMMANDS = [
+    *(
+        "train",
+        "export",
+        "generate",
+        "eval",
+        "plan",
+        "doctor",
+        "prepare",
+        "ls",
+        "cp",
+        "trace",
+        "report",
+        "version",
+    ),
+]
 MOST_MODULES = 400
 """That help loads: each takes a millisecond or less."""
 

@@ -46,15 +46,24 @@ def test_copy_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("layers", "has"),
+    [(4, "1.02B parameters, 4 blocks"), pytest.param(65, "13.3B par", marks=pytest.mark.slow)],
+)
 def test_dry_run_prints_the_resolved_job_and_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    layers: int,
+    has: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "gpt_13b_32gb", "--dry-run", "--set", "optim.lr=5e-5"]) == 0
+    changed = ["optim.lr=5e-5", f"model.num_layers={layers}"]
+    assert main(["train", "gpt_13b_32gb", "--dry-run", "--set", *changed]) == 0
     out, err = capsys.readouterr()
     assert tomllib.loads(out)["optim"]["lr"] == 5e-5
-    assert jobs.loads(out) == jobs.load(shipped_jobs()["gpt_13b_32gb"], ["optim.lr=5e-5"])
-    assert "13.3B parameters" in err and "exp_avg_sq" in err and "as planned" in err
+    assert jobs.loads(out) == jobs.load(shipped_jobs()["gpt_13b_32gb"], changed)
+    assert has in err and "exp_avg_sq" in err and "as planned" in err
     assert list(tmp_path.iterdir()) == []
 
 

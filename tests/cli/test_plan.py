@@ -104,6 +104,7 @@ def test_a_machine_that_was_measured(
     assert found(capsys)["machine"] == "mine"
 
 
+@pytest.mark.slow
 def test_the_largest_model(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(largest, "WIDTHS", (1024, 5120))
     assert plan("--largest", "--machine", "v100_32gb", "--json") == 0
@@ -116,6 +117,7 @@ def test_the_largest_model(capsys: Captured, monkeypatch: pytest.MonkeyPatch) ->
     assert rows["device", "int8"]["params"] > rows["device", "fp32"]["params"]
 
 
+@pytest.mark.slow
 def test_one_layer_more_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(largest, "WIDTHS", (2048, 4096))
     machine = find("rtx4090")[1]
@@ -127,6 +129,20 @@ def test_one_layer_more_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
             deeper = replace(row.plan.job, model=replace(shape, num_layers=shape.num_layers + 1))
             assert not make(deeper, "rtx4090", machine).fits
+
+
+@pytest.mark.slow
+def test_the_largest_of_all_widths(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command is written: no choice of widths finds a larger one."""
+    found_rows = []
+    for widths in (largest.WIDTHS, (1024, 4096), (2048, 5120)):
+        monkeypatch.setattr(largest, "WIDTHS", widths)
+        assert plan("--largest", "--machine", "rtx4090", "--json") == 0
+        rows = found(capsys)["rows"]
+        found_rows.append({(row["weights"], row["state"]): row["params"] for row in rows})
+    of_all, *of_few = found_rows
+    assert all(of_all[key] >= few[key] for few in of_few for key in of_all)
+    assert main(["plan", "--largest", "--machine", "rtx4090"]) == 0
 
 
 def test_nothing_fits(capsys: Captured) -> None:

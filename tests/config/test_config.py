@@ -24,6 +24,7 @@ from offloadtrain.config.job import (
     ConfigError,
     DataConfig,
     DeviceConfig,
+    LogConfig,
     OptimConfig,
     TrainConfig,
 )
@@ -156,7 +157,7 @@ BAD_VALUES = [
         "optim.schedule = 'cosin' must be one of cosine, linear, constant; did you mean cosine?",
     ),
     ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
-    ("optim.name=sgd", "optim.name = 'sgd' must be one of adamw, adam"),
+    ("optim.name=lamb", "optim.name = 'lamb' must be one of adamw, adam, lion, sgd, adagrad"),
     (
         "offload.state=int4",
         "offload.state = 'int4' is not one of 'fp32', 'split16', 'int8'; did you mean int8?",
@@ -196,6 +197,12 @@ BAD_VALUES = [
     ("train.eval_batches=0", "train.eval_batches = 0 must be at least 1"),
     ("train.eval_every=-1", "train.eval_every = -1 must be 0 (never) or more"),
     ("train.checkpoint_every=-1", "train.checkpoint_every = -1 must be 0 (never) or more"),
+    (
+        'log.to=["csv", "tensorbord"]',
+        "log.to = ['csv', 'tensorbord'] must be one of csv, jsonl, tensorboard, wandb; did you "
+        "mean tensorboard?",
+    ),
+    ("log.to=csv", "log.to = 'csv' must be a list of strings"),
     ("train.log_every_s=0", "train.log_every_s = 0.0 must be above 0"),
     ("train.sample_tokens=-1", "train.sample_tokens = -1 must be 0 or more"),
     ("train.sample_prompt=3", "train.sample_prompt = 3 must be a string, in quotes"),
@@ -234,13 +241,45 @@ def test_a_bad_value_is_told_in_one_sentence(override: str, sentence: str) -> No
 
 
 BAD_TOGETHER = [
+    (["optim.name=sgd", "optim.momentum=-1"], "optim.momentum = -1.0 must be 0 or more"),
+    (["optim.name=sgd", "optim.dampening=2"], "optim.dampening = 2.0 must be at most 1"),
+    (["optim.name=adagrad", "optim.lr_decay=-1"], "optim.lr_decay = -1.0 must be 0 or more"),
+    (
+        ["optim.name=lion", "optim.momentum=0.5"],
+        "optim.momentum = 0.5 is not used by optim.name = 'lion', only by sgd",
+    ),
+    (
+        ["optim.name=sgd", "optim.betas=[0.8, 0.9]"],
+        "optim.betas = (0.8, 0.9) is not used by optim.name = 'sgd', only by adamw, adam, lion",
+    ),
+    (
+        ["optim.lr_decay=0.1"],
+        "optim.lr_decay = 0.1 is not used by optim.name = 'adamw', only by adagrad",
+    ),
+    (
+        ["optim.name=sgd", "optim.nesterov=true", "optim.dampening=0.1"],
+        "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0",
+    ),
+    (["train.z_loss=0.1"], "train.z_loss = 0.1 needs train.chunked_loss = true"),
+    (
+        ["train.chunked_loss=true", "train.label_smoothing=1"],
+        "train.label_smoothing = 1.0 must be from 0 to below 1",
+    ),
+    (
+        ["optim.name=adagrad", "offload.state=int8"],
+        'offload.state = "int8" cannot keep the sum of optim.name = "adagrad"',
+    ),
     (
         ["data.train=a.bin", "data.source=python-stdlib"],
         "data.source = 'python-stdlib' and data.train or data.val are both set; "
         "leave one of them out",
     ),
     (["data.source=''", "data.val=v.bin"], "data.train is missing: data.val is set"),
-    (["data.source=''"], "data.source is missing: a text or JSONL file"),
+    (
+        ["data.source=''", "data.train=a.bin", "data.chat_template=chat.jinja"],
+        "data.chat_template is set, but is used only to prepare data.source",
+    ),
+    (["data.source=''"], "data.source is missing: a file or folder of text or records"),
     (
         ["data.source=''", "data.train=a.bin", "train.eval_every=5"],
         "data.val is missing: train.eval_every = 5 needs it",
@@ -286,7 +325,7 @@ UNKNOWN_KEYS = [
     ("offload.seed", "; did you mean train.seed? (known in [offload]: precision, state, "),
     ("offload.grad_accum_steps", "; did you mean train.grad_accum_steps? (known in [offload]: "),
     ("model.szie", "; did you mean size? (known in [model]: size, vocab_size, "),
-    ("data.qqq", " (known in [data]: source, train, val, "),
+    ("data.qqq", " (known in [data]: source, tokenizer, form, "),
 ]
 
 
@@ -481,6 +520,24 @@ def _tiers(state: str, update: str, working: str) -> tuple[str, ...]:
     return ("host", "device") if plain else ("host",)
 
 
+_USED = {
+    "adamw": {"betas", "eps"},
+    "adam": {"betas", "eps"},
+    "lion": {"betas"},
+    "sgd": {"momentum", "dampening"},
+    "adagrad": {"eps", "lr_decay"},
+}
+
+
+@st.composite
+def _optims(draw: st.DrawFn, state: str, steps: int) -> OptimConfig:
+    name = draw(st.sampled_from([rule for rule in _USED if (rule, state) != ("adagrad", "int8")]))
+    unused = set.union(*_USED.values()) - _USED[name] | {"nesterov"}
+    defaults = {key: st.just(getattr(OptimConfig(), key)) for key in unused}
+    warmup = st.integers(0, steps)
+    return draw(_section(OptimConfig, name=st.just(name), warmup_steps=warmup, **defaults))
+
+
 @st.composite
 def _configs(draw: st.DrawFn) -> Config:
     steps, micro_batch, count = (draw(st.integers(1, 10**6)) for _ in range(3))
@@ -490,6 +547,8 @@ def _configs(draw: st.DrawFn) -> Config:
     )
     files = draw(st.tuples(_PATHS, _NONE, _NONE) | st.tuples(_NONE, _PATHS, _PATHS))
     data = dict(zip(("source", "train", "val"), map(st.just, files), strict=True))
+    data |= {"tokenizer": _PATHS | _NONE, "field": _PATHS}
+    data["chat_template"] = _PATHS | _NONE if files[0] else _NONE
     kept = [(state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")]
     state, precision = draw(st.sampled_from(kept))
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
@@ -508,6 +567,7 @@ def _configs(draw: st.DrawFn) -> Config:
     }
     if state_on == "device":
         offload["device_memory_limit"] = st.none()
+    chunked = draw(st.booleans())
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -521,12 +581,7 @@ def _configs(draw: st.DrawFn) -> Config:
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
-        optim=draw(
-            _section(
-                OptimConfig,
-                warmup_steps=st.integers(0, steps),
-            )
-        ),
+        optim=draw(_optims(state, steps)),
         offload=draw(_section(OffloadConfig, **offload)),
         device=draw(
             _section(
@@ -536,6 +591,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 process_memory_limit=st.sampled_from(("", "10 GiB")),
             )
         ),
+        log=draw(_section(LogConfig)),
         train=draw(
             _section(
                 TrainConfig,
@@ -544,6 +600,9 @@ def _configs(draw: st.DrawFn) -> Config:
                 grad_accum_steps=st.just(accumulation[0]),
                 global_batch_tokens=st.just(accumulation[1]),
                 keep_last=st.integers(2, 100),
+                chunked_loss=st.just(chunked),
+                label_smoothing=st.floats(0, 0.99) if chunked else st.just(0.0),
+                z_loss=st.floats(0, 10) if chunked else st.just(0.0),
             )
         ),
     )

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data.batches import Batches
-from offloadtrain.data.tokens import DataError, TokenFile, write_tokens
+from offloadtrain.data.token_writer import write_tokens
+from offloadtrain.data.tokens import DataError, TokenFile
 from tests import levels
 
 
@@ -30,7 +31,8 @@ def starts(batches: Batches, calls: int) -> list[int]:
 
 
 def test_targets_are_the_next_tokens(file: TokenFile) -> None:
-    tokens_BT, targets_BT = Batches(file, batch=5, seq_len=7, seed=1).next()
+    tokens_BT, targets_BT, positions_BT = Batches(file, batch=5, seq_len=7, seed=1).next()
+    assert positions_BT is None
     assert tokens_BT.shape == targets_BT.shape == (5, 7)
     assert tokens_BT.dtype == targets_BT.dtype == torch.int64
     assert tokens_BT.is_contiguous() and targets_BT.is_contiguous()

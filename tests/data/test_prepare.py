@@ -16,11 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.data import documents
-from offloadtrain.data import prepare as prepare_module
+from offloadtrain.data import cut, documents, workers
+from offloadtrain.data.encode import Encoder
 from offloadtrain.data.prepare import PreparedFiles, prepare
+from offloadtrain.data.source import find_files
+from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, TokenFile
 from tests import levels
+
+READING = documents.Reading(Encoder(tokenizer("bytes"), "text", "text"), 0, keep_going=False)
 
 
 def tokens(path: Path | None) -> bytes:
@@ -45,14 +49,14 @@ def jsonl(texts: list[str]) -> bytes:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
-    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(cut, "PIECE_BYTES", 100)
+    monkeypatch.setattr(workers, "PIECE_BYTES", 100)
 
 
 @pytest.fixture(params=["threads", "processes"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "processes":
-        monkeypatch.setattr(prepare_module, "_PROCESSES_FROM_BYTES", 0)
+        monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
     return str(request.param)
 
 
@@ -107,8 +111,8 @@ def test_parallel_equals_serial(mixed: Path, tmp_path: Path, pool: str) -> None:
 def test_pieces_do_not_show_in_the_result(mixed: Path, tmp_path: Path) -> None:
     in_pieces = prepare(mixed, tmp_path / "pieces", val_fraction=0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_BYTES", 1 << 20)
-        patch.setattr(prepare_module, "PIECE_BYTES", 1 << 20)
+        patch.setattr(cut, "PIECE_BYTES", 1 << 20)
+        patch.setattr(workers, "PIECE_BYTES", 1 << 20)
         whole = prepare(mixed, tmp_path / "whole", val_fraction=0.3)
     assert both(whole) == both(in_pieces)
 
@@ -120,12 +124,13 @@ def test_jsonl_cut_anywhere_gives_each_line_once(
 ) -> None:
     folder = written(tmp_path_factory.mktemp("jsonl"), {"a.jsonl": jsonl(texts)})
     expected = b"".join(t.encode("utf-8", "surrogatepass") + b"\0" for t in texts if t)
-    (file,) = documents.find_files(folder / "a.jsonl", excluded=folder / "out")
-    reading = documents.Reading(threshold=0, field="text", keep_going=False)
+    (file,) = find_files(folder / "a.jsonl", excluded=folder / "out")
+    reading = READING
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_BYTES", piece)
-        results = [documents.read_pieces((p,), reading) for p in documents.cut(file)]
-    assert b"".join(b"".join(result.train) for result in results) == expected
+        patch.setattr(cut, "PIECE_BYTES", piece)
+        results = [documents.read_pieces((p,), reading) for p in cut.cut(file)]
+    parts = (part for result in results for part in result.train.parts)
+    assert b"".join(part.tobytes() for part in parts) == expected
     assert sum(result.lines for result in results) == len(texts)
 
 
@@ -258,7 +263,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     ),
     "a conversation": (
         b'{"messages": []}',
-        r'no field "text" \(no other field is a string: write each',
+        r'no field "text" \(its fields are those of the form "chat": choose it with --form',
     ),
     "a number in the field": (b'{"text": 5}', 'field "text" is not a string'),
     "null": (b'{"text": null}', 'field "text" is not a string'),
@@ -314,12 +319,23 @@ FAILURES: dict[str, tuple[Setup, dict[str, object], str]] = {
         "a single document",
     ),
     "one byte": (lambda t: written(t, {"a": b"x"}) / "a", {}, "a single document"),
-    "tokenizer": (lambda t: t, {"tokenizer": "words"}, "unknown tokenizer"),
+    "tokenizer": (
+        lambda t: written(t / "s", {"a": b"text"}),
+        {"tokenizer": "words"},
+        "no tokenizer 'words': give bytes, a folder with",
+    ),
+    "JSON": (lambda t: written(t, {"a.json": b"[]"}) / "a.json", {}, "is JSON, and records are"),
+    "several splits": (
+        lambda t: written(t / "s", {"dataset_dict.json": b'{"splits": ["train", "test"]}'}),
+        {},
+        "several splits: choose one: .*s/train, .*s/test",
+    ),
 }
 WITHOUT_MEANING: dict[str, tuple[dict[str, Any], str]] = {
     "fraction": ({"val_fraction": 1.0}, r"must be in \[0, 1\)"),
     "no number": ({"val_fraction": float("nan")}, r"must be in \[0, 1\)"),
     "policy": ({"bad_lines": "ignore"}, '"error" or "skip"'),
+    "form": ({"form": "chats"}, '"auto", text, chat, completion'),
     "jobs": ({"jobs": -1}, "jobs = -1 must be from 1"),
 }
 
@@ -334,7 +350,7 @@ def test_each_failure_is_one_error(tmp_path: Path, name: str) -> None:
 
 
 BINARY: dict[str, tuple[bytes, str]] = {
-    "t.parquet": (b"PAR1\x15\x04\x15\x20" * 9 + b"PAR1", "a Parquet file, not text: write its"),
+    "t.parquet": (b"PAR1\x15\x04\x15\x20" * 9 + b"PAR1", "cannot be read as parquet"),
     "t.txt.gz": (gzip.compress(b"some text\n" * 9), "compressed by gzip, not text: unpack it"),
     "t.zip": (b"PK\x03\x04" + b"\0" * 40, "a zip archive"),
     "t.db": (b"SQLite format 3\0" + b"\0" * 99, "an SQLite database"),
@@ -420,16 +436,16 @@ def test_an_unusable_output_folder_is_one_error(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     source = written(tmp_path / "source", {"a": b"aaaa"})
-    (file,) = documents.find_files(source, excluded=tmp_path / "out")
+    (file,) = find_files(source, excluded=tmp_path / "out")
     (source / "a").write_bytes(b"a")
-    reading = documents.Reading(threshold=0, field="text", keep_going=False)
+    reading = READING
     with pytest.raises(DataError, match="became shorter"):
-        documents.read_pieces(tuple(documents.cut(file)), reading)
+        documents.read_pieces(tuple(cut.cut(file)), reading)
 
 
 def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "_PROCESSES_FROM_BYTES", 0)
-    monkeypatch.setattr(prepare_module, "read_pieces", _die)
+    monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(workers, "_read", _die)
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
     with pytest.raises(DataError, match="worker process ended early"):
         prepare(source, tmp_path / "out", jobs=2)
@@ -439,8 +455,8 @@ def test_a_script_without_a_main_guard_is_told_so_instead_of_hanging(tmp_path: P
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
     script = tmp_path / "script.py"
     script.write_text(
-        "from offloadtrain.data import prepare\n"
-        "prepare._PROCESSES_FROM_BYTES = 0\n"
+        "from offloadtrain.data import prepare, workers\n"
+        "workers.PROCESSES_FROM_BYTES = 0\n"
         f"prepare.prepare({str(source)!r}, {str(tmp_path / 'out')!r}, jobs=2)\n"
     )
     search = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -475,7 +491,7 @@ def test_a_python_library_gives_its_sources_only(
 
 
 def test_the_library_of_this_python_is_real_text() -> None:
-    files = documents.find_files("python-stdlib", excluded=Path("/nowhere"))
+    files = find_files("python-stdlib", excluded=Path("/nowhere"))
     assert sum(file.num_bytes for file in files) > 5e6
     assert {"ast.py", "json/decoder.py"} <= {file.name for file in files}
     assert not any("site-packages" in file.path for file in files)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.data.token_writer import TokenWriter, write_tokens
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter, write_tokens
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from tests import levels
 
 Damage = Callable[[bytes], bytes]
@@ -76,6 +77,40 @@ def test_tokens_are_read_only(tmp_path: Path) -> None:
         TokenFile(write(tmp_path / "a.bin", [1])).tokens[0] = 2
 
 
+def masked(path: Path) -> TokenFile:
+    """Write three documents of 2, 3 and 1 tokens in two pieces."""
+    with TokenWriter(path, vocab_size=1000, tokenizer="none", masked=True) as writer:
+        writer.write(np.array([1, 2, 3]), [2], np.array([0, 1, 0], np.uint8))
+        writer.write(np.array([4, 5, 6]), [2, 3], np.array([1, 1, 0], np.uint8))
+        writer.commit()
+    return TokenFile(path, scan=True)
+
+
+def test_documents_and_mask_follow_the_tokens_in_the_file(tmp_path: Path) -> None:
+    file = masked(tmp_path / "a.bin")
+    assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert file.counted is not None and file.counted.tolist() == [0, 1, 0, 1, 1, 0]
+    assert file.document_ends().tolist() == [2, 5, 6]
+    raw = (tmp_path / "a.bin").read_bytes()[HEADER_BYTES:]
+    assert raw == struct.pack("<6H3Q6B", 1, 2, 3, 4, 5, 6, 2, 3, 1, 0, 1, 0, 1, 1, 0)
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.bin"]
+
+
+@pytest.mark.parametrize("part", ["lengths", "mask"])
+def test_a_scan_finds_a_flipped_bit_behind_the_tokens(tmp_path: Path, part: str) -> None:
+    masked(tmp_path / "a.bin")
+    raw = bytearray((tmp_path / "a.bin").read_bytes())
+    raw[HEADER_BYTES + 12 + (24 if part == "mask" else 0)] ^= 1
+    (tmp_path / "a.bin").write_bytes(raw)
+    with pytest.raises(DataError, match="changed after writing"):
+        TokenFile(tmp_path / "a.bin", scan=True)
+
+
+def test_a_file_without_documents_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not say where its documents begin"):
+        TokenFile(write(tmp_path / "a.bin", [1, 2])).document_ends()
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "empty file": (lambda raw: b"", "not a token file"),
     "bad magic": (lambda raw: b"X" + raw[1:], "not a token file"),
@@ -85,7 +120,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "one token short": (lambda raw: raw[:-2], "truncated: 3 tokens where .* says 4"),
     "odd size": (lambda raw: raw[:-1], "not a multiple of 2"),
     "too long": (lambda raw: raw + b"ab", "5 tokens where .* says 4"),
-    "newer version": (lambda raw: raw[:8] + b"\x02" + raw[9:], "version 2 is newer"),
+    "newer version": (lambda raw: raw[:8] + b"\x03" + raw[9:], "version 3 is newer"),
+    "older version": (lambda raw: raw[:8] + b"\x01" + raw[9:], "version 1 is older"),
     "no JSON": (lambda raw: raw[:16] + b"?" + raw[17:], "damaged header"),
     "JSON length": (lambda raw: raw[:12] + b"\xff" * 4 + raw[16:], "impossible header"),
     "JSON not UTF-8": (lambda raw: raw[:16] + b"\xff\xfe" + raw[18:], "damaged header"),
@@ -96,6 +132,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "boolean count": (lambda raw: edit_header(raw, count=True), "impossible header"),
     "count as text": (lambda raw: edit_header(raw, count="4"), "impossible header"),
     "no vocabulary": (lambda raw: edit_header(raw, vocab_size=0), "impossible header"),
+    "mask as text": (lambda raw: edit_header(raw, masked="no"), "impossible header"),
+    "a mask that is not there": (
+        lambda raw: edit_header(raw, masked=True),
+        "truncated: 2 tokens where .* says 4",
+    ),
+    "lengths that are not there": (
+        lambda raw: edit_header(raw, documents=2),
+        "truncated: 0 tokens where .* says 4",
+    ),
     "tokenizer a number": (lambda raw: edit_header(raw, tokenizer=3), "impossible header"),
 }
 
@@ -173,7 +218,8 @@ def test_texts_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> None:
 @given(text=st.text())
 def test_bytes_decode_to_what_was_encoded(text: str) -> None:
     encoding = tokenizer("bytes")
-    assert encoding.decode(encoding.encode(text)) == text
+    (encoded,) = encoding.encode_batch([text])
+    assert encoding.decode(encoded.tolist()) == text
 
 
 @levels.examples(100)
@@ -183,5 +229,5 @@ def test_any_bytes_decode_to_some_text(tokens: list[int]) -> None:
 
 
 def test_an_unknown_tokenizer_is_refused() -> None:
-    with pytest.raises(DataError, match="unknown tokenizer 'words'; choose one of: bytes"):
+    with pytest.raises(DataError, match="no tokenizer 'words': give bytes, a folder with"):
         tokenizer("words")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from offloadtrain.data import tokens as token_files
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
+from offloadtrain.data.token_writer import write_tokens
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from offloadtrain.data.verified import verify
 
 
@@ -77,7 +78,7 @@ def test_a_flipped_byte_is_found_though_the_times_are_set_back(path: Path) -> No
     for _ in range(2):  # what is wrong is not remembered as read
         with pytest.raises(DataError) as caught:
             verify(file)
-    found = token_files._new_hash()
+    found = token_files.new_hash()
     found.update(file.tokens.tobytes())
     for part in (str(path), found.hexdigest(), file.header.content, "prepare it again"):
         assert part in str(caught.value)

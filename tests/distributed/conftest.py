@@ -16,11 +16,23 @@ _MADE: dict[int, Pool] = {}
 """Of all folders that take the fixtures from here."""
 
 
+def _close() -> None:
+    while _MADE:
+        _MADE.popitem()[1].close()
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
     yield _MADE
-    while _MADE:
-        _MADE.popitem()[1].close()
+    _close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """Behind the last test of ranks they end: idle, ten of them still take a share of a core."""
+    yield
+    if "pools" not in getattr(nextitem, "fixturenames", ()):
+        _close()
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def loaded(folder: Path, name: str, state: str, **options: Any) -> Any:
 @pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("state", FIELDS)
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 4), (3, 2), (2, 4), (4, 1)])
+@pytest.mark.slow
 def test_any_number_of_ranks_reads_any_other(
     ranks: Run, tmp_path: Path, wrote: int, reads: int, state: str
 ) -> None:

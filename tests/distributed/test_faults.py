@@ -121,6 +121,7 @@ def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) ->
         assert tensor_hashes(broken, 9) == tensor_hashes(tmp_path / "whole", 9)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_in_the_first_step_leaves_no_run(job: Path) -> None:
     with started(job, "error", 1, step=0) as processes:
         assert [ended(process) for process in processes] == [1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.train import build
 from offloadtrain.train.build import assemble
+from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.console import Console
 from offloadtrain.train.progress import StepStats
 from offloadtrain.train.resume import open_run
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
@@ -89,7 +92,7 @@ def close(one: dict[int, float], other: dict[int, float], rel: float) -> bool:
 def test_the_batch_does_not_depend_on_the_ranks(
     ranks: Run, tmp_path: Path, data: Path, size: int
 ) -> None:
-    chosen = FP32 | {"train.eval_every": 4, "train.eval_batches": 4}
+    chosen = FP32 | {"train.eval_every": 4, "train.eval_batches": 4, "log.to": '["jsonl"]'}
     (alone,) = ranks(1, trained, tmp_path / "1", data, **chosen)
     found = ranks(size, trained, tmp_path / str(size), data, **chosen)
     assert all(one["losses"] == found[0]["losses"] for one in found)  # the mean of all
@@ -99,6 +102,11 @@ def test_the_batch_does_not_depend_on_the_ranks(
     assert len(found[0]["ranks_ms"]) == size and found[0]["comm"] > 0
     assert found[1]["ranks_ms"] == () and found[1]["busy"]["comm"] > 0
     assert alone["comm"] == 0 and alone["ranks_ms"] == ()
+    rows = [
+        json.loads(row) for row in (tmp_path / f"{size}/metrics.jsonl").read_text().splitlines()
+    ]
+    assert {row["step"]: row["loss"] for row in rows if "loss" in row} == found[0]["losses"]
+    assert sum("loss" in row for row in rows) == len(found[0]["losses"]), "of rank 0 alone"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -259,3 +267,24 @@ def test_who_arrives_last_is_seen() -> None:
     )
     assert told.loss == 2.0 and told.asks
     assert told.own_ms == (65.0, 67.0, 100.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["int8", "fp32"])
+def test_weights_are_read_from_the_shards_of_a_checkpoint(
+    ranks: Run, tmp_path: Path, data: Path, state: str
+) -> None:
+    """As an engine of one rank has them that was restored from it."""
+    small = {"train.steps": 2, "train.eval_every": 0, "offload.state": state}
+    ranks(2, trained, tmp_path / "run", data, **small)
+    saved = open_saved(tmp_path / "run")
+    assert any("range" in entry for entry in saved.found.manifest["tensors"])
+    context = assemble(job_of(data, **small))
+    checkpoint.restore(saved.found, context.model.module, context.optimizer)
+    context.optimizer.finish_load(**saved.found.state["optimizer"])
+    found = dict(saved.weights())
+    masters = dict(context.optimizer.master_weights())
+    assert found.keys() == masters.keys()
+    for name, master in masters.items():
+        assert torch.equal(found[name], master), name
+    context.optimizer.close()

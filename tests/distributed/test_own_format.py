@@ -11,7 +11,7 @@ import torch
 import offloadtrain as ot
 from offloadtrain.optim import register_state_format
 from tests.distributed.conftest import Run
-from tests.engine.test_extending import SEED, CodecRun, Scaled, lion, train
+from tests.engine.test_extending import SEED, CodecRun, Scaled, signum, train
 from tests.numerics.models import Chain, batches
 
 
@@ -21,7 +21,7 @@ def compare(state: str, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = Chain()
         twin = copy.deepcopy(model)
-        optimizer = ot.offload(model, lion(), device="cpu", state=state, seed=SEED, **options)
+        optimizer = ot.offload(model, signum(), device="cpu", state=state, seed=SEED, **options)
         loop = CodecRun(twin, torch.bfloat16, state=state)
         train(loop, optimizer, model, batches(4), 1)
         extents = optimizer.extents()

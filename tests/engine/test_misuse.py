@@ -111,7 +111,11 @@ WRONG_FIRST: dict[str, tuple[Callable[[Chain], object], str]] = {
     ),
     "another torch optimizer": (
         lambda net: ot.offload(net, torch.optim.SGD(net.parameters()), device="cpu"),
-        r"rule is a torch\.optim\.SGD.*ot\.Adam\(.*ot\.AdamW\(",
+        r"rule is a torch\.optim\.SGD.*ot\.SGD\(lr=0\.001, momentum=0, .*ot\.AdamW, ot\.Adam, ",
+    ),
+    "a torch optimizer without a rule": (
+        lambda net: ot.offload(net, torch.optim.NAdam(net.parameters()), device="cpu"),
+        r"rule is a torch\.optim\.NAdam.*ot\.AdamW\(lr=…\).*ot\.Lion, ",
     ),
     "a torch class": (
         lambda net: ot.offload(net, torch.optim.AdamW, device="cpu"),  # type: ignore[arg-type]
@@ -123,7 +127,7 @@ WRONG_FIRST: dict[str, tuple[Callable[[Chain], object], str]] = {
     ),
     "a name": (
         lambda net: ot.offload(net, "adamw", device="cpu"),  # type: ignore[arg-type]
-        r"rule is 'adamw'.*ot\.Adam\(.*ot\.AdamW\(",
+        r"rule is 'adamw'.*ot\.AdamW\(lr=…\).*ot\.Lion, ",
     ),
     "parameters first": (
         lambda net: ot.offload(net.parameters(), ot.AdamW(), device="cpu"),  # type: ignore[arg-type]

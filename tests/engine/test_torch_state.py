@@ -66,22 +66,29 @@ def test_a_saved_state_dict_is_as_large_as_the_state(
     optimizer.close()
 
 
+FROM_TORCH: dict[str, tuple[Any, Any]] = {
+    "adamw": (torch.optim.AdamW, ot.AdamW(lr=1.0)),
+    "adagrad": (torch.optim.Adagrad, ot.Adagrad(lr=1.0)),
+}
+
+
 @pytest.mark.parametrize("model_last", [False, True])
-def test_training_goes_on_from_torch(model_last: bool) -> None:
-    plain = model()
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+@pytest.mark.parametrize("name", FROM_TORCH)
+def test_training_goes_on_from_torch(name: str, model_last: bool) -> None:
+    plain, (torchs, rule) = model(), FROM_TORCH[name]
+    adam = torchs(plain.parameters(), lr=1e-2, fused=True)
     for seed in range(3):
         step(plain, adam, seed)
     weights, state = copy.deepcopy(plain.state_dict()), saved(plain, adam)
     expected = [step(plain, adam, seed) for seed in range(3, 6)]
     net = model(1)
-    optimizer = offloaded(net, ot.AdamW(lr=1.0), precision="fp32")
+    optimizer = offloaded(net, rule, precision="fp32")
     if not model_last:
         net.load_state_dict(weights)
     optimizer.load_state_dict(state)
     if model_last:
         net.load_state_dict(weights)
-    assert set(optimizer.param_groups[0]) == {"params", "lr", "betas", "eps", "weight_decay"}
+    assert set(optimizer.param_groups[0]) == {"params", *rule.defaults()}
     assert [step(net, optimizer, seed) for seed in range(3, 6)] == expected
     optimizer.synchronize()
     for param, other in zip(net.parameters(), plain.parameters(), strict=True):

@@ -249,6 +249,18 @@ def test_race_provoking_shapes(working: str) -> None:
         assert torch.equal(param.cpu(), resident.params[key].cpu()), key
 
 
+@pytest.mark.parametrize("options", [{}, {"working": "host"}, {"state_on": "device"}], ids=str)
+def test_masters_come_back_to_the_host_as_they_were_given(options: dict[str, Any]) -> None:
+    model = Chain()
+    given = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = offload(model, ot.AdamW(), **options)
+    found = dict(optimizer.master_weights())
+    assert found.keys() == given.keys()
+    for name, value in found.items():
+        assert value.device.type == "cpu" and torch.equal(value, given[name]), name
+    optimizer.close()
+
+
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=True)

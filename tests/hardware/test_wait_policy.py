@@ -129,5 +129,5 @@ main(["train", "debug", "--run-dir", "run", "--set", *{overrides}])
         capture_output=True,
         text=True,
     )
-    assert "threads waiting asleep: 1.0 of 2 cores were busy; Adam" in done.stderr
+    assert "threads waiting asleep: 1.0 of 2 cores were busy; updates" in done.stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr

@@ -51,6 +51,16 @@ def test_zero_temperature_and_one_candidate_are_greedy(
         assert torch.equal(sampled_BT[:, at], logits_BV.argmax(dim=1))
 
 
+def test_top_p_keeps_the_fewest_that_reach_the_sum(model: Transformer) -> None:
+    model.eval()
+    prompt_BT = PROMPT_BT[:1].expand(400, -1)
+    likely, order = model(PROMPT_BT[:1])[0, -1].div(0.2).softmax(0).sort(descending=True)
+    count = int((likely.cumsum(0) < 0.5).sum()) + 1
+    assert 1 < count < 23
+    drawn = generate(model, prompt_BT, 1, temperature=0.2, top_p=0.5, generator=seeded())[:, -1]
+    assert set(drawn.tolist()) == set(order[:count].tolist())
+
+
 def test_top_k_excludes_the_unlikely(model: Transformer) -> None:
     model.eval()
     prompt_BT = PROMPT_BT[:1].expand(400, -1)

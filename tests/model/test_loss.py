@@ -31,6 +31,31 @@ def test_loss_and_gradient_equal_the_formula(
     torch.testing.assert_close(logits_NV.grad.double(), wide_NV.grad, rtol=spacing, atol=1e-7)
 
 
+@pytest.mark.parametrize("rows_bytes", [1, 4 * 50 * 3, 1 << 20], ids=["1 row", "3 rows", "all"])
+def test_ignored_rows_have_no_loss_and_no_gradient(
+    rows_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", rows_bytes)
+    logits_NV = (4 * torch.randn(11, 50)).requires_grad_()
+    targets_N = torch.randint(50, (11,))
+    targets_N[[0, 4, 5, 10]] = loss_module.IGNORED
+    loss = cross_entropy(logits_NV, targets_N, divisor=3.5)
+    (grad_NV,) = torch.autograd.grad(loss, logits_NV)
+    expected = F.cross_entropy(logits_NV.double(), targets_N, reduction="sum") / 3.5
+    (expected_NV,) = torch.autograd.grad(expected, logits_NV)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(grad_NV, expected_NV, rtol=1e-5, atol=1e-7)
+    assert not grad_NV[targets_N == loss_module.IGNORED].any()
+
+
+def test_a_microbatch_without_counted_rows_has_the_loss_0() -> None:
+    logits_NV = torch.full((3, 5), float("inf"), requires_grad=True)
+    loss = cross_entropy(logits_NV, torch.full((3,), loss_module.IGNORED), divisor=7)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits_NV.grad is not None and not logits_NV.grad.any()
+
+
 def test_scaled_gradients_do_not_underflow_in_fp16() -> None:
     """The scale is applied in fp32, before the gradient is rounded."""
     logits_NV = torch.zeros(1, 60000, dtype=torch.float16, requires_grad=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,10 @@ class ResidentRun:
             {"params": [m], "lr": self.lr, "weight_decay": self.weight_decay, **self.groups(n)}
             for n, m in self.masters.items()
         ]
-        self.adam = torch.optim.AdamW(entries, betas=self.betas, eps=1e-8, fused=True)
+        self.adam = self.optimizer_of(entries)
+
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, betas=self.betas, eps=1e-8, fused=True)
 
     @staticmethod
     def _master(param: Tensor) -> nn.Parameter:

@@ -68,7 +68,7 @@ class NarrowRun(ResidentRun):
         for name, param in self.trained.items():
             state, grad = self.states[name], sums[name].reshape(-1)
             layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
-            torch_backend.adam(state, state, grad, None, layout, scalars)
+            torch_backend.update(state, state, grad, None, layout, scalars)
             param.data.copy_(state.weight.view_as(param))
 
 
@@ -106,8 +106,8 @@ def assert_same(run: NarrowRun, optimizer: ot.OffloadOptimizer, model: nn.Module
         assert torch.equal(param, run.params[name]), name
     for name, kept in optimizer.named_state():
         expected = run.states[name]
-        assert list(kept) == list(expected._fields)
-        for field, value in zip(expected._fields, expected, strict=True):
+        assert list(kept) == list(expected.names())
+        for field, value in zip(expected.names(), expected, strict=True):
             assert torch.equal(kept[field].reshape(-1), value), (name, field)
 
 

@@ -149,10 +149,42 @@ def test_adam_is_that_of_the_host(
         scalars = AdamScalars(
             1e-2, 0.9, 0.95, 1e-8, 0.1, step=step, grad_scale=0.5, decoupled=decoupled
         )
-        kernels.adam(one, grad, scalars, working=weights[0])
-        on_device.adam(two, grad, weights[1], scalars)
+        kernels.update(one, grad, scalars, working=weights[0])
+        on_device.update(two, grad, weights[1], scalars)
         for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
             assert torch.equal(mine, theirs)
+
+
+OTHERS: dict[str, Any] = {
+    "lion": ot.Lion(lr=1e-2, weight_decay=0.1),
+    "sgd": ot.SGD(lr=1e-2, weight_decay=0.1),
+    "nesterov": ot.SGD(lr=1e-2, momentum=0.9, nesterov=True),
+    "dampened": ot.SGD(lr=1e-2, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "adagrad": ot.Adagrad(lr=1e-2, lr_decay=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rules_are_those_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD, fused in torch, to the bit; the others within a rounding of each operation."""
+    monkeypatch.setattr(on_device, "_PIECE", 1024)
+    torch.manual_seed(0)
+    rule, numel = OTHERS[name], 5 * 1024 + 64
+    one = Fp32State(*fields(numel)[: 1 + len(rule.moments)])
+    two = Fp32State(*(field.clone() for field in one))
+    if name == "adagrad":
+        for state in (one, two):
+            state[1].abs_()
+    weights = [torch.empty(numel) for _ in range(2)]
+    for step in (1, 2, 9):
+        grad = torch.randn(numel)
+        scalars = rule.scalars(rule.defaults(), step=step, grad_scale=0.5, seed=0)
+        kernels.update(one, grad, scalars, working=weights[0])
+        on_device.update(two, grad, weights[1], scalars)
+        for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
+            if isinstance(rule, ot.SGD):
+                assert torch.equal(mine, theirs)
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_and_norms_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from offloadtrain.config import loss_parts
 from offloadtrain.config.job import Config
-from offloadtrain.model.transformer import Transformer
+from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.train.build import offload_job
@@ -40,11 +41,14 @@ def most_allocated(config: Config) -> int:
     """Bytes that torch holds at most in a step, beyond what it holds between steps."""
     torch.manual_seed(0)
     model = Transformer(config.model)
+    model.chunked_loss = LossTerms() if config.train.chunked_loss else None
     optimizer = offload_job(model, config, torch.device("cpu"))
     tokens = torch.randint(config.model.vocab_size, (config.train.micro_batch, config.data.seq_len))
+    isolated = config.data.packing == "isolated"
+    places = torch.arange(config.data.seq_len).expand_as(tokens) % 13 if isolated else None
 
     def step() -> None:
-        optimizer.backward(model(tokens, tokens))
+        optimizer.backward(model(tokens, tokens, positions_BT=places))
         optimizer.step()
 
     step()
@@ -78,6 +82,28 @@ def test_within_five_percent_in_bf16(shape: str, size: str) -> None:
     """Where activations are most of it: beside them the CPU's 16-bit matrix products take scratch
     memory of a weight's size, which a plan does not count."""
     assert ratio(sized(shape, size, offload__precision="bf16")) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("columns", [128, 1024])
+def test_a_loss_in_parts_takes_what_is_planned(
+    shape: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = sized(shape, "logits", train__chunked_loss=True, offload__precision="fp32")
+    part = 4 * columns * config.train.micro_batch * config.data.seq_len
+    monkeypatch.setattr(loss_parts, "PART_BYTES_CPU", part)
+    assert ratio(config) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_documents_apart_take_what_is_planned(shape: str, policy: str) -> None:
+    keys: dict[str, Any] = {"offload__precision": "fp32", "offload__activation": policy}
+    config = sized(shape, "tokens", data__packing="isolated", **keys)
+    plain = sized(shape, "tokens", **keys)
+    planned = [activations(place(one), on_cpu=True).total for one in (config, plain)]
+    more = most_allocated(config) - most_allocated(plain)
+    assert more == pytest.approx(planned[0] - planned[1], rel=0.15)
 
 
 def test_more_of_anything_needs_more() -> None:

@@ -187,7 +187,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
     for shape in (GPT, {}, {"num_kv_heads": 1, "num_heads": 2}, GPT | {"tie_embeddings": True}):
         config = job(shape)
         model = Transformer(config.model)
-        assert num_tensors(config.model) == sum(1 for _ in model.parameters())
+        assert num_tensors(config) == sum(1 for _ in model.parameters())
         params = sum(bucket.params for bucket in place(config).spec.buckets)
         assert params == sum(param.numel() for param in model.parameters())
 

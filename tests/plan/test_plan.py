@@ -427,8 +427,8 @@ def test_of_ranks_too(keys: dict[str, Any]) -> None:
     ("name", "wrong", "said"),
     [
         (
-            "MOMENTS",
-            {"adamw": ("exp_avg",)},
+            "moments_of",
+            lambda optim: ("exp_avg",),
             r"moments \('exp_avg', 'exp_avg_sq'\) and \('exp_avg',\)",
         ),
         ("num_tensors", lambda shape: 3, "num_tensors 292 and 3"),
@@ -445,9 +445,44 @@ def test_a_plan_that_the_engine_contradicts(
 
 def test_a_plan_knows_the_moments_of_every_rule_that_a_job_can_name() -> None:
     names = get_args(get_type_hints(OptimConfig)["name"])
-    for name in names:
-        assert update_rule(small(optim__name=name)).moments == placement.MOMENTS[name]
-    assert set(names) == placement.MOMENTS.keys()
+    jobs = [{"optim__name": name} for name in names]
+    jobs.append({"optim__name": "sgd", "optim__momentum": 0.0})
+    for keys in jobs:
+        job = small(**keys)
+        assert update_rule(job).moments == placement.moments_of(job.optim)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "lion": {"optim__name": "lion"},
+    "sgd": {"optim__name": "sgd", "optim__momentum": 0.0},
+    "momentum": {"optim__name": "sgd", "offload__state": "int8"},
+    "adagrad": {"optim__name": "adagrad"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", RULES.values(), ids=RULES.keys())
+def test_the_engine_lays_out_what_is_planned_for_other_rules(keys: dict[str, Any]) -> None:
+    assert "as planned" in check(planned(small(**keys)))
+
+
+@pytest.mark.parametrize("measured", [0.0, 0.5], ids=["by memory", "as measured"])
+def test_fewer_moments_are_fewer_bytes_and_less_time(measured: float) -> None:
+    """Where Adam was measured, other rules take the share of its time that their bytes are."""
+    machine = replace(V100, fp32_gparams=measured)
+    plans = [planned(small(**RULES[name]), machine) for name in ("sgd", "lion")]
+    plans.append(planned(small(), machine))
+    adagrad = planned(small(**RULES["adagrad"]), machine)
+    assert "sum" in adagrad.host and "exp_avg" not in plans[0].host
+    assert "exp_avg_sq" not in plans[1].host
+    for measure in (
+        lambda plan: sum(plan.host.values()),
+        lambda plan: plan.prediction.busy_s["host"],
+        lambda plan: plan.prediction.dram_bytes,
+    ):
+        found = [measure(plan) for plan in plans]
+        assert found == sorted(found) and len(set(found)) == 3
+        assert measure(adagrad) == found[1]
 
 
 def test_a_ledger_that_is_not_the_specs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def test_measuring_draws_no_random_number_and_leaves_the_threads() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limits are those of x86")
+@pytest.mark.slow
 def test_a_library_that_may_not_use_bf16_instructions_is_seen_through() -> None:
     """oneDNN says that it supports bf16 all the same, and emulates it."""
     assert chosen_under(ONEDNN_MAX_CPU_ISA="AVX512_CORE") == "fp32"

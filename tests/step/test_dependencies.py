@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,11 +38,11 @@ def launch(
     name: str,
     reads: str = "",
     writes: str = "",
-    kind: Kind = Kind.ADD,
+    late: bool = False,
 ) -> None:
     """`reads`, `writes`: a letter for each piece of memory."""
-    op = Launch(kind, lane, name, tuple(map(memory, reads)), tuple(map(memory, writes)))
-    order.launch(op)
+    op = Launch(Kind.ADD, lane, name, tuple(map(memory, reads)), tuple(map(memory, writes)))
+    order.launch(op, late=late)
 
 
 def waits(operations: Operations) -> list[tuple[str, str]]:
@@ -58,7 +57,7 @@ def kinds(operations: Operations) -> list[str]:
 def test_an_event_that_another_one_covers_needs_no_wait() -> None:
     """The first one is recorded late, and its lane knows as many operations as the other."""
     order = Dependencies()
-    launch(order, Lane.D2H, "x", writes="c", kind=Kind.FORWARD)
+    launch(order, Lane.D2H, "x", writes="c", late=True)
     launch(order, Lane.D2H, "x", writes="a")
     launch(order, Lane.COMPUTE, "x", writes="a")
     order.host_wait(order.record(Lane.HOST, "somebody"), "the thread")
@@ -75,7 +74,7 @@ def test_a_reader_waits_for_the_writer_and_says_why() -> None:
     assert kinds(found) == ["Launch", "Record", "Wait", "Launch", "Record"]
     assert isinstance(found[2], Wait) and isinstance(found[1], Record)
     assert found[2].event is found[1].event
-    assert str(found[2].why) == "add y reads what add x writes"
+    assert str(found[2]) == "add y reads what add x writes"
     assert order.take() == []
 
 
@@ -105,7 +104,7 @@ def test_a_writer_waits_for_every_reader_and_for_the_writer() -> None:
     assert waits(found)[:2] == [("host", "d2h"), ("h2d", "d2h")]
     # They know that the writer is done.
     assert sorted(waits(found)[2:]) == [("compute", "h2d"), ("compute", "host")]
-    whys = [str(op.why) for op in found if isinstance(op, Wait) and op.lane is Lane.COMPUTE]
+    whys = [str(op) for op in found if isinstance(op, Wait) and op.lane is Lane.COMPUTE]
     assert sorted(whys) == [
         "add z overwrites what add x reads",
         "add z overwrites what add y reads",
@@ -158,7 +157,7 @@ def test_whoever_knows_most_is_waited_for_first() -> None:
 def test_an_event_that_is_recorded_late_knows_what_its_lane_has_learned_since() -> None:
     order = Dependencies()
     launch(order, Lane.COMPUTE, "x", reads="b", writes="a")
-    launch(order, Lane.D2H, "y", reads="b", kind=Kind.FORWARD)
+    launch(order, Lane.D2H, "y", reads="b", late=True)
     launch(order, Lane.D2H, "y", writes="a")
     order.take()
     launch(order, Lane.HOST, "z", writes="b")
@@ -201,11 +200,10 @@ def test_memory_that_is_used_again_is_undefined_behind_the_waits() -> None:
     assert found[1] == Undefined(again, Lane.D2H)
 
 
-@pytest.mark.parametrize("kind", [Kind.NO_GRADIENT, Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE])
-def test_some_events_are_recorded_when_somebody_waits(kind: Kind) -> None:
+def test_a_late_event_is_recorded_when_somebody_waits() -> None:
     order = Dependencies()
-    launch(order, Lane.COMPUTE, "x", reads="a", kind=kind)
-    launch(order, Lane.COMPUTE, "y", reads="b", kind=kind)
+    launch(order, Lane.COMPUTE, "x", reads="a", late=True)
+    launch(order, Lane.COMPUTE, "y", reads="b", late=True)
     assert kinds(order.take()) == ["Launch", "Launch"]
     launch(order, Lane.HOST, "z", writes="a")
     assert kinds(order.take()) == ["Record", "Wait", "Launch", "Record"]
@@ -232,9 +230,7 @@ def test_code_that_is_not_launched() -> None:
     order.needs(Lane.COMPUTE, [memory("a")], "somebody")
     found = order.take()
     assert waits(found) == [("compute", "h2d")]
-    assert [str(op.why) for op in found if isinstance(op, Wait)] == [
-        "somebody reads what add x writes"
-    ]
+    assert [str(op) for op in found if isinstance(op, Wait)] == ["somebody reads what add x writes"]
     order.was_read([memory("a")], order.record(Lane.COMPUTE, "somebody"))
     launch(order, Lane.H2D, "y", writes="a")
     assert waits(order.take()) == [("h2d", "compute")]
@@ -285,7 +281,7 @@ def test_copies_of_memory_are_apart() -> None:
     assert waits(order.take()) == []
 
 
-Told = tuple[Lane, Kind, str, str] | Lane
+Told = tuple[Lane, bool, str, str] | Lane
 _NAMES = st.text("abcd", max_size=2)
 
 
@@ -295,7 +291,7 @@ _NAMES = st.text("abcd", max_size=2)
         st.one_of(
             st.tuples(
                 st.sampled_from(list(Lane)),
-                st.sampled_from([Kind.ADD, Kind.ADD, Kind.FORWARD]),
+                st.sampled_from([False, False, True]),
                 _NAMES,
                 _NAMES,
             ),
@@ -309,8 +305,8 @@ def test_any_launches_have_no_race_and_no_wait_too_many(told: Sequence[Told]) ->
     order = Dependencies()
     for one in told:
         if isinstance(one, tuple):
-            lane, kind, reads, writes = one
-            launch(order, lane, "x", reads, writes, kind)
+            lane, late, reads, writes = one
+            launch(order, lane, "x", reads, writes, late)
         else:
             order.host_wait(order.record(one, "somebody"), "the thread")
     operations = order.take()

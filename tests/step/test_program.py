@@ -77,7 +77,7 @@ def superfluous(spec: StepSpec, operations: Operations, begin: int = 0) -> list[
         if isinstance(op, Wait):
             without = operations[:index] + operations[index + 1 :]
             if not prove_operations(spec, without):
-                found.append(f"{op.lane.value} for {op.event.lane.value}: {op.why}")
+                found.append(f"{op.lane.value} for {op.event.lane.value}: {op}")
     return found
 
 

@@ -37,7 +37,7 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free(monkeypatch, 1 << 20)
-    monkeypatch.setattr(Transformer, "forward", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(Transformer, "forward", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\.\d MiB and 1\.0 MiB is free"):
         run(small_job(tmp_path), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
@@ -153,8 +153,8 @@ def not_finite(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[int]], Non
     def arm(chosen: Iterable[int]) -> None:
         real, wanted, count = Transformer.forward, set(chosen), iter(range(10**9))
 
-        def forward(self: Transformer, tokens: torch.Tensor, targets: object = None) -> object:
-            loss = real(self, tokens, targets)
+        def forward(self: Transformer, *args: Any, **kwargs: Any) -> object:
+            loss = real(self, *args, **kwargs)
             return loss * math.nan if self.training and next(count) in wanted else loss
 
         monkeypatch.setattr(Transformer, "forward", forward)
@@ -177,6 +177,13 @@ def test_a_skipped_step_is_counted_and_changes_nothing(
     assert codes == ["loss-not-finite"] * 3
     progress = checkpoint.verify(path / "checkpoints" / "step-00000012").state["progress"]
     assert (progress["step"], progress["skipped"], progress["skipped_in_a_row"]) == (12, 3, 0)
+
+
+def test_documents_that_lose_their_ends_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path, "data.packing=padded", "train.steps=4"), path) == 0
+    (told,) = [e.message for e in events_of(path, schema.Warning_) if e.code == "documents-cut"]
+    assert "documents are longer than data.seq_len = 32 and lose their ends" in told
 
 
 def test_skips_without_end_abort_with_a_checkpoint(
@@ -238,7 +245,7 @@ def test_what_is_not_finite_is_never_saved(
     ended = events_of(path, schema.RunEnded)[-1]
     assert (ended.status, ended.step) == ("failed", 8)
 
-    monkeypatch.setattr("offloadtrain.train.trainer._LateLoss.wait", lambda self: 1.0)
+    monkeypatch.setattr("offloadtrain.train.losses.LateLoss.wait", lambda self: 1.0)
     not_finite([15])
     path = tmp_path / "weights"
     with pytest.raises(TrainingError, match=r"after step 9 the weights of .* are not finite"):
@@ -256,7 +263,7 @@ def test_a_run_without_a_good_state_at_its_end_is_not_done(
     for losses, number in (("seen", 23), ("hidden", 23), ("hidden", 0)):
         with monkeypatch.context() as patch:
             if losses == "hidden":
-                patch.setattr("offloadtrain.train.trainer._LateLoss.wait", lambda self: 1.0)
+                patch.setattr("offloadtrain.train.losses.LateLoss.wait", lambda self: 1.0)
             not_finite([number])
             path = tmp_path / f"{losses}-{number}"
             assert main(["train", str(job), "--run-dir", str(path)]) == 1

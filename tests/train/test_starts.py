@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offloadtrain_tui.listing import list_runs
@@ -20,7 +21,8 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, ConfigError
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
+from offloadtrain.data.token_writer import write_tokens
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import checkpoint
@@ -115,7 +117,7 @@ def test_a_failure_in_the_first_step_leaves_nothing_either(
     mine = tmp_path / "mine"
     mine.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(Transformer, "forward", lambda *_: 1 / 0)
+        patch.setattr(Transformer, "forward", lambda *_, **__: 1 / 0)
         for run_dir in (None, mine, tmp_path / "new"):
             with pytest.raises(ZeroDivisionError):
                 started(small_job(tmp_path), run_dir=run_dir)
@@ -131,10 +133,10 @@ def test_a_run_named_by_a_link_stays_in_its_folder_when_the_link_moves(
     (other / "checkpoints").mkdir(parents=True)
     before, forward = tree(other), Transformer.forward
 
-    def moves(*arguments: Tensor) -> Tensor:
+    def moves(*arguments: Any, **options: Any) -> Tensor:
         link.unlink()
         link.symlink_to(other.name)
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     monkeypatch.setattr(Transformer, "forward", moves)
     longer = small_job(tmp_path, "train.steps=14")

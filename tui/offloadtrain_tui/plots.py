@@ -82,7 +82,7 @@ KINDS: dict[str, Kind] = {
         (("h2d_bytes", "up", "primary", False), ("d2h_bytes", "down", "warning", True)),
         form=_bytes,
     ),
-    "host_ms": Kind("host busy (Adam, norms)", _one("host_ms", "accent"), form=milliseconds),
+    "host_ms": Kind("host (updates, norms)", _one("host_ms", "accent"), form=milliseconds),
     "exposed": Kind("exposed share of a step", _one("exposed_share", "error"), form=_percent),
 }
 

@@ -1,4 +1,5 @@
-"""CPU Adam against the traffic limit, torch and DeepSpeed, interleaved in one process."""
+"""CPU Adam, and the other rules, against the traffic limit, torch and DeepSpeed, interleaved in one
+process."""
 
 from __future__ import annotations
 
@@ -16,12 +17,39 @@ from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
 from offloadtrain.cli.bench.rounds import Case, measure
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
-from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Layout, State
-from offloadtrain.step.formats import FORMATS
+from offloadtrain.runtime.kernels import (
+    AdagradScalars,
+    AdamScalars,
+    Backend,
+    Fp32State,
+    Layout,
+    LionScalars,
+    MomentumScalars,
+    Scalars,
+    SgdScalars,
+    State,
+)
+from offloadtrain.step.formats import ADAM_MOMENTS, FORMATS
 from offloadtrain.step.memory import MemoryRequest
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+RULES: dict[str, Scalars] = {
+    "Lion": LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1, step=10, grad_scale=0.5),
+    "SGD": SgdScalars(lr=1e-4, weight_decay=0.1, step=10, grad_scale=0.5),
+    "SGD, momentum": MomentumScalars(
+        lr=1e-4,
+        momentum=0.9,
+        dampening=0.0,
+        nesterov=True,
+        weight_decay=0.1,
+        step=10,
+        grad_scale=0.5,
+    ),
+    "Adagrad": AdagradScalars(
+        lr=1e-4, lr_decay=0.0, eps=1e-10, weight_decay=0.1, step=10, grad_scale=0.5
+    ),
+}
+"""The other rules that have kernels; decay and Nesterov's form are the costliest."""
 _TYPES: dict[str, type[State]] = {
     "fp32": Fp32State,
     "split16": kernels.Split16State,
@@ -63,7 +91,7 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
         HostMemoryError: the host has too little memory.
     """
     fields = {
-        name: FORMATS[name].fields(MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
+        name: FORMATS[name].fields(ADAM_MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
     }
     requests = [
         MemoryRequest(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
@@ -90,7 +118,7 @@ def _fill(buffers: Buffers) -> None:
     buffers.wide.copy_(buffers.grad)
     for state in buffers.states.values():
         kernels.set_master(state, buffers.wide)
-        kernels.adam(state, buffers.grad, SCALARS, layout=buffers.layout)
+        kernels.update(state, buffers.grad, SCALARS, layout=buffers.layout)
 
 
 def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
@@ -101,20 +129,53 @@ def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case
         for format, state in b.states.items():
             if format == "int8" and backend.name != "native":
                 continue
-            traffic = float(FORMATS[format].traffic_per_param(MOMENTS, 2, 2))
+            traffic = float(FORMATS[format].traffic_per_param(ADAM_MOMENTS, 2, 2))
             working = b.working if format == "fp32" else None
-            step = partial(kernels.adam, state, b.grad, SCALARS, working=working, layout=b.layout)
+            step = partial(kernels.update, state, b.grad, SCALARS, working=working, layout=b.layout)
             found[Label(ONE_PASS, name, format, traffic)] = _under(backend, step)
-    return found | _other_cases(buffers, backends[0])
+    return found | _rule_cases(buffers, backends[0]) | _other_cases(buffers, backends[0])
+
+
+def _rule_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
+    """Return every other rule in every format that keeps its moments, over Adam's memory."""
+    name = f"{backend.name} {backend.isa}".removesuffix(" -")
+    found: dict[Label, Case] = {}
+    for rule, scalars in RULES.items():
+        for format, state in b.states.items():
+            declared = FORMATS[format]
+            if not declared.keeps_moments(scalars.moments):
+                continue
+            if format == "int8" and backend.name != "native":
+                continue
+            step = partial(
+                kernels.update,
+                _of_rule(state, scalars),
+                b.grad,
+                scalars,
+                working=b.working if format == "fp32" else None,
+                layout=b.layout,
+            )
+            traffic = float(declared.traffic_per_param(scalars.moments, 2, 2))
+            found[Label(f"{ONE_PASS}, {rule}", name, format, traffic)] = _under(backend, step)
+    return found
+
+
+def _of_rule(state: State, scalars: Scalars) -> State:
+    """Adam's state, without the moments that another rule does not have."""
+    # A sum of squares is positive: Adam's second moment, in the formats that keep it alike.
+    kept = ADAM_MOMENTS[::-1] if scalars.moments == ("sum",) else ADAM_MOMENTS
+    by_name = dict(zip(state.names(), state, strict=True))
+    fields = state.format.fields(kept[: len(scalars.moments)])
+    return type(state)(*(by_name[field.name] for field in fields))
 
 
 def _other_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
     name = f"{backend.name} {backend.isa}".removesuffix(" -")
-    adam = partial(kernels.adam, b.fp32, scalars=SCALARS, working=b.working)
+    adam = partial(kernels.update, b.fp32, scalars=SCALARS, working=b.working)
     cases: dict[tuple[str, str, float], Case] = {
         ("one pass, double-buffered", "fp32", 28.0): partial(adam, b.grad, out=b.out),
         ("one pass, over the gradient", "fp32", 28.0): partial(
-            kernels.adam, b.fp32, b.working, SCALARS, working=b.working
+            kernels.update, b.fp32, b.working, SCALARS, working=b.working
         ),
         ("one pass, fp32 gradients", "fp32", 30.0): partial(adam, b.wide),
         ("sum of squares", "-", 2.0): partial(kernels.sum_squares, b.grad),
@@ -199,7 +260,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 def dispatch_us() -> float:
     """Time a call on a bucket of 16 elements: mainly checks and dispatch."""
     small = allocate(16, ["fp32"])
-    step = partial(kernels.adam, small.fp32, small.grad, SCALARS, working=small.working)
+    step = partial(kernels.update, small.fp32, small.grad, SCALARS, working=small.working)
     with kernels.use(backends_measured()[0]):
         start = time.perf_counter()
         for _ in range(DISPATCH_CALLS):

@@ -35,8 +35,12 @@ class Row:
     x_deepspeed_step: float | None
     x_torch_path: float | None
 
+    @property
+    def gb_per_s(self) -> float | None:
+        return self.bytes_per_param and self.bytes_per_param / self.ns_per_param
+
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"gb_per_s": self.gb_per_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> 
 def table(rows: Sequence[Row]) -> str:
     """Return all rows as a text table."""
     head = (
-        f"{'case':30} {'backend':14} {'state':8} thr ns/param B/param  x limit"
+        f"{'case':30} {'backend':14} {'state':8} thr ns/param B/param   GB/s  x limit"
         "  x DS path  x DS step  x torch path"
     )
     return "\n".join([head, *map(_line, rows)])
@@ -89,8 +93,9 @@ def _line(row: Row) -> str:
     size = "-" if row.bytes_per_param is None else f"{row.bytes_per_param:.2f}"
     return (
         f"{row.case:30} {row.backend:14} {row.state:8} {row.threads:3} {row.ns_per_param:8.3f} "
-        f"{size:>7} {_told(row.x_limit):>8} {_told(row.x_deepspeed_path):>10} "
-        f"{_told(row.x_deepspeed_step):>10} {_told(row.x_torch_path):>13}"
+        f"{size:>7} {_told(row.gb_per_s):>6} {_told(row.x_limit):>8} "
+        f"{_told(row.x_deepspeed_path):>10} {_told(row.x_deepspeed_step):>10} "
+        f"{_told(row.x_torch_path):>13}"
     )
 
 

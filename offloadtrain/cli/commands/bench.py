@@ -26,7 +26,7 @@ def adam(
     states: str = ",".join(STATES),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Compare CPU Adam with the memory limit, torch and, if installed, DeepSpeed.
+    """Compare CPU Adam and the other rules with the memory limit, torch and DeepSpeed if installed.
 
     All cases alternate in one process; ratios are medians of ratios within a round.
 

@@ -14,11 +14,13 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device
+from offloadtrain.train.build import described
 from offloadtrain.train.dry_run import check
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:
     """Return the needs of a job and whether it fits, on its machine or else on this one."""
+    config = described(config)
     name, machine = _machine(config)
     plan = make(settled(config, name, machine, ranks), name, machine, ranks)
     lines = [report.text(plan), _formats(plan), check(plan)]

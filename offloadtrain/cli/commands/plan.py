@@ -89,6 +89,10 @@ def plan(
     if not job:
         raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
     config = jobs.load(find_job(job), overrides, say_on_stderr)
+    if config.hf is not None:  # its parameters need torch and transformers
+        from offloadtrain.train.build import described
+
+        config = described(config)
     name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
     config = suggest.settled(config, name, target, gpus)
     if sweep:

@@ -18,28 +18,40 @@ def prepare(
     /,
     *,
     val_fraction: float = 0.05,
-    tokenizer: Literal["bytes"] = "bytes",
+    tokenizer: str = "bytes",
+    form: Literal["auto", "text", "chat", "completion"] = "auto",
     field: str = "text",
+    chat_template: str = "",
     bad_lines: Literal["error", "skip"] = "error",
     jobs: int = 0,
     quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> None:
-    """Turn text into token files, OUT/train.bin and OUT/val.bin, and print their names.
+    """Turn text or records into token files, OUT/train.bin and OUT/val.bin, and print their names.
+
+    Nothing is done again for the same source, tokenizer and options.
 
     Parameters
     ----------
     source
-        A text or JSONL file, a folder of them, or "python-stdlib".
+        A file of text, JSONL, CSV, TSV, Parquet or Arrow, a folder of them, a folder saved by
+        `datasets` (save_to_disk), "hf:NAME" or "hf:NAME:SPLIT" (as `datasets` loads it), or
+        "python-stdlib".
     out
         Folder for the token files; created if missing.
     val_fraction
         Share of the documents held out for validation; 0: none.
     tokenizer
-        Tokenizer that converts the text.
+        "bytes", a folder with a tokenizer of transformers, a tokenizer.json, or a .tiktoken file.
+    form
+        What a record is: "text" in one field; "chat": `messages`, of which the loss counts the
+        assistant's; "completion": `prompt` and `completion`, of which the loss counts the
+        second. "auto": what the first record looks like.
     field
-        Field of each JSONL object that contains the text.
+        Field of a record with the text.
+    chat_template
+        Jinja file that renders conversations in place of the tokenizer's own template.
     bad_lines
-        Action for a JSONL line without text.
+        Action for a record that cannot be used.
     jobs
         Number of worker processes; 0: one per CPU.
     quiet
@@ -53,7 +65,9 @@ def prepare(
         out,
         val_fraction=val_fraction,
         tokenizer=tokenizer,
+        form=form,
         field=field,
+        chat_template=chat_template,
         bad_lines=bad_lines,
         jobs=jobs,
         progress=None if quiet else bar.show,

@@ -62,6 +62,7 @@ def train(
         of a step free of races, and print the resolved job. Exit code 4 if the job does not fit.
     """
     from offloadtrain.config import job as jobs
+    from offloadtrain.config.log_options import check_packages
 
     path = find_job(job)
     rank_info = RankInfo.of(os.environ)
@@ -69,6 +70,8 @@ def train(
     config = jobs.load(path, overrides, say)
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
+    if rank_info.rank == 0:
+        check_packages(config.log)
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
     waiting = _choose_waiting(config, rank_info)

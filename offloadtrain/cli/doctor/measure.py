@@ -179,7 +179,7 @@ def fitting(numel: int, available: int) -> int:
 
 
 def _adam_cases(buffers: Buffers) -> dict[str, Case]:
-    step = partial(kernels.adam, scalars=SCALARS, layout=buffers.layout)
+    step = partial(kernels.update, scalars=SCALARS, layout=buffers.layout)
     return {
         name: partial(
             step, state, buffers.grad, working=buffers.working if name == "fp32" else None

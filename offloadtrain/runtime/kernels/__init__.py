@@ -18,10 +18,10 @@ from torch import Tensor
 
 from offloadtrain.runtime.kernels import on_device
 from offloadtrain.runtime.kernels.arguments import (
-    check_adam,
     check_alive,
     check_disjoint,
     check_operand,
+    check_update,
     describe,
 )
 from offloadtrain.runtime.kernels.codec import master_of, set_master, to_fp32
@@ -37,7 +37,14 @@ from offloadtrain.runtime.kernels.formats import (
     set_master_by_codec,
     update_by_codec,
 )
-from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.scalars import (
+    AdagradScalars,
+    AdamScalars,
+    LionScalars,
+    MomentumScalars,
+    Scalars,
+    SgdScalars,
+)
 from offloadtrain.runtime.kernels.selection import (
     Backend,
     KernelError,
@@ -60,6 +67,7 @@ from offloadtrain.runtime.kernels.state import (
 
 __all__ = [
     "BLOCK",
+    "AdagradScalars",
     "AdamScalars",
     "Backend",
     "Change",
@@ -69,13 +77,16 @@ __all__ = [
     "KernelCalls",
     "KernelError",
     "Layout",
+    "LionScalars",
+    "MomentumScalars",
     "RegisteredFormat",
+    "Scalars",
+    "SgdScalars",
     "Split16State",
     "State",
     "StateCodec",
     "accumulate",
     "accumulate_squares",
-    "adam",
     "available",
     "backend",
     "blocks",
@@ -96,6 +107,7 @@ __all__ = [
     "sum_squares_many",
     "to_fp32",
     "traffic",
+    "update",
     "update_by_codec",
     "use",
     "zero",
@@ -105,20 +117,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FP32 = (torch.float32,)
 
 
-def adam(
+def update(
     state: State,
     grad: Tensor,
-    scalars: AdamScalars,
+    scalars: Scalars,
     *,
     working: Tensor | None = None,
     layout: Layout | None = None,
     out: State | None = None,
 ) -> None:
-    """Run one Adam step over a bucket in one pass.
+    """Run one step of a rule over a bucket in one pass: that of the scalars' class.
 
     Order: scale the gradient, decay, moments, bias correction, update, round to the state's format.
-    With Fp32State the arithmetic is that of torch.optim.AdamW (or Adam) with fused=True on the CPU,
-    to the bit. With the other states it is the same arithmetic between decoding and encoding.
+    With Fp32State the arithmetic is that of torch's fused optimizers on the CPU, to the bit: Adam,
+    AdamW, SGD, Adagrad. Lion's is that of its authors' code, with torch's fused multiply-adds. With
+    the other states it is the same arithmetic between decoding and encoding.
 
     Args:
         state: the state to read; also written, unless `out` is given.
@@ -136,11 +149,11 @@ def adam(
     if grad.is_cuda:
         if not isinstance(state, Fp32State) or out is not None:
             raise TypeError("on a GPU the state is Fp32State, updated in place")
-        on_device.adam(state, grad, working, scalars)
+        on_device.update(state, grad, working, scalars)
         return
     target = state if out is None else out
-    check_adam(state, target, grad, working, layout, scalars)
-    active_backend().adam(state, target, grad, working, layout, scalars)
+    check_update(state, target, grad, working, layout, scalars)
+    active_backend().update(state, target, grad, working, layout, scalars)
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
@@ -232,7 +245,7 @@ def zero(memory: Tensor) -> None:
 
 
 def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
-    """Move the 28 bytes per parameter of `adam` with next to no arithmetic: the limit to compare
+    """Move the 28 bytes per parameter of Adam with next to no arithmetic: the limit to compare
     with. The contents are meaningless afterwards.
 
     Args:
@@ -241,7 +254,7 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
     Raises:
         KernelError: the native kernels are not active.
     """
-    check_adam(state, state, grad, working, None, AdamScalars(0.0, 0.0, 0.0, 0.0, 0.0, 1))
+    check_update(state, state, grad, working, None, AdamScalars(0.0, 0.0, 0.0, 0.0, 0.0, 1))
     if grad.element_size() != 2 or working.element_size() != 2:
         raise TypeError(f"grad and working must be of 16 bits, not {grad.dtype}, {working.dtype}")
     if backend().name != "native":

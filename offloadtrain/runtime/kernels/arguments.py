@@ -2,55 +2,81 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.scalars import AdamScalars
-from offloadtrain.runtime.kernels.state import FIELD_DTYPES, Int8State, Layout, State, blocks
+from offloadtrain.config.offload import PRECISIONS
+from offloadtrain.runtime.kernels.scalars import Scalars
+from offloadtrain.runtime.kernels.state import Layout, State
+from offloadtrain.step.formats import Field, StateFormat
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FP32 = (torch.float32,)
 
 
-def check_adam(
+def check_update(
     state: State,
     out: State,
     grad: Tensor,
     working: Tensor | None,
     layout: Layout | None,
-    scalars: AdamScalars,
+    scalars: Scalars,
 ) -> None:
-    """Raises TypeError or ValueError for operands that `kernels.adam` does not take."""
-    dtypes = FIELD_DTYPES.get(type(state))
-    if dtypes is None or type(out) is not type(state):
+    """Raises TypeError or ValueError for operands that `kernels.update` does not take."""
+    if not isinstance(state, State) or type(out) is not type(state):
         raise TypeError(f"state and out must be one kind of state, not {type(state)}, {type(out)}")
     check_operand("grad", grad, _FLOATS)
     numel = grad.numel()
-    check_state(state, numel)
-    operands = dict(zip(state._fields, state, strict=True)) | {"grad": grad}
+    names = check_state(state, numel, scalars.moments)
+    operands = dict(zip(names, state, strict=True)) | {"grad": grad}
     if out is not state:
-        check_state(out, numel)
+        check_state(out, numel, scalars.moments)
         if out[0].dtype is not state[0].dtype:
             raise TypeError(f"out is of {out[0].dtype}, state of {state[0].dtype}")
-        operands |= {f"out.{name}": x for name, x in zip(out._fields, out, strict=True)}
+        operands |= {f"out.{name}": x for name, x in zip(names, out, strict=True)}
     if working is not None:
-        if len(state) != 3:
+        if state.format.holds_weight:
             raise TypeError("the weight of this state is its own working weight: pass no working")
         check_operand("working", working, _FLOATS, numel)
         operands["working"] = working
-    if len(state) != 3:
+    if state.format.holds_weight:
         _check_layout(layout, numel)
     if scalars.step < 1:
         raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
     check_disjoint(operands)
 
 
-def check_state(state: State, numel: int) -> None:
-    """Raises TypeError or ValueError unless `state` is one of `numel` elements."""
-    dtypes = FIELD_DTYPES[type(state)]
-    for name, tensor, allowed in zip(state._fields, state, dtypes, strict=True):
-        scale = isinstance(state, Int8State) and name.endswith("scale")
-        check_operand(name, tensor, allowed, blocks(numel) if scale else numel)
+def check_state(state: State, numel: int, moments: tuple[str, ...]) -> list[str]:
+    """Return the names of its fields.
+
+    Raises:
+        TypeError, ValueError: unless `state` is one of `numel` elements, with these moments.
+    """
+    if not state.format.keeps_moments(moments):
+        raise TypeError(f"{state.format.name} state cannot keep {', '.join(moments)}")
+    wanted = _fields(state.format, moments)
+    if len(wanted) != len(state):
+        raise TypeError(
+            f"{state.format.name} state of {', '.join(moments) or 'no moments'} has {len(wanted)} "
+            f"fields, not {len(state)}"
+        )
+    for (field, allowed), tensor in zip(wanted, state, strict=True):
+        check_operand(field.name, tensor, allowed, field.numel(numel))
+    return [field.name for field, _ in wanted]
+
+
+@lru_cache(maxsize=64)
+def _fields(
+    format: StateFormat, moments: tuple[str, ...]
+) -> tuple[tuple[Field, tuple[torch.dtype, ...]], ...]:
+    """Each field with its allowed dtypes."""
+    weights = [PRECISIONS[precision] for precision in format.precisions]
+    return tuple(
+        (field, tuple(getattr(torch, name) for name in ([field.dtype] if field.dtype else weights)))
+        for field in format.fields(moments)
+    )
 
 
 def _check_layout(layout: Layout | None, numel: int) -> None:

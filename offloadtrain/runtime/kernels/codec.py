@@ -6,12 +6,20 @@ state. Integers are int64 here, so that 32-bit arithmetic cannot overflow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.state import BLOCK, Fp32State, Int8State, Split16State, State
+from offloadtrain.runtime.kernels.state import (
+    BLOCK,
+    Fp32State,
+    Int8State,
+    Split16State,
+    State,
+    blocks,
+)
 
 _U32 = 0xFFFFFFFF
 _SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
@@ -188,47 +196,53 @@ class Minifloat:
         return scale, torch.where(finite, self.top / bound, 0.0)
 
 
-EXP_AVG = Minifloat(mantissa=3, largest=127)
-EXP_AVG_SQ = Minifloat(mantissa=3, largest=256)
-"""Stored less one: there is no code for zero, because a second moment of zero would make the update
-explode."""
+SIGNED = Minifloat(mantissa=3, largest=127)
+"""Code of a first moment, beside its sign."""
+UNSIGNED = Minifloat(mantissa=3, largest=256)
+"""Code of a second moment, stored less one: there is no code for zero, because a second moment of
+zero would make the update explode."""
 
 
-def decode_moments(state: Int8State) -> tuple[Tensor, Tensor]:
+def decode_moments(state: Int8State) -> tuple[Tensor, ...]:
     """8-bit moments → fp32."""
     numel = state.weight.numel()
-    m_scale, v_scale = (
-        scale.repeat_interleave(BLOCK)[:numel]
-        for scale in (state.exp_avg_scale, state.exp_avg_sq_scale)
-    )
-    stored = state.exp_avg.long()
-    size = bits_of(EXP_AVG.decode(stored & 0x7F, m_scale))
-    exp_avg = float_of(size | ((stored & 0x80) << 24))
-    return exp_avg, EXP_AVG_SQ.decode(state.exp_avg_sq.long() + 1, v_scale)
+    wide = [scale.repeat_interleave(BLOCK)[:numel] for scale in state.scales]
+    codes = [code.long() for code in state.codes]
+    found = []
+    if codes:
+        size = bits_of(SIGNED.decode(codes[0] & 0x7F, wide[0]))
+        found.append(float_of(size | ((codes[0] & 0x80) << 24)))
+    if len(codes) > 1:
+        found.append(UNSIGNED.decode(codes[1] + 1, wide[1]))
+    return tuple(found)
 
 
-def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor, out: Int8State) -> None:
+def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) -> None:
     """fp32 moments of one parameter, from a block's start on, → 8 bits, written to `out`.
 
     Args:
         random: (n,) int64, uniform over 24 bits: 12 for each moment.
     """
-    numel = exp_avg.numel()
-    pad = -numel % BLOCK
-    m, v, r = (
-        torch.nn.functional.pad(x, (0, pad)).view(-1, BLOCK) for x in (exp_avg, exp_avg_sq, random)
-    )
-    m_scale, m_inverse = EXP_AVG.scales(m.abs().amax(1))
-    v_scale, v_inverse = EXP_AVG_SQ.scales(v.abs().amax(1))
-    finite = ((m_inverse != 0) & (v_inverse != 0)).unsqueeze(1)
-    m, v = torch.where(finite, m, 0.0), torch.where(finite, v, 0.0)
-    m_code = EXP_AVG.encode(m.abs(), m_inverse.unsqueeze(1), r & 0xFFF)
-    sign = torch.where(bits_of(m) & _SIGN != 0, 0x80, 0)
-    v_code = EXP_AVG_SQ.encode(v, v_inverse.unsqueeze(1), r >> 12).clamp(min=1) - 1
-    out.exp_avg.copy_((m_code | sign).view(-1)[:numel])
-    out.exp_avg_sq.copy_(v_code.view(-1)[:numel])
-    out.exp_avg_scale.copy_(m_scale)
-    out.exp_avg_sq_scale.copy_(v_scale)
+    numel = random.numel()
+    blocked = [_blocked(moment) for moment in moments]
+    kinds = (SIGNED, UNSIGNED)[: len(blocked)]
+    scaled = [kind.scales(x.abs().amax(1)) for kind, x in zip(kinds, blocked, strict=True)]
+    # A block with a value that is not finite is NaN as a whole: its codes are zero.
+    finite = torch.ones(blocks(numel), dtype=torch.bool, device=random.device)
+    for _, inverse in scaled:
+        finite &= inverse != 0
+    for number, (x, (scale, inverse)) in enumerate(zip(blocked, scaled, strict=True)):
+        kept, draws = torch.where(finite.unsqueeze(1), x, 0.0), _blocked(random >> 12 * number)
+        code = kinds[number].encode(kept.abs(), inverse.unsqueeze(1), draws & 0xFFF)
+        sign = torch.where(bits_of(kept) & _SIGN != 0, 0x80, 0)
+        stored = code | sign if kinds[number] is SIGNED else code.clamp(min=1) - 1
+        out.codes[number].copy_(stored.view(-1)[:numel])
+        out.scales[number].copy_(scale)
+
+
+def _blocked(values: Tensor) -> Tensor:
+    """(n,) → (blocks, BLOCK), zero behind the end."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
 
 
 # any format --------------------------------------------------------------------------------------
@@ -240,6 +254,7 @@ def master_of(state: State) -> Tensor:
         return state.master
     if isinstance(state, Split16State):
         return join(state.weight, state.low)
+    assert isinstance(state, Int8State)
     return join_int8(state.weight, state.correction)
 
 
@@ -252,6 +267,7 @@ def set_master(state: State, master: Tensor) -> None:
         state.weight.copy_(weight)
         state.low.copy_(low)
     else:
+        assert isinstance(state, Int8State)
         set_master_int8(state, master, torch.full(master.shape, 0x80, device=master.device))
 
 
@@ -260,5 +276,6 @@ def to_fp32(state: State) -> Fp32State:
     if isinstance(state, Fp32State):
         return state
     if isinstance(state, Split16State):
-        return Fp32State(master_of(state), state.exp_avg.float(), state.exp_avg_sq.float())
+        return Fp32State(master_of(state), *(moment.float() for moment in state[2:]))
+    assert isinstance(state, Int8State)
     return Fp32State(master_of(state), *decode_moments(state))

@@ -1,7 +1,8 @@
 """Every state format in plain torch: fields to fp32 values and back, and any update rule over them.
 
-The three shipped formats have fast kernels for Adam beside this. A format of a program's own is one
-object, a `StateCodec`, and everything else follows from what that declares (docs/extending.md).
+The three shipped formats have fast kernels for the shipped rules beside this. A format of a
+program's own is one object, a `StateCodec`, and everything else follows from what that declares
+(docs/extending.md).
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ class _Int8:
     def store(
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
     ) -> None:
-        state, (master, exp_avg, exp_avg_sq) = Int8State(*fields), values
+        state, (master, *moments) = Int8State(*fields), values
         nearest = 0x800800 << 8 | 0x80  # half a unit in each of the three random numbers
         random = draw() if draw else torch.full(master.shape, nearest, device=master.device)
         set_master_int8(state, master, random & 0xFF)
-        encode_moments(exp_avg, exp_avg_sq, random >> 8, state)
+        encode_moments(moments, random >> 8, state)
 
 
 CODECS: dict[str, StateCodec] = {
@@ -164,7 +165,7 @@ def register_state_format(codec: StateCodec) -> RegisteredFormat:
 
 def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
     """Load and store memory of zeros, whose last block is not whole."""
-    moments = codec.format.moments or ("exp_avg", "exp_avg_sq")
+    moments = formats.typical_moments(codec.format)
     fields = tuple(
         torch.zeros(field.numel(numel), dtype=_dtype(field, weights), device="cpu")
         for field in codec.format.fields(moments)

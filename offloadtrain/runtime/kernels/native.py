@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.scalars import Scalars, coefficients_of
 from offloadtrain.runtime.kernels.state import Fp32State, Int8State, Layout, Split16State, State
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -28,34 +28,29 @@ class Native:
     def set_threads(self, count: int, cpus: Sequence[int]) -> None:
         self._module.set_threads(count, list(cpus))
 
-    def adam(
+    def update(
         self,
         state: State,
         out: State,
         grad: Tensor,
         working: Tensor | None,
         layout: Layout | None,
-        s: AdamScalars,
+        s: Scalars,
     ) -> None:
-        before = tuple(tensor.data_ptr() for tensor in state)
-        after = before if out is state else tuple(tensor.data_ptr() for tensor in out)
-        scalars = (
-            s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step, s.decoupled, s.grad_scale
-        )  # fmt: skip
-        numel = grad.numel()
+        before = _addresses(state)
+        after = before if out is state else _addresses(out)
+        scalars, numel = (s.rule, coefficients_of(s)), grad.numel()
         if isinstance(state, Fp32State):
             target = (0, 0) if working is None else _described(working)
-            self._module.adam_fp32(before, after, _described(grad), *target, numel, scalars)
+            self._module.update_fp32(before, after, _described(grad), *target, numel, scalars)
             return
         assert layout is not None
-        slots, seed = (layout.address, layout.count), s.seed & 0xFFFFFFFFFFFFFFFF
+        where = (numel, (layout.address, layout.count), (s.seed & 0xFFFFFFFFFFFFFFFF, s.step))
         if isinstance(state, Split16State):
-            self._module.adam_split16(before, after, _described(grad), numel, slots, seed, scalars)
+            self._module.update_split16(before, after, _described(grad), *where, scalars)
         elif isinstance(state, Int8State):
             code = _CODES[state.weight.dtype]
-            self._module.adam_int8(
-                before, after, _described(grad), code, numel, slots, seed, scalars
-            )
+            self._module.update_int8(before, after, _described(grad), code, *where, scalars)
 
     def accumulate(self, total: Tensor, grad: Tensor, first: bool) -> None:
         self._module.accumulate(total.data_ptr(), _described(grad), total.numel(), first)
@@ -98,11 +93,18 @@ class Native:
         return self._module.Flag()
 
     def traffic(self, state: Fp32State, grad: Tensor, working: Tensor) -> None:
-        addresses = tuple(tensor.data_ptr() for tensor in state)
-        self._module.traffic(addresses, grad.data_ptr(), working.data_ptr(), grad.numel())
+        self._module.traffic(_addresses(state), grad.data_ptr(), working.data_ptr(), grad.numel())
 
     def first_touch(self, memory: Tensor) -> None:
         self._module.first_touch(memory.data_ptr(), memory.numel(), memory.element_size())
+
+
+def _addresses(state: State) -> tuple[int, ...]:
+    """In the order of the native structs, which have two moments: 0 for what is not there."""
+    found = [tensor.data_ptr() for tensor in state]
+    if isinstance(state, Int8State) and len(found) < 6:
+        found[len(found) // 2 + 1 : len(found) // 2 + 1] = [0] * (3 - len(found) // 2)
+    return (*found, *[0] * (6 - len(found)))
 
 
 def _described(tensor: Tensor) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from offloadtrain.runtime.kernels.numba_numbers import (
     store_bf16_randomly,
     store_fp16,
 )
-from offloadtrain.runtime.kernels.scalars import AdamScalars, Coefficients
+from offloadtrain.runtime.kernels.scalars import Scalars
 from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State
 
 _log = logging.getLogger(__name__)
@@ -64,15 +64,15 @@ def _store(kind: int, floats: Any, halves: Any, lo: int, hi: int, source: Any) -
 
 
 @compiled
-def _adam_slab(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, c: Any, toward: bool) -> None:
-    scale, decay, l2, weight, beta2, weight_sq, step, correction, eps = c
+def _adam(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, c: Any) -> None:
+    scale, decay, l2, weight, towards, beta2, weight_sq, step, correction, eps = c
     for i in range(master.size):
         p = master[i]
         g = grad[i] * scale
         g = g if l2 == np.float32(0.0) else fma(p, l2, g)
         p = p * decay
         old = exp_avg[i]
-        m = fma(weight, g - old, g if toward else old)
+        m = fma(weight, g - old, old if towards == np.float32(0.0) else g)
         v = fma(weight_sq * g, g, exp_avg_sq[i] * beta2)
         exp_avg[i] = m
         exp_avg_sq[i] = v
@@ -80,14 +80,79 @@ def _adam_slab(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, c: Any, to
 
 
 @compiled
-def _adam_fp32(
+def _lion(master: Any, exp_avg: Any, grad: Any, c: Any) -> None:
+    scale, decay, beta1, weight1, beta2, weight2, step = c[:7]
+    one, zero = np.float32(1.0), np.float32(0.0)
+    for i in range(master.size):
+        g = grad[i] * scale
+        m = exp_avg[i]
+        towards = fma(g, weight1, m * beta1)
+        up = one if towards > zero else zero
+        down = one if towards < zero else zero
+        master[i] = master[i] * decay + (up - down) * step
+        exp_avg[i] = fma(g, weight2, m * beta2)
+
+
+@compiled
+def _sgd(master: Any, grad: Any, c: Any) -> None:
+    scale, l2, step = c[:3]
+    for i in range(master.size):
+        p = master[i]
+        g = grad[i] * scale
+        g = g if l2 == np.float32(0.0) else fma(p, l2, g)
+        master[i] = fma(g, step, p)
+
+
+@compiled
+def _momentum(master: Any, buffer: Any, grad: Any, c: Any) -> None:
+    scale, l2, step, momentum, weight, first, nesterov = c[:7]
+    zero = np.float32(0.0)
+    for i in range(master.size):
+        p = master[i]
+        g = grad[i] * scale
+        g = g if l2 == zero else fma(p, l2, g)
+        m = g if first != zero else fma(weight, g, buffer[i] * momentum)
+        u = fma(m, momentum, g) if nesterov != zero else m
+        buffer[i] = m
+        master[i] = fma(u, step, p)
+
+
+@compiled
+def _adagrad(master: Any, total: Any, grad: Any, c: Any) -> None:
+    scale, l2, lr, eps = c[:4]
+    for i in range(master.size):
+        p = master[i]
+        g = grad[i] * scale
+        g = g if l2 == np.float32(0.0) else fma(p, l2, g)
+        s = fma(g, g, total[i])
+        total[i] = s
+        master[i] = p - (lr * g) / (np.sqrt(s) + eps)
+
+
+@compiled
+def _slab(rule: int, master: Any, first: Any, second: Any, grad: Any, c: Any) -> None:
+    """One step of the rule of this number in native/kernels.h."""
+    if rule == 0:
+        _adam(master, first, second, grad, c)
+    elif rule == 1:
+        _lion(master, first, grad, c)
+    elif rule == 2:
+        _sgd(master, grad, c)
+    elif rule == 3:
+        _momentum(master, first, grad, c)
+    else:
+        _adagrad(master, first, grad, c)
+
+
+@compiled
+def _update_fp32(
+    rule: int,
     state: Any,
     out: Any,
     doubled: bool,
     grad: Any,
     working: Any,
     c: Any,
-    toward: bool,
     lo: int,
     hi: int,
 ) -> None:
@@ -101,17 +166,18 @@ def _adam_fp32(
             copy(state[0][start:end], p)
             copy(state[1][start:end], m)
             copy(state[2][start:end], v)
-        _adam_slab(p, m, v, slab, c, toward)
+        _slab(rule, p, m, v, slab, c)
         _store(working[0], working[1], working[2], start, end, p)
 
 
 @compiled
-def _adam_split16(
+def _update_split16(
+    rule: int,
+    moments: int,
     state: Any,
     out: Any,
     grad: Any,
     c: Any,
-    toward: bool,
     first: Any,
     second: Any,
     element: Any,
@@ -130,10 +196,12 @@ def _adam_split16(
         load_bf16(state[2][start:end], m)
         load_bf16(state[3][start:end], v)
         random_bits(first, second, np.uint32(element + np.uint32(start - lo)), random)
-        _adam_slab(p, m, v, g, c, toward)
+        _slab(rule, p, m, v, g, c)
         split(p, out[0][start:end], out[1][start:end])
-        store_bf16_randomly(m, random, np.uint32(0), out[2][start:end])
-        store_bf16_randomly(v, random, np.uint32(16), out[3][start:end])
+        if moments > 0:
+            store_bf16_randomly(m, random, np.uint32(0), out[2][start:end])
+        if moments > 1:
+            store_bf16_randomly(v, random, np.uint32(16), out[3][start:end])
 
 
 @compiled
@@ -200,6 +268,7 @@ class _Threads:
 
 threads = _Threads()
 _GRAIN = 16384
+_NUMBERS = 10
 _NO_FLOATS = np.empty(0, np.float32)
 _NO_HALVES = np.empty(0, np.uint16)
 _Operand = tuple[int, "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
@@ -214,32 +283,21 @@ def _operand(tensor: Tensor | None) -> _Operand:
     return (kind, _NO_FLOATS, tensor.view(torch.uint16).numpy())
 
 
-def _packed(c: Coefficients) -> tuple[np.float32, ...]:
-    return tuple(
-        np.float32(value)
-        for value in (
-            c.grad_scale,
-            c.decay,
-            c.l2,
-            c.exp_avg_weight,
-            c.beta2,
-            c.exp_avg_sq_weight,
-            c.negative_step_size,
-            c.bias_correction2_sqrt,
-            c.eps,
-        )
-    )
+def _packed(scalars: Scalars) -> tuple[np.float32, ...]:
+    """As many numbers for every rule: each takes its own."""
+    c = scalars.coefficients()
+    return tuple(np.float32(value) for value in (*c, *[0.0] * (_NUMBERS - len(c))))
 
 
-def adam(
+def update(
     state: State,
     out: State,
     grad: Tensor,
     working: Tensor | None,
     layout: Layout | None,
-    scalars: AdamScalars,
+    scalars: Scalars,
 ) -> None:
-    """See `kernels.adam`. 8-bit state uses plain torch, at a tenth of the speed."""
+    """See `kernels.update`. 8-bit state uses plain torch, at a tenth of the speed."""
     if isinstance(state, Fp32State):
         _run_fp32(state, out, grad, working, scalars)
     elif isinstance(state, Split16State):
@@ -247,29 +305,26 @@ def adam(
         _run_split16(state, out, grad, layout, scalars)
     else:
         _warn_of_int8()
-        torch_backend.adam(state, out, grad, working, layout, scalars)
+        torch_backend.update(state, out, grad, working, layout, scalars)
 
 
 def _run_fp32(
-    state: State, out: State, grad: Tensor, working: Tensor | None, scalars: AdamScalars
+    state: State, out: State, grad: Tensor, working: Tensor | None, scalars: Scalars
 ) -> None:
-    c = Coefficients.of(scalars)
-    packed = _packed(c)
-    before, after = (tuple(tensor.numpy() for tensor in kept) for kept in (state, out))
+    rule, packed, missing = scalars.rule, _packed(scalars), [_NO_FLOATS] * (3 - len(state))
+    before, after = ((*(tensor.numpy() for tensor in kept), *missing) for kept in (state, out))
     operands, doubled = (_operand(grad), _operand(working)), out is not state
 
     def body(lo: int, hi: int) -> None:
-        _adam_fp32(before, after, doubled, *operands, packed, c.towards_grad, lo, hi)
+        _update_fp32(rule, before, after, doubled, *operands, packed, lo, hi)
 
     threads.run(grad.numel(), _GRAIN, body)
 
 
-def _run_split16(
-    state: State, out: State, grad: Tensor, layout: Layout, scalars: AdamScalars
-) -> None:
-    c = Coefficients.of(scalars)
-    packed, rows = _packed(c), layout.rows()
-    before, after = (tuple(_halves(tensor) for tensor in kept) for kept in (state, out))
+def _run_split16(state: State, out: State, grad: Tensor, layout: Layout, scalars: Scalars) -> None:
+    rule, packed, rows = scalars.rule, _packed(scalars), layout.rows()
+    moments, missing = len(scalars.moments), [_NO_HALVES] * (4 - len(state))
+    before, after = ((*(_halves(tensor) for tensor in kept), *missing) for kept in (state, out))
     operand = _operand(grad)
 
     def body(lo: int, hi: int) -> None:
@@ -281,8 +336,8 @@ def _run_split16(
                 key = scalars.key(parameter, element)
                 keys = (np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32))
                 count = np.uint32(element & 0xFFFFFFFF)
-                _adam_split16(
-                    before, after, operand, packed, c.towards_grad, *keys, count, begin, end
+                _update_split16(
+                    rule, moments, before, after, operand, packed, *keys, count, begin, end
                 )
                 begin = end
 

@@ -1,18 +1,27 @@
 """The kernels for GPU memory, in torch, for optimizer state that is not offloaded.
 
-Adam is torch's own fused one, so that a run has the bits of `torch.optim.AdamW(fused=True)` on that
-device. Work goes to the current stream and nothing waits. Sums of squares follow [Note: The norm]
-within a segment; segments are added pairwise and not in order, which avoids a wait for the device.
+Adam and SGD are torch's own fused ones, so that a run has the bits of
+`torch.optim.AdamW(fused=True)` on that device; Lion and Adagrad are the operations of a loop over
+one tensor. Work goes to the current stream and nothing waits. Sums of squares follow [Note: The
+norm] within a segment; segments are added pairwise and not in order, which avoids a wait for the
+device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.scalars import AdamScalars
+from offloadtrain.runtime.kernels.scalars import (
+    AdagradScalars,
+    AdamScalars,
+    LionScalars,
+    MomentumScalars,
+    Scalars,
+    SgdScalars,
+)
 from offloadtrain.runtime.kernels.state import Fp32State, Layout
 
 _PIECE = 1 << 22
@@ -21,30 +30,90 @@ _PIECE = 1 << 22
 _SEGMENT = 2048
 
 
-def adam(state: Fp32State, grad: Tensor, working: Tensor | None, scalars: AdamScalars) -> None:
-    """See `kernels.adam`; fp32 state, in place."""
-    fused = torch._fused_adamw_ if scalars.decoupled else torch._fused_adam_
-    step = torch.full((), float(scalars.step), device=grad.device)
+def update(state: Fp32State, grad: Tensor, working: Tensor | None, scalars: Scalars) -> None:
+    """See `kernels.update`; fp32 state, in place."""
+    step = _STEPS[type(scalars)]
     for lo, hi in _pieces(grad.numel()):
         g = grad[lo:hi].float() * scalars.grad_scale
-        master, exp_avg, exp_avg_sq = (field[lo:hi] for field in state)
-        fused(
-            [master],
-            [g],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [step],
-            lr=scalars.lr,
-            beta1=scalars.beta1,
-            beta2=scalars.beta2,
-            weight_decay=scalars.weight_decay,
-            eps=scalars.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+        fields = [field[lo:hi] for field in state]
+        step(scalars, g, *fields)
         if working is not None:
-            working[lo:hi].copy_(master)
+            working[lo:hi].copy_(fields[0])
+
+
+def _adam(s: AdamScalars, g: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    fused = torch._fused_adamw_ if s.decoupled else torch._fused_adam_
+    fused(
+        [master],
+        [g],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.full((), float(s.step), device=g.device)],
+        lr=s.lr,
+        beta1=s.beta1,
+        beta2=s.beta2,
+        weight_decay=s.weight_decay,
+        eps=s.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _lion(s: LionScalars, g: Tensor, master: Tensor, exp_avg: Tensor) -> None:
+    towards = (exp_avg * s.beta1).add_(g, alpha=1.0 - s.beta1)
+    master.mul_(1.0 - s.lr * s.weight_decay).add_(towards.sign_(), alpha=-s.lr)
+    exp_avg.mul_(s.beta2).add_(g, alpha=1.0 - s.beta2)
+
+
+def _sgd(s: SgdScalars | MomentumScalars, g: Tensor, master: Tensor) -> None:
+    torch._fused_sgd_(
+        [master],
+        [g],
+        [],
+        weight_decay=s.weight_decay,
+        momentum=0.0,
+        lr=s.lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def _momentum(s: MomentumScalars, g: Tensor, master: Tensor, buffer: Tensor) -> None:
+    if not s.momentum:  # turned off in a group: CUDA's kernel refuses a buffer then
+        _sgd(s, g, master)
+        return
+    torch._fused_sgd_(
+        [master],
+        [g],
+        [buffer],
+        weight_decay=s.weight_decay,
+        momentum=s.momentum,
+        lr=s.lr,
+        dampening=s.dampening,
+        nesterov=s.nesterov,
+        maximize=False,
+        is_first_step=s.step == 1,
+    )
+
+
+def _adagrad(s: AdagradScalars, g: Tensor, master: Tensor, sum: Tensor) -> None:
+    if s.weight_decay:
+        g.add_(master, alpha=s.weight_decay)
+    sum.addcmul_(g, g)
+    rate = s.lr / (1.0 + (s.step - 1) * s.lr_decay)
+    master.addcdiv_(g, sum.sqrt().add_(s.eps), value=-rate)
+
+
+_STEPS: dict[type[Scalars], Callable[..., None]] = {
+    AdamScalars: _adam,
+    LionScalars: _lion,
+    SgdScalars: _sgd,
+    MomentumScalars: _momentum,
+    AdagradScalars: _adagrad,
+}
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:

@@ -1,24 +1,76 @@
-"""Adam's hyperparameters, and the values that every kernel derives from them: fp32 coefficients,
-and the key of the random bits."""
+"""The hyperparameters of each rule with kernels of its own, and the values that every backend
+derives from them: fp32 coefficients, and the key of the random bits."""
 
 from __future__ import annotations
 
 import math
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class AdamScalars:
-    """One step's hyperparameters, in double.
+class Scalars(ABC):
+    """One step of a rule, with its hyperparameters in double.
 
     Attributes:
+        rule: its number in native/kernels.h.
+        moments: the state that it keeps besides the master weights.
         step: 1-based.
-        decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
         grad_scale: multiplied into each gradient first; rounded to fp32.
         seed: of stochastic rounding, taken modulo 2^64.
+    """
+
+    __slots__ = ()
+    rule: ClassVar[int]
+    moments: ClassVar[tuple[str, ...]]
+
+    step: int
+    grad_scale: float
+    seed: int
+
+    @abstractmethod
+    def coefficients(self) -> tuple[float, ...]:
+        """The factors of the loop, computed in double and rounded once to fp32, in the order of the
+        rule's class in native/rules.h."""
+
+    def key(self, parameter: int, element: int) -> int:
+        """See `random_key`."""
+        return random_key(self.seed, self.step, parameter, element)
+
+
+@lru_cache(maxsize=64)
+def coefficients_of(scalars: Scalars) -> tuple[float, ...]:
+    """Those of every bucket of a step are the same: computing them takes as long as a call."""
+    return scalars.coefficients()
+
+
+class AdamCoefficients(NamedTuple):
+    """1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value
+    by the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
+    """
+
+    grad_scale: float
+    decay: float
+    l2: float
+    exp_avg_weight: float
+    towards_grad: float
+    beta2: float
+    exp_avg_sq_weight: float
+    negative_step_size: float
+    bias_correction2_sqrt: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars(Scalars):
+    """Adam's.
+
+    Attributes:
+        decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
     """
 
     lr: float
@@ -31,9 +83,151 @@ class AdamScalars:
     grad_scale: float = 1.0
     seed: int = 0
 
-    def key(self, parameter: int, element: int) -> int:
-        """See `random_key`."""
-        return random_key(self.seed, self.step, parameter, element)
+    rule: ClassVar[int] = 0
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def coefficients(self) -> AdamCoefficients:
+        weight = fp32(1.0 - self.beta1)
+        towards_grad = not weight < 0.5
+        return AdamCoefficients(
+            grad_scale=fp32(self.grad_scale),
+            decay=fp32(1.0 - self.lr * self.weight_decay) if self.decoupled else 1.0,
+            l2=0.0 if self.decoupled else fp32(self.weight_decay),
+            exp_avg_weight=fp32(weight - 1.0) if towards_grad else weight,
+            towards_grad=float(towards_grad),
+            beta2=fp32(self.beta2),
+            exp_avg_sq_weight=fp32(1.0 - self.beta2),
+            negative_step_size=-fp32(self.lr / (1.0 - self.beta1**self.step)),
+            bias_correction2_sqrt=fp32(math.sqrt(1.0 - self.beta2**self.step)),
+            eps=fp32(self.eps),
+        )
+
+
+class LionCoefficients(NamedTuple):
+    grad_scale: float
+    decay: float
+    beta1: float
+    weight1: float
+    beta2: float
+    weight2: float
+    negative_lr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionScalars(Scalars):
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    seed: int = 0
+
+    rule: ClassVar[int] = 1
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    def coefficients(self) -> LionCoefficients:
+        return LionCoefficients(
+            grad_scale=fp32(self.grad_scale),
+            decay=fp32(1.0 - self.lr * self.weight_decay),
+            beta1=fp32(self.beta1),
+            weight1=fp32(1.0 - self.beta1),
+            beta2=fp32(self.beta2),
+            weight2=fp32(1.0 - self.beta2),
+            negative_lr=-fp32(self.lr),
+        )
+
+
+class SgdCoefficients(NamedTuple):
+    grad_scale: float
+    l2: float
+    negative_lr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdScalars(Scalars):
+    """Without momentum."""
+
+    lr: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    seed: int = 0
+
+    rule: ClassVar[int] = 2
+    moments: ClassVar[tuple[str, ...]] = ()
+
+    def coefficients(self) -> SgdCoefficients:
+        return SgdCoefficients(
+            grad_scale=fp32(self.grad_scale), l2=fp32(self.weight_decay), negative_lr=-fp32(self.lr)
+        )
+
+
+class MomentumCoefficients(NamedTuple):
+    grad_scale: float
+    l2: float
+    negative_lr: float
+    momentum: float
+    weight: float
+    first: float
+    nesterov: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumScalars(Scalars):
+    """SGD's with momentum. Where `momentum` is 0, the buffer is the gradient."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    seed: int = 0
+
+    rule: ClassVar[int] = 3
+    moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def coefficients(self) -> MomentumCoefficients:
+        return MomentumCoefficients(
+            grad_scale=fp32(self.grad_scale),
+            l2=fp32(self.weight_decay),
+            negative_lr=-fp32(self.lr),
+            momentum=fp32(self.momentum),
+            weight=fp32(1.0 - self.dampening),
+            first=float(self.step == 1 or self.momentum == 0.0),
+            nesterov=float(self.nesterov),
+        )
+
+
+class AdagradCoefficients(NamedTuple):
+    grad_scale: float
+    l2: float
+    lr: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdagradScalars(Scalars):
+    lr: float
+    lr_decay: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    seed: int = 0
+
+    rule: ClassVar[int] = 4
+    moments: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def coefficients(self) -> AdagradCoefficients:
+        return AdagradCoefficients(
+            grad_scale=fp32(self.grad_scale),
+            l2=fp32(self.weight_decay),
+            lr=fp32(self.lr / (1.0 + (self.step - 1) * self.lr_decay)),
+            eps=fp32(self.eps),
+        )
 
 
 def random_key(seed: int, step: int, parameter: int, element: int) -> int:
@@ -51,43 +245,6 @@ def _mix(value: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """The factors of the loop, computed in double and rounded once to fp32.
-
-    1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value by
-    the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
-    """
-
-    grad_scale: float
-    decay: float
-    l2: float
-    exp_avg_weight: float
-    towards_grad: bool
-    beta2: float
-    exp_avg_sq_weight: float
-    negative_step_size: float
-    bias_correction2_sqrt: float
-    eps: float
-
-    @classmethod
-    def of(cls, s: AdamScalars) -> Coefficients:
-        weight = fp32(1.0 - s.beta1)
-        towards_grad = not weight < 0.5
-        return cls(
-            grad_scale=fp32(s.grad_scale),
-            decay=fp32(1.0 - s.lr * s.weight_decay) if s.decoupled else 1.0,
-            l2=0.0 if s.decoupled else fp32(s.weight_decay),
-            exp_avg_weight=fp32(weight - 1.0) if towards_grad else weight,
-            towards_grad=towards_grad,
-            beta2=fp32(s.beta2),
-            exp_avg_sq_weight=fp32(1.0 - s.beta2),
-            negative_step_size=-fp32(s.lr / (1.0 - s.beta1**s.step)),
-            bias_correction2_sqrt=fp32(math.sqrt(1.0 - s.beta2**s.step)),
-            eps=fp32(s.eps),
-        )
 
 
 def fp32(value: float) -> float:

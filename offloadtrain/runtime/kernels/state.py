@@ -1,7 +1,7 @@
 """The state of one bucket in each format, and the layout of its parameters.
 
 [Note: State formats]
-`fp32`, 12 bytes per parameter: master weights and both moments.
+`fp32`, 12 bytes per parameter of Adam: master weights and both moments.
 `split16`, 6 + 2 bytes: the fp32 master's bits in two halves. The upper half, rounded, is the bf16
 working weight and is uploaded from there; the lower half is the signed remainder, so that the
 master is exact. Moments are bf16, rounded stochastically. fp16 weights cannot do this: the
@@ -14,12 +14,19 @@ to the largest of their block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from offloadtrain.step.formats import SCALE_BLOCK
+from offloadtrain.step.formats import (
+    ADAM_MOMENTS,
+    FP32,
+    INT8,
+    SCALE_BLOCK,
+    SPLIT16,
+    StateFormat,
+)
 
 BLOCK = SCALE_BLOCK
 """Elements that share one scale per 8-bit moment, counted from a parameter's start."""
@@ -27,53 +34,81 @@ BLOCK = SCALE_BLOCK
 _PIECE = 1 << 20
 """Elements that plain torch widens at once."""
 
-_HALVES = (torch.bfloat16, torch.float16)
+
+class State(tuple[Tensor, ...]):
+    """The fields of one bucket's state, in the order of its format: those of the master weight,
+    then of each moment its values, then of each its scales. A rule may have no, one or two moments.
+    """
+
+    __slots__ = ()
+    format: ClassVar[StateFormat]
+
+    def __new__(cls, *fields: Tensor) -> Self:
+        return super().__new__(cls, fields)
+
+    def names(self, moments: Sequence[str] = ADAM_MOMENTS) -> list[str]:
+        """The fields' names, for a rule with these moments."""
+        return [field.name for field in self.format.fields(moments)]
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self[len(self.format.master)]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self[len(self.format.master) + 1]
 
 
-class Fp32State(NamedTuple):
-    """All fields are (n,) fp32."""
+class Fp32State(State):
+    """master and moments, (n,) fp32."""
 
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    __slots__ = ()
+    format = FP32
 
-
-class Split16State(NamedTuple):
-    """weight, exp_avg, exp_avg_sq (n,) bf16; low (n,) int16: the low half of the master's bits."""
-
-    weight: Tensor
-    low: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    @property
+    def master(self) -> Tensor:
+        return self[0]
 
 
-class Int8State(NamedTuple):
-    """weight (n,) bf16 or fp16; correction (n,) int8; moments (n,) uint8, and their (ceil(n /
-    128),) fp32 scales."""
+class Split16State(State):
+    """weight (n,) bf16; low (n,) int16: the low half of the master's bits; moments (n,) bf16."""
 
-    weight: Tensor
-    correction: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    exp_avg_scale: Tensor
-    exp_avg_sq_scale: Tensor
+    __slots__ = ()
+    format = SPLIT16
+
+    @property
+    def weight(self) -> Tensor:
+        return self[0]
+
+    @property
+    def low(self) -> Tensor:
+        return self[1]
 
 
-State = Fp32State | Split16State | Int8State
+class Int8State(State):
+    """weight (n,) bf16 or fp16; correction (n,) int8; moments (n,) uint8; their scales (ceil(n /
+    128),) fp32. The first moment is signed, the second is not."""
 
-FIELD_DTYPES: dict[type, tuple[tuple[torch.dtype, ...], ...]] = {
-    Fp32State: ((torch.float32,),) * 3,
-    Split16State: ((torch.bfloat16,), (torch.int16,), (torch.bfloat16,), (torch.bfloat16,)),
-    Int8State: (
-        _HALVES,
-        (torch.int8,),
-        (torch.uint8,),
-        (torch.uint8,),
-        (torch.float32,),
-        (torch.float32,),
-    ),
-}
-"""The allowed dtypes of each field, in field order."""
+    __slots__ = ()
+    format = INT8
+
+    @property
+    def weight(self) -> Tensor:
+        return self[0]
+
+    @property
+    def correction(self) -> Tensor:
+        return self[1]
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """(n,) uint8 of each moment."""
+        return self[2 : 1 + len(self) // 2]
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """(ceil(n / 128),) fp32 of each moment."""
+        return self[1 + len(self) // 2 :]
 
 
 class Layout:

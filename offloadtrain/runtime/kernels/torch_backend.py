@@ -6,8 +6,8 @@ Same bits as the native ones, at a tenth of the speed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,19 @@ from torch import Tensor
 
 from offloadtrain.runtime.kernels.codec import fma, random_bits, to_fp32
 from offloadtrain.runtime.kernels.formats import CODECS
-from offloadtrain.runtime.kernels.scalars import AdamScalars, Coefficients
+from offloadtrain.runtime.kernels.scalars import (
+    AdagradCoefficients,
+    AdamCoefficients,
+    LionCoefficients,
+    MomentumCoefficients,
+    Scalars,
+    SgdCoefficients,
+)
 from offloadtrain.runtime.kernels.state import (
     BLOCK,
     Fp32State,
     Int8State,
     Layout,
-    Split16State,
     State,
     blocks,
     pieces,
@@ -30,47 +36,47 @@ from offloadtrain.runtime.kernels.state import (
 SEGMENT = 2048
 
 
-def adam(
+def update(
     state: State,
     out: State,
     grad: Tensor,
     working: Tensor | None,
     layout: Layout | None,
-    scalars: AdamScalars,
+    scalars: Scalars,
 ) -> None:
-    """See `kernels.adam`."""
-    if isinstance(state, Fp32State) and isinstance(out, Fp32State):
-        _adam_fp32(state, out, grad, working, Coefficients.of(scalars))
+    """See `kernels.update`."""
+    c = scalars.coefficients()
+    if isinstance(state, Fp32State):
+        _update_fp32(state, out, grad, working, c)
         return
     assert layout is not None
-    codec = CODECS["split16" if isinstance(state, Split16State) else "int8"]
-    c = Coefficients.of(scalars)
+    codec = CODECS[state.format.name]
     for offset, numel, parameter, first in layout.rows():
         for lo, hi in pieces(numel, first):
             key = scalars.key(parameter, first + lo)
             elements = torch.arange(first + lo, first + hi, device="cpu") & 0xFFFFFFFF
             piece = (offset + lo, offset + hi)
-            new = _step(to_fp32(_at(state, *piece)), grad[slice(*piece)], c)
+            new = step(to_fp32(_at(state, *piece)), grad[slice(*piece)], c)
             codec.store(_at(out, *piece), new, partial(random_bits, key, elements))
 
 
-def _at(state: State, lo: int, hi: int) -> Any:
+def _at(state: State, lo: int, hi: int) -> State:
     """Elements [lo, hi) of every field; lo is a block's start if there are scales."""
     if isinstance(state, Int8State):
-        scales = (x[lo // BLOCK : blocks(hi)] for x in state[4:])
-        return Int8State(*(x[lo:hi] for x in state[:4]), *scales)
+        scales = (x[lo // BLOCK : blocks(hi)] for x in state.scales)
+        return Int8State(*(x[lo:hi] for x in (*state[:2], *state.codes)), *scales)
     return type(state)(*(x[lo:hi] for x in state))
 
 
-def _adam_fp32(
-    state: Fp32State, out: Fp32State, grad: Tensor, working: Tensor | None, c: Coefficients
+def _update_fp32(
+    state: Fp32State, out: State, grad: Tensor, working: Tensor | None, c: tuple[float, ...]
 ) -> None:
     for lo, hi in pieces(grad.numel()):
-        new = _step(_at(state, lo, hi), grad[lo:hi], c)
+        new = step(_at(state, lo, hi), grad[lo:hi], c)
         for target, value in zip(out, new, strict=True):
             target[lo:hi] = value
         if working is not None:
-            working[lo:hi] = new.master
+            working[lo:hi] = new[0]
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
@@ -118,18 +124,63 @@ def first_touch(memory: Tensor) -> None:
     memory.zero_()
 
 
-def _step(state: Fp32State, grad: Tensor, c: Coefficients) -> Fp32State:
-    """Compute one Adam step in fp32, in new memory."""
-    master, exp_avg, exp_avg_sq = state
-    g = grad.float() * c.grad_scale
-    if c.l2 != 0.0:
-        g = fma(master, c.l2, g)
+def step(values: Sequence[Tensor], grad: Tensor, c: tuple[float, ...]) -> tuple[Tensor, ...]:
+    """One step of the rule whose coefficients these are: (n,) fp32 master and moments, in new
+    memory."""
+    return _STEPS[type(c)](c, grad.float() * c[0], *values)
+
+
+def _adam(
+    c: AdamCoefficients, g: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+) -> tuple[Tensor, ...]:
+    g = _decayed(g, master, c.l2)
     m = fma(g - exp_avg, c.exp_avg_weight, g if c.towards_grad else exp_avg)
     v = fma(g * c.exp_avg_sq_weight, g, exp_avg_sq * c.beta2)
-    # numpy's root is correctly rounded, torch's is not always.
-    root = torch.from_numpy(np.sqrt(v.numpy()))
-    step = (m * c.negative_step_size) / (root / c.bias_correction2_sqrt + c.eps)
-    return Fp32State(master * c.decay + step, m, v)
+    step = (m * c.negative_step_size) / (_root(v) / c.bias_correction2_sqrt + c.eps)
+    return master * c.decay + step, m, v
+
+
+def _lion(c: LionCoefficients, g: Tensor, master: Tensor, exp_avg: Tensor) -> tuple[Tensor, ...]:
+    towards = fma(g, c.weight1, exp_avg * c.beta1)
+    new = master * c.decay + towards.sign() * c.negative_lr
+    return new, fma(g, c.weight2, exp_avg * c.beta2)
+
+
+def _sgd(c: SgdCoefficients, g: Tensor, master: Tensor) -> tuple[Tensor, ...]:
+    return (fma(_decayed(g, master, c.l2), c.negative_lr, master),)
+
+
+def _momentum(
+    c: MomentumCoefficients, g: Tensor, master: Tensor, buffer: Tensor
+) -> tuple[Tensor, ...]:
+    g = _decayed(g, master, c.l2)
+    m = g if c.first else fma(g, c.weight, buffer * c.momentum)
+    u = fma(m, c.momentum, g) if c.nesterov else m
+    return fma(u, c.negative_lr, master), m
+
+
+def _adagrad(c: AdagradCoefficients, g: Tensor, master: Tensor, sum: Tensor) -> tuple[Tensor, ...]:
+    g = _decayed(g, master, c.l2)
+    total = fma(g, g, sum)
+    return master - (g * c.lr) / (_root(total) + c.eps), total
+
+
+_STEPS: dict[type, Callable[..., tuple[Tensor, ...]]] = {
+    AdamCoefficients: _adam,
+    LionCoefficients: _lion,
+    SgdCoefficients: _sgd,
+    MomentumCoefficients: _momentum,
+    AdagradCoefficients: _adagrad,
+}
+
+
+def _decayed(g: Tensor, master: Tensor, l2: float) -> Tensor:
+    return g if l2 == 0.0 else fma(master, l2, g)
+
+
+def _root(values: Tensor) -> Tensor:
+    """numpy's root is correctly rounded, torch's is not always."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def _sum_squares(values: Tensor) -> float:

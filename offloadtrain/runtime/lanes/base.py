@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Buffer:
         return Range(self, 0, numel)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Range:
     """Elements [lo, hi) of a buffer."""
 
@@ -59,11 +60,12 @@ class Range:
     lo: int
     hi: int
 
-    @property
+    # Both are kept: ranges live as long as their buffers, and every step launches over them.
+    @cached_property
     def view(self) -> Tensor:
         return self.buffer.flat[self.lo : self.hi]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return (self.hi - self.lo) * self.buffer.flat.element_size()
 

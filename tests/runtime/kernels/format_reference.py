@@ -43,7 +43,7 @@ def kernel_step(backend: Backend) -> Step:
     def step(case: Case) -> State:
         found = clone(case.state)
         with kernels.use(backend):
-            kernels.adam(found, case.grad, case.scalars, layout=case.layout)
+            kernels.update(found, case.grad, case.scalars, layout=case.layout)
         return found
 
     return step
@@ -143,7 +143,7 @@ def wide_after(case: Case) -> Fp32State:
     """The fp32 state's step from the same decoded values, in plain torch."""
     wide = wide_before(case.state)
     with kernels.use(PLAIN):
-        kernels.adam(wide, case.grad, case.scalars)
+        kernels.update(wide, case.grad, case.scalars)
     return wide
 
 

@@ -39,7 +39,7 @@ def fused_adam(
 ) -> None:
     """The kernel in force, on fp32 state."""
     state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
-    kernels.adam(state, grad, scalars, working=working)
+    kernels.update(state, grad, scalars, working=working)
 
 
 def plain_adam(
@@ -52,7 +52,7 @@ def plain_adam(
 ) -> None:
     """The oracle: the same in plain torch."""
     state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
-    torch_backend.adam(state, state, grad, working, None, scalars)
+    torch_backend.update(state, state, grad, working, None, scalars)
 
 
 @dataclass

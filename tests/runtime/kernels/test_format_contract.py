@@ -135,7 +135,7 @@ def test_views_at_odd_addresses(name: str, dtype: torch.dtype, backend: Backend)
     view = type(wide)(*(x[1:-1] for x in wide))
     grad = torch.cat([case.grad[:3], case.grad])[3:]
     with kernels.use(backend):
-        kernels.adam(view, grad, SCALARS, layout=case.layout)
+        kernels.update(view, grad, SCALARS, layout=case.layout)
     assert differing(view, kernel_step(reference.PLAIN)(case)) == {}
     for x, y in zip(wide, before, strict=True):
         assert bool((raw(x) == raw(y))[[0, -1]].all())
@@ -184,7 +184,7 @@ def test_out_of_place(grad: torch.dtype, name: str, dtype: torch.dtype, backend:
         straight = replace(straight, state=kernel_step(backend)(straight))
         untouched, outside = clone(source), clone(target)
         with kernels.use(backend):
-            kernels.adam(
+            kernels.update(
                 source, straight.grad, straight.scalars, layout=straight.layout, out=target
             )
         assert differing(source, untouched) == {}
@@ -273,7 +273,7 @@ def test_moment_codes_are_the_family_of_the_definition() -> None:
     assert isinstance(state, Int8State)
     for field in (state.exp_avg, state.exp_avg_sq):
         field.copy_(torch.arange(256).to(torch.uint8))
-    for scale in (state.exp_avg_scale, state.exp_avg_sq_scale):
+    for scale in state.scales:
         scale.fill_(3.0)
     wide, codes = kernels.to_fp32(state), torch.arange(256)
     squares = reference.decoded_code(codes + 1)

@@ -62,7 +62,7 @@ def check_neighbours(case: Case, bad: Case, backend: Backend) -> None:
     """Elements beside the poisoned ones are what they are without poison."""
     a, b = (kernel_step(backend)(x) for x in (case, bad))
     blocks = torch.tensor([False, False, False, True]).repeat_interleave(128)
-    for name, x, y in zip(a._fields, a, b, strict=True):
+    for name, x, y in zip(a.names(), a, b, strict=True):
         if x.numel() != NUMEL:
             assert float(x[3]) == float(y[3]), name
             continue

@@ -120,8 +120,8 @@ def test_the_double_buffered_form(name: str, dtype: torch.dtype, backend: Backen
         for step, (source, target) in enumerate(pairwise([first, second] * 3), start=1):
             grad, untouched = gradient(numel, torch.bfloat16, seed=step), clone(source)
             scalars = replace(SCALARS, step=step)
-            kernels.adam(source, grad, scalars, layout=layout, out=target)
-            kernels.adam(straight, grad, scalars, layout=layout)
+            kernels.update(source, grad, scalars, layout=layout, out=target)
+            kernels.update(straight, grad, scalars, layout=layout)
             assert differing(source, untouched) == {}
             for offset, length, _, _ in layout.rows():
                 for a, b in zip(target, straight, strict=True):
@@ -139,7 +139,7 @@ def test_unaligned_buffers(backend: Backend) -> None:
     shifted = type(out)(*(tensor[1:] for tensor in out))
     expected = stepped(clone(views), grad.clone(), layout, PLAIN)
     with kernels.use(backend):
-        kernels.adam(views, grad, SCALARS, layout=layout, out=shifted)
+        kernels.update(views, grad, SCALARS, layout=layout, out=shifted)
     assert differing(shifted, expected) == {}
 
 

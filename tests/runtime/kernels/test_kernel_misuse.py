@@ -156,6 +156,12 @@ def eight(numel: int = N) -> kernels.Int8State:
     return kernels.Int8State(ones(numel, torch.bfloat16), *codes, *scales)
 
 
+def replaced(state: kernels.State, **changed: Tensor) -> kernels.State:
+    return type(state)(
+        *(changed.get(name, x) for name, x in zip(state.names(), state, strict=True))
+    )
+
+
 ONE = kernels.Layout.of_one(N)
 Given = dict[str, Any]
 STATE_CASES: dict[str, tuple[type[Exception], str, Callable[[], Given]]] = {
@@ -173,23 +179,23 @@ STATE_CASES: dict[str, tuple[type[Exception], str, Callable[[], Given]]] = {
     "fp16 high halves": (
         TypeError,
         "weight must be bfloat16",
-        lambda: {"state": narrow()._replace(weight=ones(dtype=torch.float16))},
+        lambda: {"state": replaced(narrow(), weight=ones(dtype=torch.float16))},
     ),
     "short scales": (
         ValueError,
         "exp_avg_scale",
-        lambda: {"state": eight()._replace(exp_avg_scale=ones(2))},
+        lambda: {"state": replaced(eight(), exp_avg_scale=ones(2))},
     ),
     "fp32 correction": (
         TypeError,
         "correction must be int8",
-        lambda: {"state": eight()._replace(correction=ones())},
+        lambda: {"state": replaced(eight(), correction=ones())},
     ),
     "another kind of out": (TypeError, "one kind", lambda: {"state": narrow(), "out": eight()}),
     "out of another dtype": (
         TypeError,
         "float16",
-        lambda: {"state": eight(), "out": eight()._replace(weight=ones(dtype=torch.float16))},
+        lambda: {"state": eight(), "out": replaced(eight(), weight=ones(dtype=torch.float16))},
     ),
     "out of another length": (
         ValueError,
@@ -205,14 +211,14 @@ def test_narrow_states_refuse(case: str) -> None:
     error, said, make = STATE_CASES[case]
     given = {"layout": ONE} | make()
     with pytest.raises(error, match=said):
-        kernels.adam(given.pop("state"), ones(dtype=torch.bfloat16), SCALARS, **given)
+        kernels.update(given.pop("state"), ones(dtype=torch.bfloat16), SCALARS, **given)
 
 
 def test_out_may_not_share_memory_with_the_state() -> None:
     state = narrow()
-    half_shared = narrow()._replace(low=state.low)
+    half_shared = replaced(narrow(), low=state.low)
     with pytest.raises(ValueError, match="overlap"):
-        kernels.adam(state, ones(), SCALARS, layout=ONE, out=half_shared)
+        kernels.update(state, ones(), SCALARS, layout=ONE, out=half_shared)
     assert all(bool((tensor == 1).all()) for tensor in (*state, *half_shared))
 
 
@@ -220,7 +226,7 @@ def test_a_freed_narrow_state_is_refused() -> None:
     state = eight()
     state.correction.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="freed"):
-        kernels.adam(state, ones(), SCALARS, layout=ONE)
+        kernels.update(state, ones(), SCALARS, layout=ONE)
 
 
 def test_accumulate_refuses_a_layout_beyond_the_end() -> None:

@@ -136,7 +136,7 @@ def steps_of(case: Case, field: str) -> Tensor:
 def bias(step: Step, case: Case, draws: int = 200) -> dict[str, float]:
     """Of each field the mean rounding error over seeds, see `sigmas`."""
     exact = reference.wide_after(case)
-    totals = {field: torch.zeros(case.grad.numel()).double() for field in exact._fields}
+    totals = {field: torch.zeros(case.grad.numel()).double() for field in exact.names()}
     for seed in range(draws):
         found = kernels.to_fp32(step(replace(case, scalars=replace(case.scalars, seed=seed))))
         for field, total in totals.items():

@@ -70,6 +70,7 @@ def test_a_race_is_seen(part: str) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no compiler")
+@pytest.mark.slow
 def test_a_pool_that_cannot_have_its_threads_throws() -> None:
     done = run("refused")
     assert done.returncode == 0, done.stdout + done.stderr

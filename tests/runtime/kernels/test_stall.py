@@ -36,7 +36,7 @@ def run(state: State, gradient: float, burst: float, lr: float = 1e-5) -> Fp32St
     with kernels.use(preferred()):
         for step in range(1, STEPS + 1):
             grad = large if step <= BURST else small
-            kernels.adam(state, grad, scalars(step, lr), layout=layout)
+            kernels.update(state, grad, scalars(step, lr), layout=layout)
     return kernels.to_fp32(state)
 
 
@@ -75,7 +75,7 @@ def test_moments_rounded_to_nearest_stall() -> None:
     wide = Fp32State(torch.ones(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL))
     for step in range(1, STEPS + 1):
         grad = torch.full((NUMEL,), 1e-6 * (1e4 if step <= BURST else 1.0))
-        torch_backend.adam(wide, wide, grad, None, None, scalars(step))
+        torch_backend.update(wide, wide, grad, None, None, scalars(step))
         for moment in (wide.exp_avg, wide.exp_avg_sq):
             moment.copy_(moment.bfloat16().float())
     exact = run(start("fp32", torch.float32), 1e-6, 1e4)

@@ -74,7 +74,7 @@ def trained(state: State, run: Run) -> Fp32State:
     with kernels.use(replace(BACKENDS[0], threads=1)):
         for step in range(1, run.steps + 1):
             grad = first if step <= BURST else later
-            kernels.adam(state, grad, run.scalars(step), layout=LAYOUT)
+            kernels.update(state, grad, run.scalars(step), layout=LAYOUT)
     return kernels.to_fp32(state)
 
 
@@ -167,10 +167,10 @@ def nearest_int8(run: Run) -> Fp32State:
     """The kernels' 8-bit moments taken over rounded to nearest, beside an exact master."""
     state, exact = start("int8", torch.bfloat16), torch.ones(NUMEL)
     for step in range(1, run.steps + 1):
-        values = kernels.to_fp32(state)._replace(master=exact)
-        kernels.adam(values, run.grad(step), run.scalars(step))
+        values = Fp32State(exact, *kernels.to_fp32(state)[1:])
+        kernels.update(values, run.grad(step), run.scalars(step))
         from_fp32(state, values)
-    return kernels.to_fp32(state)._replace(master=exact)
+    return Fp32State(exact, *kernels.to_fp32(state)[1:])
 
 
 def test_bf16_moments_rounded_to_nearest_stall() -> None:

@@ -105,7 +105,7 @@ def test_rounding_is_unbiased(name: str) -> None:
         state = zero_state(name, numel, torch.bfloat16)
         scalars = replace(SCALARS, step=1, seed=seed, grad_scale=1.0)
         with kernels.use(preferred()):
-            kernels.adam(state, grad, scalars, layout=Layout.of_one(numel))
+            kernels.update(state, grad, scalars, layout=Layout.of_one(numel))
         values = kernels.to_fp32(state)
         total[0] += values.exp_avg
         total[1] += values.exp_avg_sq
@@ -130,6 +130,6 @@ def kernels_round(value: Tensor, seed: int) -> Tensor:
     """A bf16 exp_avg after a step with beta1 = 0: the gradient itself, rounded."""
     state = zero_state("split16", 1, torch.bfloat16)
     scalars = AdamScalars(1e-3, 0.0, 0.9, 1e-8, 0.0, step=1, seed=seed)
-    kernels.adam(state, value, scalars, layout=Layout.of_one(1))
+    kernels.update(state, value, scalars, layout=Layout.of_one(1))
     assert isinstance(state, kernels.Split16State)
     return state.exp_avg.float()

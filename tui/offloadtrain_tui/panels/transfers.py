@@ -76,12 +76,13 @@ def calibrated(view: View) -> dict[str, float]:
 
 
 def _adam(view: View) -> str:
-    """Describe Adam's memory traffic over the busy time of the host lane."""
-    moved = view.start.plan.get("adam_bytes_per_step") if view.start else None
+    """Describe the updates' memory traffic over the busy time of the host lane."""
+    plan = view.start.plan if view.start else {}
+    moved, rule = plan.get("adam_bytes_per_step"), plan.get("update_rule", "Adam")
     busy_ms = view.busy_ms("host")
     if not isinstance(moved, int) or not busy_ms:
         return ""
-    return f"Adam moves {units.format_bytes(moved)}, at {moved / busy_ms / 1e6:.1f} GB/s or more"
+    return f"{rule} moves {units.format_bytes(moved)}, at {moved / busy_ms / 1e6:.1f} GB/s or more"
 
 
 def _links(shown: ViewState) -> str:

@@ -1,0 +1,55 @@
+"""`offloadtrain generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+
+def generate(
+    source: Path,
+    /,
+    *,
+    prompt: str,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=1))] = 200,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.8,
+    top_k: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Print the prompt and the model's continuation of it.
+
+    The continuation ends where the model ends a document, or after --max-tokens.
+
+    Parameters
+    ----------
+    source
+        A run folder, of which the newest valid checkpoint is taken, one checkpoint, or a folder of
+        transformers, such as `offloadtrain export` writes.
+    prompt
+        Text to continue.
+    max_tokens
+        Largest number of tokens to generate.
+    temperature
+        Divides the logits; 0 takes the likeliest token.
+    top_k
+        Sample among this many of the likeliest tokens; 0: among all.
+    top_p
+        And among the fewest of these whose probabilities reach this sum.
+    seed
+        The same seed gives the same text.
+    device
+        Device to compute on; auto: a GPU if there is one.
+    """
+    from offloadtrain.model.language_model import Sampling
+    from offloadtrain.runtime.device import resolve_device
+    from offloadtrain.train.console import sanitize
+    from offloadtrain.train.trained_model import continued, open_model
+
+    trained = open_model(source, resolve_device(device))
+    chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    print(sanitize(prompt + continued(trained, prompt, max_tokens, chosen)))

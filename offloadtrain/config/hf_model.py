@@ -1,0 +1,169 @@
+"""`model.hf` of a job: a model of transformers, as far as its folder says without any package.
+
+Standard library only: config.json is read as JSON. What the model is made of, its parameters,
+needs transformers: `integrations/hf_job.py` adds that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from offloadtrain.config.model_shape import ModelShape
+
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Keys of config.json that say nothing of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """`model.lora`: adapters beside a frozen base.
+
+    Attributes:
+        alpha: the adapters' product is scaled by alpha / r.
+        target_modules: names of linear layers; empty: those that PEFT chooses for the class.
+    """
+
+    r: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Return one sentence per broken rule, each naming the key to change."""
+        found = [f"r = {self.r} must be at least 1"] if self.r < 1 else []
+        if self.alpha <= 0.0:
+            found.append(f"alpha = {self.alpha} must be above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            found.append(f"dropout = {self.dropout} must be in [0, 1)")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShape:
+    """A parameter by its qualified name."""
+
+    name: str
+    sizes: tuple[int, ...]
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """The parameters of a module that become a block; see `engine/partition.py`."""
+
+    name: str
+    params: tuple[ParamShape, ...]
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfModel:
+    """Attributes:
+    hf: a folder, or the name of a model in the cache of Hugging Face.
+    init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
+    identity: hash of what config.json says of the model.
+    parts: every parameter; None until `integrations/hf_job.py` has looked.
+    """
+
+    hf: str
+    init: Literal["weights", "random"] = "weights"
+    lora: Lora | None = None
+    identity: str = ""
+    parts: tuple[PartShape, ...] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Raises FileNotFoundError: neither a folder nor a name in the cache."""
+        return find_folder(self.hf)
+
+
+def find_folder(name: str) -> Path:
+    """Return the folder of a model: `name` itself, or where the Hub's cache has its main revision.
+
+    Raises:
+        FileNotFoundError: neither has a config.json.
+    """
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
+    repository = cache / f"models--{name.replace('/', '--')}"
+    main = repository / "refs" / "main"
+    if main.is_file():
+        found = repository / "snapshots" / main.read_text().strip()
+        if (found / "config.json").is_file():
+            return found
+    raise FileNotFoundError(
+        f"has no config.json, neither as a folder nor in {cache}; download a model by its name "
+        "first: hf download NAME"
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a folder.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    found = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / 'config.json'} is no JSON object")
+    return found
+
+
+def identity_of(config: Mapping[str, Any]) -> str:
+    """Return a hash of what a config.json says of the model."""
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+    return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "d_model": ("hidden_size", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "num_kv_heads": ("num_key_value_heads",),
+    "d_ff": ("intermediate_size", "n_inner", "ffn_dim"),
+    "max_seq_len": ("max_position_embeddings", "n_positions"),
+}
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that a plan estimates activations and arithmetic by: that of our transformer
+    with the numbers of this config.json. Parameters are never counted by it.
+
+    Raises:
+        ValueError: naming the number that config.json lacks.
+    """
+    text = config.get("text_config") or config
+    values: dict[str, Any] = {}
+    for key, names in _KEYS.items():
+        found = next((text[name] for name in names if text.get(name)), None)
+        if type(found) is not int or found < 1:
+            raise ValueError(
+                f"its config.json has no {' or '.join(names)}: memory and time of a step cannot be "
+                "planned for such a model"
+            )
+        values[key] = found
+    for key, names in _OPTIONAL.items():
+        found = next((text[name] for name in names if type(text.get(name)) is int), None)
+        if found is not None and found > 0:
+            values[key] = found
+    gpt2 = text.get("n_embd") is not None
+    return ModelShape(
+        **({"max_seq_len": 1 << 20} | values),
+        positions="learned" if gpt2 else "rotary",
+        norm="layernorm" if gpt2 else "rmsnorm",
+        mlp="gelu" if gpt2 else "swiglu",
+        bias=gpt2,
+        tie_embeddings=bool(text.get("tie_word_embeddings", gpt2)),
+        dropout=float(text.get("resid_pdrop") or 0.0),
+    )

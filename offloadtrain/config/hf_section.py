@@ -1,0 +1,50 @@
+"""The section [model] of a job that names a model of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offloadtrain.config import toml
+from offloadtrain.config.hf_model import (
+    HfModel,
+    Lora,
+    find_folder,
+    identity_of,
+    read_config,
+    shape_of,
+)
+from offloadtrain.config.model_shape import ModelShape
+
+HF_KEYS = ("hf", "init", "lora")
+"""Keys of the section; those of the model's shape are config.json's."""
+
+
+def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
+    """Return `model.hf` and what goes with it, as written."""
+    for key in toml.field_kinds(ModelShape).keys() & table.keys():
+        job.problems.append(f"model.{key} is config.json's with model.hf: leave it out")
+        del table[key]
+    toml.report_unknown(job, table, HF_KEYS, "model")
+    kinds = {key: kind for key, kind in toml.field_kinds(HfModel).items() if key in HF_KEYS}
+    lora = table.pop("lora", None)
+    values = toml.read_fields(job, kinds, table, "model")
+    if lora is not None and not isinstance(lora, dict):
+        job.problems.append(f"model.lora = {toml.shown(lora)} must be a table: {{r = 8}}")
+    elif lora is not None:
+        toml.report_unknown(job, lora, [*toml.field_kinds(Lora)], "model.lora")
+        given = toml.read_fields(job, toml.field_kinds(Lora), lora, "model.lora")
+        values["lora"] = Lora(**given)
+        job.problems += [f"model.lora.{problem}" for problem in values["lora"].problems()]
+    return None if job.problems else HfModel(**values)
+
+
+def looked_at(
+    job: toml.Job, hf: HfModel, config: toml.Table | None
+) -> tuple[HfModel, ModelShape | None]:
+    """Return the model with its identity, and its shape, by its config.json."""
+    try:
+        found = read_config(find_folder(hf.hf)) if config is None else config
+        return replace(hf, identity=identity_of(found)), shape_of(found)
+    except (OSError, ValueError) as error:
+        job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
+        return hf, None

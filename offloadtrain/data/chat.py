@@ -1,0 +1,157 @@
+"""Conversations: rendered by the tokenizer's chat template, with the assistant's tokens marked.
+
+A template that marks the assistant's words with `{% generation %}` says itself which tokens count.
+Of any other template, the turn that ends the first k messages is what the rendering of these k
+adds to the rendering of the k - 1 before it, with the prompt that asks for an answer. That holds
+only if each of these renderings, token by token, is how the whole conversation begins. It is
+checked for every turn; a template that, say, drops the reasoning of earlier turns is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offloadtrain.data.source import optional
+from offloadtrain.data.tokenizer import RustTokenizer, Tokenizer, pretrained
+from offloadtrain.data.tokens import DataError
+
+Messages = Sequence[dict[str, Any]]
+Mask = npt.NDArray[np.uint8]
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatError(ValueError):
+    """A conversation that cannot be used: the text gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A chat template and the tokenizer of transformers that renders it."""
+
+    pretrained: Any = field(repr=False)
+    template: str = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        return hashlib.blake2b(self.template.encode(), digest_size=16).hexdigest()
+
+    def encode(self, messages: Messages, tools: Any = None) -> tuple[npt.NDArray[np.uint32], Mask]:
+        """Return the tokens of a conversation, and 1 for those of the assistant's turns.
+
+        Raises:
+            ChatError: the template refuses it, nobody answers in it, or its turns are not known.
+        """
+        turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not turns:
+            raise ChatError("no message of the assistant: the loss would count nothing")
+        if _MARKS.search(self.template):
+            whole, mask = self._marked(messages, tools)
+        else:
+            texts = [self._render(messages, tools)]
+            for turn in turns:
+                texts.append(self._render(messages[:turn], tools, ask=True))
+                texts.append(self._render(messages[: turn + 1], tools))
+            whole, *prefixes = self._tokens(texts)
+            mask = np.zeros(len(whole), dtype=np.uint8)
+            for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
+                self._check_begins(whole, before, f"the messages before number {turn + 1}")
+                self._check_begins(whole, after, f"the first {turn + 1} messages")
+                mask[len(before) : len(after)] = 1
+        if not mask.any():
+            raise ChatError("the chat template renders no token of the assistant")
+        return np.array(whole, dtype=np.uint32), mask
+
+    def encode_completion(
+        self, prompt: Messages, completion: Messages, tools: Any = None
+    ) -> tuple[npt.NDArray[np.uint32], Mask]:
+        """Return the tokens of prompt and completion, and 1 for those of the completion.
+
+        Raises:
+            ChatError: as `encode`.
+        """
+        texts = [
+            self._render([*prompt, *completion], tools),
+            self._render(prompt, tools, ask=True),
+        ]
+        whole, before = self._tokens(texts)
+        self._check_begins(whole, before, "the prompt")
+        mask = np.zeros(len(whole), dtype=np.uint8)
+        mask[len(before) :] = 1
+        return np.array(whole, dtype=np.uint32), mask
+
+    def _marked(self, messages: Messages, tools: Any) -> tuple[list[int], Mask]:
+        found = self._apply(
+            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return found["input_ids"], np.array(found["assistant_masks"], dtype=np.uint8)
+
+    def _render(self, messages: Messages, tools: Any, ask: bool = False) -> str:
+        if not messages:
+            raise ChatError("the assistant speaks first: its turn cannot be told from what begins")
+        return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=ask))
+
+    def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self.pretrained.apply_chat_template(
+                list(messages), tools=tools, chat_template=self.template, **options
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ChatError(f"the chat template refuses it ({error})") from error
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        found = self.pretrained(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(found)
+
+    def _check_begins(self, whole: list[int], part: list[int], what: str) -> None:
+        """Raises ChatError if the conversation's tokens do not begin with those of a part."""
+        if whole[: len(part)] == part:
+            return
+        at = next(
+            (n for n, pair in enumerate(zip(whole, part, strict=False)) if pair[0] != pair[1]),
+            len(whole),
+        )
+        here, there = (self.pretrained.decode(ids[at : at + 8]) for ids in (part, whole))
+        raise ChatError(
+            f"the chat template is not prefix-stable: {what} alone are rendered with {here!r} at "
+            f"token {at}, where the whole conversation has {there!r}, so the assistant's tokens "
+            "are not known; use a template that marks them with {% generation %} (chat_template)"
+        )
+
+
+def chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
+    """Return the tokenizer's own template, or the one in a Jinja file.
+
+    Raises:
+        DataError: there is no template, or transformers is not installed.
+    """
+    if Path(tokenizer.name).is_dir():
+        loaded = pretrained(tokenizer.name)
+    elif isinstance(tokenizer, RustTokenizer):
+        transformers = optional("transformers", "a chat template")
+        loaded = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
+    else:
+        raise DataError(
+            f"conversations need a chat template, and tokenizer {tokenizer.name!r} cannot have "
+            "one: choose the folder of a tokenizer of transformers (tokenizer)"
+        )
+    try:
+        template = Path(path).read_text(encoding="utf-8") if path else loaded.chat_template
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the chat template {path}: {error}") from error
+    if not isinstance(template, str):
+        raise DataError(
+            f"the tokenizer {tokenizer.name} has no chat template: name a Jinja file with one "
+            "(chat_template)"
+        )
+    return ChatTemplate(loaded, template)

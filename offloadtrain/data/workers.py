@@ -1,0 +1,104 @@
+"""Reading and encoding in threads or processes, in order.
+
+A thread does where reading is all the work. Processes parse records and encode text: Python holds
+its lock for the first, and for a part of the second. They are spawned, so a script that causes this
+needs the usual `if __name__ == "__main__":`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+
+from offloadtrain.data.cut import PIECE_BYTES, Piece
+from offloadtrain.data.documents import Encoded, Reading, read_pieces
+from offloadtrain.data.tokenizer import ByteTokenizer
+
+Task = tuple[Piece, ...]
+
+PROCESSES_FROM_BYTES = 64 << 20
+"""Of tables; below, starting processes costs more than it saves."""
+_SLOWER = 8
+"""A tokenizer than bytes, at least, so that processes pay from so many times fewer bytes."""
+
+_reading: Reading | None = None  # of a worker process
+
+
+def encode_in_order(
+    pieces: Iterable[Piece], reading: Reading, jobs: int
+) -> Iterator[tuple[Task, Encoded]]:
+    """Read and encode pieces in parallel and yield the results in order, a few in memory at a time.
+
+    Raises:
+        DataError, OSError: from `read_pieces`.
+        BrokenExecutor: a process ended early.
+    """
+    tasks = list(_group(pieces))
+    executor, read = _executor(tasks, reading, jobs)
+    try:
+        waiting: deque[tuple[Task, Future[Encoded]]] = deque()
+        for task in tasks:
+            waiting.append((task, executor.submit(read, task)))
+            if len(waiting) > 2 * jobs:
+                yield _finished(waiting)
+        while waiting:
+            yield _finished(waiting)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
+    """Group small text pieces; a piece of a table stays alone, since its records are counted."""
+    group: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        if group and (num_bytes + piece.num_bytes > PIECE_BYTES or piece.split_hash is None):
+            yield tuple(group)
+            group, num_bytes = [], 0
+        group.append(piece)
+        num_bytes += PIECE_BYTES if piece.split_hash is None else piece.num_bytes
+    if group:
+        yield tuple(group)
+
+
+def _finished(waiting: deque[tuple[Task, Future[Encoded]]]) -> tuple[Task, Encoded]:
+    task, future = waiting.popleft()
+    return task, future.result()
+
+
+def _executor(
+    tasks: Sequence[Task], reading: Reading, jobs: int
+) -> tuple[Executor, Callable[[Task], Encoded]]:
+    of_bytes = isinstance(reading.encoder.tokenizer, ByteTokenizer)
+    pieces = [piece for task in tasks for piece in task]
+    work = sum(p.num_bytes for p in pieces if not of_bytes or p.split_hash is None)
+    if jobs > 1 and work >= PROCESSES_FROM_BYTES // (1 if of_bytes else _SLOWER) and work:
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=_start, initargs=(reading,)
+        )
+        return pool, _read
+    return ThreadPoolExecutor(jobs), partial(read_pieces, reading=reading)
+
+
+def _start(reading: Reading) -> None:
+    """Begin a worker process: one thread of it encodes, and Ctrl-C is left to the parent, which
+    ends the workers in its own time."""
+    global _reading
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _reading = reading
+
+
+def _read(task: Task) -> Encoded:
+    assert _reading is not None
+    return read_pieces(task, _reading)
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,197 @@
+"""Accelerate: the accelerator says when a step is due, and leaves model, gradients and state alone.
+
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+    optimizer = offload(accelerator, model, ot.AdamW(lr=3e-4), working="host")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The loop stays as Accelerate's guide writes it. What the wrapper of an optimizer does is in
+`engine.accelerate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine import EngineError, OffloadOptimizer
+from offloadtrain.engine import offload as _offload
+from offloadtrain.integrations import rank_files
+from offloadtrain.integrations.options import Options, merged, precision_of
+from offloadtrain.integrations.weights import state_dict as state_dict_of
+from offloadtrain.optim import UpdateRule
+
+_ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+def offload(
+    accelerator: Any,
+    model: nn.Module,
+    rule: UpdateRule | None = None,
+    *,
+    config: Options | None = None,
+    **options: Any,
+) -> OffloadOptimizer:
+    """Offload a model that the accelerator will drive; `prepare` both afterwards.
+
+    Args:
+        accelerator: its mixed precision ("no": that of the model), device and
+            `gradient_accumulation_steps` hold.
+        rule, config, options: as for `offloadtrain.offload`.
+
+    Raises:
+        ValueError: an option contradicts the accelerator, or the accelerator is to do what cannot
+            be done with an offloaded model.
+        whatever `offloadtrain.offload` raises.
+    """
+    taken = {
+        "device": accelerator.device,
+        "precision": precision_of(accelerator.mixed_precision, model),
+        "grad_accum_steps": accelerator.gradient_accumulation_steps,
+    }
+    chosen = merged({**_named(config), **options}, taken, "the accelerator")
+    check(accelerator)
+    optimizer = _offload(model, rule, **chosen)
+    drive(accelerator, model, optimizer)
+    return optimizer
+
+
+def _named(config: Options | None) -> dict[str, Any]:
+    return merged(config or {}, {}, "")
+
+
+def check(accelerator: Any) -> None:
+    """Raises ValueError, naming what the accelerator is to do and offloaded models cannot have."""
+    kind, compiler = accelerator.distributed_type.name, accelerator.state.dynamo_plugin.backend.name
+    if kind not in _ALONE_OR_DDP:
+        raise ValueError(
+            f"distributed_type {kind}: the engine shards state, gradients and weights itself "
+            "(zero_stage): launch with torchrun, or accelerate launch --multi_gpu"
+        )
+    if compiler != "NO":
+        raise ValueError(
+            f"torch_compile (dynamo backend {compiler}) compiles the model as a whole, whose "
+            "weights move between calls: compile its layers (layer.compile()) before offload"
+        )
+
+
+def drive(accelerator: Any, model: nn.Module, optimizer: OffloadOptimizer) -> None:
+    """Make `prepare` leave an offloaded model as it is, and send what the accelerator does with
+    gradients and checkpoints to the optimizer."""
+    # No DDP, which would average gradients a second time; no autocast, no move, no compiler.
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    optimizer._is_accelerate_prepared = True
+    accelerator.clip_grad_norm_ = partial(_clip, accelerator.clip_grad_norm_, optimizer)
+    accelerator.clip_grad_value_ = partial(_refuse_clip_value, accelerator, optimizer)
+    accelerator.get_state_dict = partial(_weights, accelerator.get_state_dict, model, optimizer)
+    accelerator.save_state = partial(_save, accelerator.save_state, accelerator, optimizer)
+    accelerator.load_state = partial(_load, accelerator.load_state, accelerator, optimizer)
+    if optimizer.working_dtype is torch.float16:
+        accelerator.scaler = None
+        accelerator.backward = partial(_backward, accelerator, optimizer)
+
+
+def _backward(accelerator: Any, optimizer: OffloadOptimizer, loss: Tensor) -> None:
+    """`Accelerator.backward`, with the engine's loss scale in place of a GradScaler's."""
+    optimizer.backward(loss / accelerator.gradient_accumulation_steps, divide=False)
+
+
+def _clip(
+    otherwise: Callable[..., Tensor],
+    optimizer: OffloadOptimizer,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+) -> Tensor:
+    """`Accelerator.clip_grad_norm_`, for other models of the process as well.
+
+    Raises:
+        EngineError: for a part of the model, or another norm than the Euclidean one.
+    """
+    asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    missing = _trained(optimizer).difference(asked)
+    if len(missing) == len(_trained(optimizer)):
+        return otherwise(asked, max_norm, norm_type)
+    if missing or norm_type != 2:
+        raise EngineError(
+            f"clip_grad_norm_ of norm {norm_type} over all but {len(missing)} of the offloaded "
+            "parameters: the 2-norm of all of them together can be clipped"
+        )
+    return optimizer.clip_grad_norm_(max_norm)
+
+
+def _refuse_clip_value(
+    accelerator: Any, optimizer: OffloadOptimizer, parameters: Any, clip_value: float
+) -> None:
+    asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not _trained(optimizer).isdisjoint(asked):
+        raise EngineError(
+            "clip_grad_value_: gradients have left for the host. Use accelerator.clip_grad_norm_"
+        )
+    type(accelerator).clip_grad_value_(accelerator, asked, clip_value)
+
+
+def _trained(optimizer: OffloadOptimizer) -> set[Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _weights(
+    otherwise: Callable[..., Any],
+    model: nn.Module,
+    optimizer: OffloadOptimizer,
+    asked: Any,
+    unwrap: bool = True,
+) -> Any:
+    """`Accelerator.get_state_dict`: all ranks call it."""
+    return state_dict_of(model, optimizer) if asked is model else otherwise(asked, unwrap)
+
+
+def _save(
+    save: Callable[..., Any],
+    accelerator: Any,
+    optimizer: OffloadOptimizer,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """`Accelerator.save_state`, which knows optimizers that are the same on every rank."""
+    with _left_out(accelerator, optimizer):
+        folder = save(*args, **named)
+    rank_files.save_state(optimizer, folder)
+    return folder
+
+
+def _load(
+    load: Callable[..., None],
+    accelerator: Any,
+    optimizer: OffloadOptimizer,
+    *args: Any,
+    **named: Any,
+) -> None:
+    """`Accelerator.load_state`, also between two microbatches, whose gradients are dropped."""
+    accelerator.gradient_state._set_sync_gradients(True)
+    optimizer.zero_grad()
+    found: list[str] = []
+    handle = accelerator.register_load_state_pre_hook(lambda _, folder: found.append(folder))
+    try:
+        with _left_out(accelerator, optimizer):
+            # On the device the weights of the file might find no room.
+            load(*args, **{"map_location": "cpu", **named})
+    finally:
+        handle.remove()
+    # After the model, whose file has rounded weights.
+    rank_files.load_state(optimizer, Path(found[0]))
+
+
+@contextmanager
+def _left_out(accelerator: Any, optimizer: OffloadOptimizer) -> Iterator[None]:
+    optimizers = accelerator._optimizers
+    accelerator._optimizers = [one for one in optimizers if one is not optimizer]
+    try:
+        yield
+    finally:
+        accelerator._optimizers = optimizers

@@ -1,0 +1,170 @@
+"""PEFT models under offload: adapters attached, saved, and merged into their base.
+
+Everything about adapters is PEFT's own code; what is here gives it master weights, one layer at a
+time, where it would read the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine import ModelError
+from offloadtrain.integrations.export import Named
+
+_SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+"""Names that `LoraConfig` has under a longer one."""
+
+_PREFIX = "base_model.model."
+"""Of the base model's names in a PEFT model."""
+
+
+def is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def lora_config(keys: Mapping[str, Any]) -> Any:
+    """Return PEFT's configuration of the keys.
+
+    Raises:
+        TypeError: a key that it does not have.
+    """
+    from peft import LoraConfig
+
+    return LoraConfig(**{_SHORT.get(key, key): value for key, value in keys.items()})
+
+
+def reads_base(config: Any) -> bool:
+    """Tell whether new adapters are made from the values of the base's weights."""
+    return bool(
+        config.init_lora_weights not in (True, False, "gaussian")
+        or config.use_dora
+        or config.modules_to_save
+        or config.trainable_token_indices
+        or config.target_parameters
+        or config.layer_replication
+    )
+
+
+def attach(model: nn.Module, config: Any) -> Any:
+    """Wrap a model in adapters, whose weights have values also where the model is on the meta
+    device."""
+    from peft import get_peft_model
+
+    with _standing_in(model):
+        return get_peft_model(model, config)
+
+
+@contextmanager
+def _standing_in(model: nn.Module) -> Iterator[None]:
+    """Give meta parameters memory of one element: PEFT puts adapters where the base's weights
+    are."""
+    swapped = [param for param in model.parameters() if param.is_meta]
+    for param in swapped:
+        one = torch.zeros((), dtype=param.dtype, device="cpu")
+        torch.utils.swap_tensors(param, nn.Parameter(one.expand(param.shape), param.requires_grad))
+    yield
+    for param in swapped:
+        meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        torch.utils.swap_tensors(param, nn.Parameter(meta, param.requires_grad))
+
+
+def write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype) -> None:
+    """Write what `PeftModel.from_pretrained` loads, for every adapter of the model."""
+    wanted = _adapter_names(model)
+    found = {name: _cast(x, dtype) for name, x in weights if name in wanted}
+    found |= {name: x for name, x in model.named_buffers() if name in wanted}
+    model.save_pretrained(str(folder), state_dict=found)
+
+
+def _adapter_names(model: Any) -> set[str]:
+    """Return the model's names of what PEFT saves."""
+    from peft import get_peft_model_state_dict
+
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    shapes = {name: torch.empty_like(x, device="meta") for name, x in tensors}
+    name_of = {id(x): name for name, x in shapes.items()}
+    saved = [
+        get_peft_model_state_dict(model, state_dict=dict(shapes), adapter_name=adapter)
+        for adapter in model.peft_config
+    ]
+    return {name_of[id(x)] for one in saved for x in one.values() if id(x) in name_of}
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def bare(model: Any) -> Any:
+    """Return the base model as it was before PEFT wrapped it, on the meta device."""
+    base = model.get_base_model()
+    with torch.device("meta"):
+        found = type(base)(copy.deepcopy(base.config))
+    if hasattr(base, "_weight_conversions"):
+        found._weight_conversions = base._weight_conversions
+    return found
+
+
+def merged_weights(model: Any, weights: Named) -> Named:
+    """Yield the base model's weights with its active adapters merged in, in fp32, under the names
+    of `bare(model)`. Holds one layer at a time.
+
+    Raises:
+        ModelError: adapters that PEFT cannot merge, or a quantized base.
+    """
+    wrapped = dict(_wrapped(model))
+    owner = {
+        f"{path}.{name}": path
+        for path, module in wrapped.items()
+        for name, _ in module.named_parameters()
+    }
+    waiting: dict[str, dict[str, Tensor]] = {path: {} for path in wrapped}
+    for name, value in weights:
+        if (path := owner.get(name)) is None:
+            yield name.removeprefix(_PREFIX), value
+            continue
+        held = waiting[path]
+        held[name.removeprefix(f"{path}.")] = value
+        if len(held) == sum(1 for _ in wrapped[path].named_parameters()):
+            for key, merged in _merged(wrapped[path], waiting.pop(path)).items():
+                yield f"{path.removeprefix(_PREFIX)}.{key}", merged
+
+
+def _wrapped(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of each layer that PEFT has put its own in the place of."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    if not hasattr(model.base_model, "merge_and_unload"):
+        raise ModelError(f"adapters of kind {model.active_peft_config.peft_type} cannot be merged")
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            continue
+        kinds = [type(inner).__name__ for inner in list(module.modules())[1:]]
+        if any(isinstance(inner, BaseTunerLayer) for inner in list(module.modules())[1:]):
+            raise ModelError(f"'{path}' has adapters inside adapters ({kinds[0]}): merge with PEFT")
+        if not all(p.is_floating_point() for p in module.parameters()):
+            raise ModelError(f"'{path}' is quantized: merge its adapters with PEFT, dequantized")
+        yield path, module
+
+
+@torch.no_grad()
+def _merged(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Merge a copy of one layer, of these weights."""
+    params = module.named_parameters()
+    memo = {id(param): nn.Parameter(values[name], False) for name, param in params}
+    copied: Any = copy.deepcopy(module, memo)
+    if hasattr(copied, "unload_and_optionally_merge_module"):
+        found = copied.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+    else:
+        copied.merge()
+        found = copied.get_base_layer()
+    return {name: param.data for name, param in found.named_parameters()}

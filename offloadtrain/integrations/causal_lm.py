@@ -1,0 +1,182 @@
+"""Causal language models of transformers: loaded, their loss, their text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.model.language_model import Sampling
+from offloadtrain.model.loss import cross_entropy
+
+
+class CausalLmError(OffloadTrainError):
+    """A model or a tokenizer of transformers that cannot be used here."""
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLm:
+    """A model of transformers, or PEFT's around it, as a `LanguageModel`.
+
+    Attributes:
+        chunked: in training it computes its loss itself, in parts: `chunk_loss` was called.
+
+    Raises:
+        CausalLmError: from `of`, for a model whose loss is not that of the next token.
+    """
+
+    module: Any
+    chunked: bool = False
+
+    @classmethod
+    def of(cls, module: Any, *, chunked: bool = False) -> CausalLm:
+        base = _base(module)
+        if base.loss_type not in (None, "ForCausalLM"):
+            raise CausalLmError(
+                f"{type(base).__name__} is trained with a loss of kind {base.loss_type}, not with "
+                "that of the next token"
+            )
+        return cls(module, chunked)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.module.config.get_text_config().vocab_size)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Models without a limit (of recurrent layers) have one far beyond any sequence."""
+        text = self.module.config.get_text_config()
+        return int(getattr(text, "max_position_embeddings", None) or 1 << 40)
+
+    def check_isolates(self) -> None:
+        """Raises CausalLmError for a model that does not keep the documents of a sequence apart
+        where their positions begin anew: those do whose masks are made by transformers' own
+        functions."""
+        source = inspect.getsource(inspect.getmodule(type(_base(self.module))))  # type: ignore[arg-type]
+        if "create_causal_mask(" not in source:
+            raise CausalLmError(
+                f"{type(_base(self.module)).__name__} lets attention, or its recurrence, cross the "
+                'ends of documents: data.packing must be "stream" or "padded"'
+            )
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        divisor: float | None = None,
+    ) -> Tensor:
+        """The model's own loss with these labels: cross-entropy in fp32, a few rows at a time, and
+        the balance of its experts where its configuration asks for it."""
+        given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
+        if positions_BT is not None:
+            given["position_ids"] = positions_BT
+        if self.chunked and torch.is_grad_enabled():
+            given |= {"labels": targets_BT, "shift_labels": targets_BT}
+            given["num_items_in_batch"] = targets_BT.numel() if divisor is None else divisor
+            return cast(Tensor, self.module(**given).loss)
+        out = self.module(**given)
+        loss = cross_entropy(out.logits.flatten(0, 1), targets_BT.flatten(), divisor)
+        balance = getattr(out, "aux_loss", None)
+        if balance is not None and self.module.training:
+            loss = loss + self.module.config.router_aux_loss_coef * balance
+        return loss
+
+    def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
+        """By transformers' own `generate`: ends with the model's end-of-text token, or where its
+        longest sequence does.
+
+        Raises:
+            CausalLmError: the prompt fills that already.
+        """
+        room = self.max_seq_len - tokens_BT.shape[1]
+        if room < 1:
+            raise CausalLmError(
+                f"the prompt has {tokens_BT.shape[1]} tokens, and the model's longest sequence has "
+                f"{self.max_seq_len}: shorten it"
+            )
+        chosen: dict[str, Any] = {"do_sample": False, "temperature": None}
+        chosen |= {"top_k": None, "top_p": None}
+        if sampling.temperature > 0.0:
+            chosen = {"do_sample": True, "temperature": sampling.temperature}
+            chosen |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with _seeded(sampling.seed, tokens_BT.device):
+                found = self.module.generate(
+                    input_ids=tokens_BT,
+                    attention_mask=torch.ones_like(tokens_BT),
+                    max_new_tokens=min(num_tokens, room),
+                    pad_token_id=0,  # of a single prompt nothing is padded
+                    **chosen,
+                )
+        finally:
+            self.module.train(was_training)
+        return cast(Tensor, found)
+
+
+def _base(module: Any) -> Any:
+    """Return the model that PEFT has wrapped, or the model itself."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """`generate` of transformers draws from torch's global generators."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def transformers_package(what: str) -> Any:
+    """Import transformers, without its progress bars.
+
+    Raises:
+        ConfigError: it is not installed; `what` needs it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs transformers ({error}): pip install 'offloadtrain[hf]'"
+        ) from None
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def load(folder: Path, device: torch.device) -> CausalLm:
+    """Load a folder of transformers as it was saved, in eval mode.
+
+    Raises:
+        CausalLmError: it is none, or needs its own code.
+    """
+    transformers = transformers_package("a folder of transformers")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise CausalLmError(f"{folder} is no causal language model: {error}") from error
+    return CausalLm.of(model.to(device).eval())
+
+
+def tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a folder.
+
+    Raises:
+        CausalLmError: there is none.
+    """
+    transformers = transformers_package("its tokenizer")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CausalLmError(f"{folder} has no tokenizer that can be loaded: {error}") from error

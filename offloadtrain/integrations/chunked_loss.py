@@ -1,0 +1,233 @@
+"""Causal language models of transformers whose loss never makes the logits as a whole.
+
+The forward of most of them ends in two lines: `logits = self.lm_head(hidden_states)`, and
+`self.loss_function(logits=logits, labels=labels, …)`. While a forward with labels runs, the head
+computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/chunked_loss.py`), and
+the loss function returns that. The source of the model's forward says whether it ends so; one that
+does more with its logits is refused, by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.data_options import IGNORED
+from offloadtrain.engine import ModelError
+from offloadtrain.model.chunked_loss import linear_cross_entropy
+
+_KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "vocab_size"}
+"""Keywords of transformers' loss for causal language models that change its value."""
+
+
+def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+    """Make a causal language model compute its loss a part of the vocabulary at a time.
+
+    Where gradients are on and `labels` are given, its output has no `logits` from here on: they
+    never exist. Everything else is as before: evaluation under `no_grad`, generation, calls without
+    labels. Before or after `offload`, and before or after PEFT has wrapped it.
+
+    Args:
+        model: of transformers, or that wrapped by PEFT.
+        label_smoothing, z_loss: see `linear_cross_entropy`.
+
+    Raises:
+        ModelError: a head that is not one plain linear layer, or logits that are scaled, capped or
+            used otherwise.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(getattr(base.loss_function, "__self__", None), _Pending):
+        raise ModelError(f"the loss of {type(base).__name__} is computed in parts already")
+    head = _usual_head(base)
+    pending = _Pending(head, label_smoothing, z_loss)
+    pending.head_forward = head.forward
+    setattr(head, "forward", pending.on_head)  # noqa: B010  (mypy refuses to assign to a method)
+    pending.loss_function, base.loss_function = base.loss_function, pending.on_loss
+    base.forward = _with_labels(base.forward, pending)
+
+
+def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[..., Any]:
+    """Return the forward that takes the loss from the head where there are labels to learn."""
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def with_labels(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        named = given | given.get("kwargs", {})
+        if named.get("labels") is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        pending.begin(named["labels"], named.get("shift_labels"), named.get("ignore_index"))
+        try:
+            found = forward(*args, **kwargs)
+        finally:
+            pending.targets = None
+        if isinstance(found, tuple):
+            return (found[0], *found[2:])
+        return type(found)(**{key: value for key, value in found.items() if key != "logits"})
+
+    return with_labels
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """The loss of a forward in progress, between the head and the loss function.
+
+    Attributes:
+        targets: (B, T) int64, the token to predict at each place; None: no such forward runs.
+        total: the sum over counted tokens, once the head has run.
+    """
+
+    head: nn.Linear
+    label_smoothing: float
+    z_loss: float
+    head_forward: Callable[..., Any] = lambda: None
+    loss_function: Callable[..., Any] = lambda: None
+    targets: Tensor | None = None
+    total: Tensor | None = None
+
+    def begin(self, labels: Tensor, shifted: Tensor | None, ignored: int | None) -> None:
+        """Set the targets as transformers' own loss does."""
+        if shifted is None:
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        if ignored is not None and ignored != IGNORED:
+            shifted = shifted.masked_fill(shifted == ignored, IGNORED)
+        self.targets, self.total = shifted, None
+
+    def on_head(self, hidden: Tensor) -> Tensor:
+        """Run in the place of the head's forward: its weight is at hand only inside of it."""
+        if self.targets is None:
+            found: Tensor = self.head_forward(hidden)
+            return found
+        if hidden.shape[:-1] != self.targets.shape:
+            raise ValueError(
+                f"hidden states {tuple(hidden.shape[:-1])} and labels "
+                f"{tuple(self.targets.shape)} differ: leave logits_to_keep out where labels are in"
+            )
+        self.total = linear_cross_entropy(
+            hidden.flatten(0, -2),
+            self.head.weight,
+            self.targets.flatten().to(hidden.device),
+            self.head.bias,
+            divisor=1.0,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )
+        return hidden  # what the loss function gets, and nobody else
+
+    def on_loss(self, logits: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Run in the place of the loss function: divide the head's sum."""
+        if self.targets is None:
+            return self.loss_function(logits, labels, *args, **kwargs)
+        assert self.total is not None, "the head runs before the loss, as its source says"
+        count = kwargs.get("num_items_in_batch")
+        if count is None:
+            count = (self.targets != IGNORED).sum().clamp(min=1)
+        return self.total / (count.to(self.total.device) if torch.is_tensor(count) else count)
+
+
+def _usual_head(model: Any) -> nn.Linear:
+    """Return the head whose logits go into the loss and nowhere else.
+
+    Raises:
+        ModelError: there is none.
+    """
+    name = type(model).__name__
+    named = {attribute: child for attribute, child in model.named_children()}
+    found = head_attribute(type(model))
+    if isinstance(found, Unusual):
+        raise ModelError(f"the loss of {name} cannot be computed in parts: {found.why}")
+    head = named.get(found)
+    if type(head) is not nn.Linear:
+        raise ModelError(
+            f"the loss of {name} cannot be computed in parts: its head '{found}' is a "
+            f"{type(head).__name__}, not a plain nn.Linear"
+        )
+    own = inspect.getmodule(model.loss_function)
+    if own is None or getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        raise ModelError(f"the loss of {name} cannot be computed in parts: it has one of its own")
+    return head
+
+
+@dataclass(frozen=True, slots=True)
+class Unusual:
+    """A forward that does more with its logits; `why` is a sentence's end."""
+
+    why: str
+
+
+def head_attribute(kind: type) -> str | Unusual:
+    """Read from the source of a model's forward which attribute makes the logits of the loss."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))  # type: ignore[attr-defined]
+    losses = [node for node in ast.walk(tree) if _is_call_of_self(node, "loss_function")]
+    if len(losses) != 1:
+        return Unusual(f"its forward calls self.loss_function {len(losses)} times, not once")
+    given = _argument(losses[0], "logits")
+    if not isinstance(given, ast.Name):
+        return Unusual("its loss function does not get the logits as they are")
+    made = [value for name, value in _assigned(tree) if name == given.id]
+    if len(made) != 1 or not _is_call_of_self(made[0]) or len(made[0].args) != 1:
+        return Unusual(f"its forward scales, caps or changes '{given.id}' behind the head")
+    extra = _uses(tree, given.id) - 1 - _returned(tree, given.id)
+    if extra > 0:
+        return Unusual(f"its forward uses '{given.id}' for more than the loss")
+    attribute = made[0].func.attr
+    return str(attribute)
+
+
+def _is_call_of_self(node: Any, attribute: str | None = None) -> bool:
+    """Whether it is `self.<attribute>(…)`."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+        and attribute in (None, node.func.attr)
+    )
+
+
+def _argument(call: Any, name: str) -> ast.expr | None:
+    found = next((one.value for one in call.keywords if one.arg == name), None)
+    return found if found is not None or not call.args else call.args[0]
+
+
+def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Yield each name that is assigned to, with the value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for one in ast.walk(target):
+                    if isinstance(one, ast.Name):
+                        yield one.id, node.value
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node.value
+
+
+def _uses(tree: ast.AST, name: str) -> int:
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for node in ast.walk(tree)
+    )
+
+
+def _returned(tree: ast.AST, name: str) -> int:
+    """Count the places where the name is handed out as it is: `Output(logits=name)`, or in the
+    tuple `(name,) + outputs`."""
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+            count += sum(_is_name(one.value, name) for one in node.value.keywords)
+        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+            count += sum(_is_name(one, name) for one in node.elts)
+    return count
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -1,0 +1,349 @@
+"""A DeepSpeed configuration as a job, or as the options of `hf.OffloadMixin`.
+
+Standard library only. Every key of the file is mapped, or listed with the reason why it is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from offloadtrain.config import toml
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import OptimConfig
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.toml import nearest
+from offloadtrain.integrations.deepspeed_keys import ARGUMENTS, AUTO, IGNORED, SECTIONS
+
+Tables = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Imported:
+    """What a file says, in the terms of a job.
+
+    Attributes:
+        tables: section of a job → key → value.
+        unmapped: key of the file → why nothing stands for it.
+        undecided: key that is "auto" → who decides. `OffloadMixin` takes it from there; in a job it
+            has its default.
+    """
+
+    tables: Tables = field(default_factory=lambda: {"optim": {}, "offload": {}, "train": {}})
+    unmapped: dict[str, str] = field(default_factory=dict)
+    undecided: dict[str, str] = field(default_factory=dict)
+
+    warm_up_is_linear: bool = False
+
+    def put(self, key: str, section: str, name: str, value: Any) -> None:
+        """Set a value, which another key of the file may have set before."""
+        before = self.tables[section].setdefault(name, value)
+        if before != value:
+            self.unmapped[key] = f"another key says {section}.{name} = {before!r}"
+
+    def job(self) -> str:
+        """Return TOML of a job, which lacks what no DeepSpeed file has."""
+        lacking = ["model.size", "data.source"]
+        lacking += [] if "steps" in self.tables["train"] else ["train.steps"]
+        tables = {
+            name: {key: _toml_value(value) for key, value in table.items()}
+            for name, table in self.tables.items()
+            if table
+        }
+        return f"# Set {', '.join(lacking)}.\n" + toml.emit({"name": "from-deepspeed", **tables})
+
+    def mixin(self) -> str:
+        """Return JSON: the options of `OffloadMixin`, and the arguments that hold what it takes
+        from `TrainingArguments`."""
+        names = {target: argument for argument, target in ARGUMENTS.items()}
+        arguments, offload = _as_arguments(self.tables), {}
+        for section, table in self.tables.items():
+            for key, value in table.items():
+                if (argument := names.get((section, key))) is not None:
+                    arguments[argument] = 0.0 if value is None else value  # no clipping
+                elif section == "offload" and key != "precision":
+                    offload[key] = value
+                elif key == "name" and value in _NO_ARGUMENT:
+                    self.unmapped["optim.name"] = f"{value!r}: optimizer_cls_and_kwargs says it"
+                elif key == "min_lr_ratio" and value:
+                    self.unmapped[f"{section}.{key}"] = f"{value!r}: use lr_scheduler_kwargs"
+        return json.dumps({"offload": offload, "training_arguments": arguments}, indent=2) + "\n"
+
+
+def load(path: Path, arguments: Path | None = None) -> Imported:
+    """Read a configuration, and the arguments of the Trainer that its "auto" values refer to.
+
+    Args:
+        arguments: JSON of the arguments, or a script that makes them with literal values.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not of its kind.
+    """
+    found = Imported()
+    given = {} if arguments is None else _arguments(arguments, found)
+    for key, value in _leaves(_object(path, toml.read(path))):
+        _map(found, key, value, given)
+    for name, target in ARGUMENTS.items() if given else ():
+        if name in given:
+            value = given[name] or None if target == ("offload", "clip_norm") else given[name]
+            found.put(f"arguments.{name}", *target, value)
+    _take_precision(found, given)
+    _finish(found)
+    return found
+
+
+def _map(found: Imported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    names = AUTO.get(key, ())
+    if value == "auto" and names:
+        if not set(names) <= set(given):
+            found.undecided[key] = f"TrainingArguments' {' and '.join(names)} decides"
+            return
+        values = [given[name] for name in names]
+        value = values if len(values) > 1 else values[0]
+    elif value == "auto" and key in _MAPPED:
+        found.undecided[key] = "DeepSpeed's default decides"
+        return
+    section = next((name for name in SECTIONS if key == name or key.startswith(f"{name}.")), "")
+    if (mapped := _MAPPED.get(key)) is not None:
+        if reason := mapped(found, key, value):
+            found.unmapped[key] = reason
+    elif key in IGNORED or section:
+        found.unmapped[key] = IGNORED.get(key) or SECTIONS[section]
+    else:
+        found.unmapped[key] = f"unknown key{nearest(key, [*_MAPPED, *IGNORED, *AUTO])}"
+
+
+_Mapper = Callable[[Imported, str, Any], str]
+"""Sets what a key stands for, and returns why nothing does, if so."""
+
+
+def _to(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _Mapper:
+    def put(found: Imported, key: str, value: Any) -> str:
+        found.put(key, section, name, convert(value))
+        return ""
+
+    return put
+
+
+def _only(expected: tuple[Any, ...], why: str) -> _Mapper:
+    return lambda found, key, value: "" if value in expected else f"{value!r}: {why}"
+
+
+def _precision(name: str) -> _Mapper:
+    def put(found: Imported, key: str, value: Any) -> str:
+        if value:
+            found.put(key, "offload", "precision", name)
+        return ""
+
+    return put
+
+
+def _tier(section: str, name: str, tiers: Mapping[str, str]) -> _Mapper:
+    def put(found: Imported, key: str, value: Any) -> str:
+        if value not in tiers:
+            return f"{value!r}: there is no tier of disks; the tiers are {', '.join(tiers)}"
+        found.put(key, section, name, tiers[value])
+        return ""
+
+    return put
+
+
+def _optimizer(found: Imported, key: str, value: Any) -> str:
+    name = str(value).lower()
+    if name == "adam":
+        name = "adamw"  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
+    if name not in get_args(get_type_hints(OptimConfig)["name"]):
+        return f"{value!r} is no optimizer of a job"
+    found.put(key, "optim", "name", name)
+    return ""
+
+
+def _adam_mode(found: Imported, key: str, value: Any) -> str:
+    if not value and found.tables["optim"].get("name") == "adamw":
+        found.tables["optim"]["name"] = "adam"
+    return ""
+
+
+def _schedule(found: Imported, key: str, value: Any) -> str:
+    shape, ends = _SCHEDULES.get(value, ("", 1.0))
+    if not shape:
+        return f"{value!r}: the schedules are {', '.join(_SCHEDULES)}"
+    found.put(key, "optim", "schedule", shape)
+    if shape == "linear":
+        found.put(key, "optim", "min_lr_ratio", ends)
+    return ""
+
+
+def _warm_up(found: Imported, key: str, value: Any) -> str:
+    found.warm_up_is_linear = value == "linear"
+    return ""
+
+
+_SCHEDULES = {"WarmupLR": ("constant", 1.0), "WarmupDecayLR": ("linear", 0.0)}
+_SCHEDULES["WarmupCosineLR"] = ("cosine", 0.0)
+
+
+def _reduction(found: Imported, key: str, value: Any) -> str:
+    wide = value in ("fp32", True)
+    found.put(key, "offload", "reduction", "fp32" if wide else "working")
+    return ""
+
+
+def _stage(found: Imported, key: str, value: Any) -> str:
+    if value not in (1, 2, 3):
+        return f"{value!r}: among ranks the state is always in shards, from stage 1 on"
+    found.put(key, "offload", "zero_stage", value)
+    return ""
+
+
+_ZERO, _SCALE = "zero_optimization", "optimizer.params"
+_STATE_TIERS = {"cpu": "host", "none": "device"}
+_DYNAMIC = "the loss scale is dynamic, from 2^16, doubled after 2000 steps, halved at once"
+_MAPPED: dict[str, _Mapper] = {
+    "train_micro_batch_size_per_gpu": _to("train", "micro_batch"),
+    "gradient_accumulation_steps": _to("train", "grad_accum_steps"),
+    "gradient_clipping": _to("offload", "clip_norm", lambda value: value or None),
+    "communication_data_type": _reduction,
+    "fp32_allreduce": _reduction,
+    "seed": _to("train", "seed"),
+    "bf16.enabled": _precision("bf16"),
+    "bfloat16.enabled": _precision("bf16"),
+    "fp16.enabled": _precision("fp16"),
+    "fp16.loss_scale": _only((0,), f"a fixed loss scale: {_DYNAMIC}"),
+    "fp16.initial_scale_power": _only((16,), _DYNAMIC),
+    "fp16.loss_scale_window": _only((2000,), _DYNAMIC),
+    "fp16.hysteresis": _only((1,), _DYNAMIC),
+    "fp16.min_loss_scale": _only((), "the smallest loss scale is 2^-14"),
+    "fp16.auto_cast": _only((False,), "inputs are cast where they meet a 16-bit matrix"),
+    "amp.enabled": _only((False,), "apex's casts: use bf16 or fp16"),
+    f"{_ZERO}.stage": _stage,
+    f"{_ZERO}.offload_optimizer.device": _tier("offload", "state_on", _STATE_TIERS),
+    f"{_ZERO}.offload_param.device": _tier("offload", "working", {"cpu": "host", "none": "device"}),
+    f"{_ZERO}.cpu_offload": _to("offload", "state_on", lambda on: "host" if on else "device"),
+    f"{_ZERO}.cpu_offload_params": _to("offload", "working", lambda on: "host" if on else "device"),
+    f"{_ZERO}.offload_optimizer.pin_memory": _to("offload", "pin_memory"),
+    f"{_ZERO}.offload_param.pin_memory": _to("offload", "pin_memory"),
+    f"{_ZERO}.offload_optimizer.ratio": _only((1, 1.0), "all of the state goes to the host"),
+    f"{_ZERO}.cpu_offload_use_pin_memory": _to("offload", "pin_memory"),
+    "optimizer.type": _optimizer,
+    f"{_SCALE}.lr": _to("optim", "lr"),
+    f"{_SCALE}.betas": _to("optim", "betas", list),
+    f"{_SCALE}.eps": _to("optim", "eps"),
+    f"{_SCALE}.weight_decay": _to("optim", "weight_decay"),
+    f"{_SCALE}.adam_w_mode": _adam_mode,
+    f"{_SCALE}.torch_adam": _only((False, True), ""),
+    f"{_SCALE}.bias_correction": _only((True,), "moments are always corrected"),
+    f"{_SCALE}.amsgrad": _only((False,), "AMSGrad is not there"),
+    "scheduler.type": _schedule,
+    "scheduler.params.warmup_num_steps": _to("optim", "warmup_steps"),
+    "scheduler.params.total_num_steps": _to("train", "steps"),
+    "scheduler.params.warmup_max_lr": _to("optim", "lr"),
+    "scheduler.params.warmup_min_lr": _only((0, 0.0), "the warm-up begins at 0"),
+    "scheduler.params.warmup_type": _warm_up,
+    "scheduler.params.cos_min_ratio": _to("optim", "min_lr_ratio"),
+    "scheduler.params.warmup_min_ratio": _only((0, 0.0), "the warm-up begins at 0"),
+    "activation_checkpointing.cpu_checkpointing": _to(
+        "offload", "activation", lambda on: "offload" if on else "keep"
+    ),
+}
+
+
+def _finish(found: Imported) -> None:
+    """Set what DeepSpeed means by leaving a key out, and list contradictions."""
+    options = found.tables["offload"]
+    nvme = f"{_ZERO}.offload_optimizer.device" in found.unmapped
+    schedule = found.tables["optim"].get("schedule")
+    if schedule in ("constant", "linear") and not found.warm_up_is_linear:
+        found.unmapped["scheduler.params.warmup_type"] = "'log', the default: the warm-up is linear"
+    if "state_on" not in options and not nvme:
+        options["state_on"] = "host" if options.get("working") == "host" else "device"
+    if options.get("state_on") == "device" and options.get("working") == "host":
+        options["state_on"] = "host"
+        found.unmapped[f"{_ZERO}.offload_param.device"] = (
+            "weights on the host have their state there too: state_on = 'host'"
+        )
+    accum = found.tables["train"].get("grad_accum_steps", 1)
+    checked = OffloadConfig(**{**options, "grad_accum_steps": accum})
+    for problem in checked.problems():
+        found.unmapped[f"offload.{problem.split(' ')[0]}"] = problem
+
+
+def _take_precision(found: Imported, given: Mapping[str, Any]) -> None:
+    for name in ("bf16", "fp16"):
+        if given.get(name) is True:
+            found.put(f"arguments.{name}", "offload", "precision", name)
+    # DeepSpeed trains in fp32 unless told; "auto" without arguments stays the job's own "auto".
+    if not {"bf16.enabled", "fp16.enabled"} & set(found.undecided):
+        found.tables["offload"].setdefault("precision", "fp32")
+
+
+def _as_arguments(tables: Tables) -> dict[str, Any]:
+    """Return the arguments of a Trainer that are not one key of a job each."""
+    optim, offload = tables["optim"], tables["offload"]
+    arguments: dict[str, Any] = {
+        name: True for name in ("bf16", "fp16") if offload.get("precision") == name
+    }
+    if isinstance(optim.get("betas"), list):
+        arguments |= dict(zip(("adam_beta1", "adam_beta2"), optim["betas"], strict=True))
+    shapes = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+    if "schedule" in optim:
+        arguments["lr_scheduler_type"] = shapes[optim["schedule"]]
+    if optim.get("name") == "lion":
+        arguments["optim"] = "lion_32bit"
+    return arguments
+
+
+_NO_ARGUMENT = ("adam", "sgd", "adagrad")
+"""Optimizers of a job that no `optim` of TrainingArguments is."""
+
+
+def _toml_value(value: Any) -> Any:
+    return 0 if value is None else value  # no clipping
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return found
+
+
+def _arguments(path: Path, found: Imported) -> dict[str, Any]:
+    """Return arguments by name; those of a script that are no literals are listed."""
+    if path.suffix != ".py":
+        return {k: v for k, v in _object(path, toml.read(path)).items() if v is not None}
+    try:
+        tree = ast.parse(toml.read(path))
+    except SyntaxError as error:
+        raise ConfigError(f"{path} is not Python: {error}") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _makes(node)]
+    if len(calls) != 1:
+        raise ConfigError(f"{path} makes TrainingArguments {len(calls)} times, and not once")
+    given = {}
+    for keyword in calls[0].keywords:
+        try:
+            given[str(keyword.arg)] = ast.literal_eval(keyword.value)
+        except ValueError:
+            name = f"arguments.{keyword.arg or '**'}"
+            found.unmapped[name] = "not a literal in the script"
+    return given
+
+
+def _makes(call: ast.Call) -> bool:
+    name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+    return name.endswith("TrainingArguments") or name in ("SFTConfig", "DPOConfig")

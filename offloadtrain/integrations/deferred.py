@@ -1,0 +1,367 @@
+"""The weights of a Hugging Face folder, read when the engine asks for them.
+
+[Note: Deferred loading]
+`from_pretrained` of transformers builds a model on the meta device, loads all weights into it, and
+finishes: it ties, initialises what the checkpoint lacks, computes buffers that no checkpoint holds,
+and reports. `DeferredWeights` takes the place of the second part only. It plans where each tensor
+goes, by transformers' own renamings and conversions run on the meta device, and marks what it
+planned as loaded. The finish then is transformers' own, and leaves planned weights on the meta
+device. `fill` reads them, one module at a time, as views of the file's pages: without a conversion
+no copy is made before the engine's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from offloadtrain.engine import ModelError
+
+_log = logging.getLogger(__name__)
+
+_MAPPED_BYTES = 256 << 20
+"""Bytes read before the files are closed, so that pages that are done with leave the process."""
+
+_LISTED = 5
+"""Names that an error lists."""
+
+_patching = threading.Lock()
+
+
+class CannotDeferError(Exception):
+    """A conversion of weights, or an initialisation, that needs values and not only shapes."""
+
+
+class SafetensorsFiles:
+    """The tensors of some safetensors files, as views of their pages."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._open: dict[str, Any] = {}
+        self._read_bytes = 0
+        self._file_of: dict[str, str] = {}
+        self.shapes: dict[str, Tensor] = {}
+        """Name → a meta tensor."""
+        for file in files:
+            for name in self._opened(file).keys():
+                self._file_of[name] = file
+                self.shapes[name] = torch.empty_like(self.tensor(name), device="meta")
+        self._open.clear()
+
+    def tensor(self, name: str) -> Tensor:
+        """View a tensor's pages, which stay mapped as long as the view lives."""
+        if self._read_bytes > _MAPPED_BYTES:
+            self._open.clear()
+            self._read_bytes = 0
+        found: Tensor = self._opened(self._file_of[name]).get_tensor(name)
+        self._read_bytes += found.nbytes
+        return found
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ModelError(f"'{file}' is damaged, or no safetensors file: {error}") from error
+        return self._open[file]
+
+
+@dataclass(slots=True)
+class _Recipe:
+    """What makes one or more tensors of the model from those of a checkpoint.
+
+    Attributes:
+        target: name in the model; of the first, where it makes several.
+        transform: a `WeightTransform` of transformers, which has collected nothing.
+        sources: (pattern of the transform, name in the checkpoint).
+    """
+
+    target: str
+    transform: Any
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    def make(self, read: Callable[[str], Tensor], model: Any) -> dict[str, Tensor]:
+        """Return name in the model → tensor."""
+        transform = deepcopy(self.transform)
+        for pattern, name in self.sources:
+            transform.add_tensor(self.target, name, pattern, read(name))
+        made = transform.convert(self.target, model=model, config=model.config)
+        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+
+
+class DeferredWeights:
+    """Weights of a checkpoint, planned for a model on the meta device."""
+
+    def __init__(self) -> None:
+        self._files: SafetensorsFiles
+        self._model: Any = None
+        self._recipes: dict[str, _Recipe] = {}
+        """Name in the model → what makes it."""
+        self._made: dict[str, Tensor] = {}
+        """Made together with others, and not asked for yet."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Of buffers that the model keeps in another dtype."""
+        self._params: dict[nn.Parameter, str] = {}
+        self._buffers: dict[tuple[nn.Module, str], str] = {}
+
+    @property
+    def dtype(self) -> torch.dtype | str:
+        """The dtype in which transformers loads the files without rounding, where they could not
+        be planned."""
+        wide = any(x.dtype == torch.float32 for x in self._files.shapes.values())
+        return torch.float32 if wide else "auto"
+
+    def plan(self, load: Callable[[], Any]) -> Any:
+        """Call `from_pretrained` of a class of transformers, and return its model, whose weights
+        are on the meta device until `fill`.
+
+        Raises:
+            CannotDeferError: the model has to be loaded whole.
+        """
+        with self._replacing_load():
+            try:
+                model = load()
+            except NotImplementedError as error:  # torch's, for values of meta tensors
+                raise CannotDeferError(str(error)) from error
+        self._bind()
+        return model
+
+    @contextmanager
+    def _replacing_load(self) -> Iterator[None]:
+        """Plan, instead of loading, in calls of `from_pretrained` in this thread."""
+        from transformers import PreTrainedModel
+
+        own, load = threading.get_ident(), PreTrainedModel._load_pretrained_model
+
+        def plan(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
+            if threading.get_ident() != own:
+                return load(model, state_dict, files, config, *rest)
+            self._dtypes = kept_dtypes(model.state_dict(), config.dtype_plan or {})
+            return self._plan(model, files, config.weight_mapping or []), None
+
+        with _patching:
+            PreTrainedModel._load_pretrained_model = staticmethod(plan)
+            try:
+                yield
+            finally:
+                PreTrainedModel._load_pretrained_model = staticmethod(load)
+
+    def _bind(self) -> None:
+        """Find the parameters and buffers that are to be filled: all that are on the meta device.
+        Later their names may change.
+
+        Raises:
+            ModelError: for one that has no values.
+        """
+        for name, param in self._planned(nn.Module.named_parameters):
+            self._params[param] = name
+        buffers = self._planned(nn.Module.named_buffers)
+        for name, _ in buffers:
+            path, _, key = name.rpartition(".")
+            self._buffers[self._model.get_submodule(path), key] = name
+        # A model may make a tensor off the meta device; the engine does not ask for its values.
+        for module in self._model.modules():
+            self._fill(module, lambda tensor: not tensor.is_meta)
+        known = {*self._params, *(buffer for _, buffer in buffers)}
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if tensor.is_meta and tensor not in known:
+                raise ModelError(f"'{name}' is on the meta device, and there are no values for it")
+
+    def fill(self, module: nn.Module) -> None:
+        """Give a module's own planned parameters and buffers their values; see `param_init_fn`."""
+        self._fill(module, lambda tensor: True)
+
+    def _fill(self, module: nn.Module, chosen: Callable[[Tensor], bool]) -> None:
+        for param in module.parameters(recurse=False):
+            if param in self._params and chosen(param):
+                param.data = self._take(self._params.pop(param)).contiguous()
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if (module, key) in self._buffers and chosen(buffer):
+                name = self._buffers.pop((module, key))
+                dtype = self._dtypes.get(name, buffer.dtype)
+                module._buffers[key] = self._take(name).to(dtype, copy=True)
+
+    def close(self) -> None:
+        """Raises ModelError if a planned weight was never asked for."""
+        if self._params:
+            raise ModelError(f"the engine did not ask for {_some(list(self._params.values()))}")
+        del self._files, self._model
+
+    def _planned(self, of: Callable[..., Iterator[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+        """List what is planned, ties under the planned name."""
+        found = of(self._model, remove_duplicate=False)
+        return [(name, tensor) for name, tensor in found if name in self._recipes]
+
+    def _take(self, name: str) -> Tensor:
+        if name not in self._made:
+            made = self._recipes[name].make(self._files.tensor, self._model)
+            self._made.update((key, x) for key, x in made.items() if key in self._recipes)
+        return self._made.pop(name)
+
+    def _plan(self, model: Any, files: Sequence[str], conversions: Sequence[Any]) -> Any:
+        """Plan what makes each tensor of the model, and return transformers' record of it.
+
+        Raises:
+            ModelError: shapes differ, or the checkpoint is another model's.
+            CannotDeferError: a conversion needs values.
+        """
+        if self._model is not None:
+            raise CannotDeferError("the model loads another one while it is made")
+        self._model, self._files = model, SafetensorsFiles(files)
+        expected = model.state_dict()
+        recipes, unexpected = _recipes(model, expected, self._files.shapes, conversions)
+        shapes: dict[str, Tensor] = {}
+        for recipe in recipes:
+            for name, made in self._shapes_of(recipe).items():
+                if expected.get(name) is None:
+                    unexpected.add(name)
+                else:
+                    self._recipes[name], shapes[name] = recipe, made
+        _check_shapes(model, expected, shapes)
+        self._untie(model)
+        _check_share(model, expected, self._recipes, self._files.shapes)
+        for name in self._recipes:
+            # transformers initialises what has no such mark.
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        # `save_pretrained` reverts these.
+        model._weight_conversions = [one for one in conversions if one.was_used()]
+        return _record(set(expected) - set(self._recipes), unexpected)
+
+    def _shapes_of(self, recipe: _Recipe) -> dict[str, Tensor]:
+        try:
+            return recipe.make(self._files.shapes.__getitem__, self._model)
+        # Whatever it is: transformers raises it again, or does what cannot be done on meta tensors.
+        except Exception as error:
+            raise CannotDeferError(f"{recipe.target}: {error}") from error
+
+    def _untie(self, model: Any) -> None:
+        """Of two tied names that the checkpoint both has: equal ones are loaded once, others are
+        not tied."""
+        for name, source in list(model.all_tied_weights_keys.items()):
+            if name not in self._recipes or source not in self._recipes:
+                continue
+            if torch.equal(self._take(name), self._take(source)):
+                del self._recipes[name]
+            else:
+                _log.warning(
+                    "'%s' and '%s' are tied by the model's configuration and differ in the "
+                    "checkpoint: they are trained as two weights",
+                    name,
+                    source,
+                )
+                del model.all_tied_weights_keys[name]
+
+
+def kept_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """Return the dtype of each name that one of a model's patterns keeps in a dtype of its own.
+
+    Args:
+        plan: of `PreTrainedModel._get_dtype_plan`.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    if not plan:
+        return {}
+    pattern, of_group, _ = build_glob_alternation(list(plan))
+    found = ((name, pattern.search(name)) for name in names)
+    return {name: plan[of_group[match.lastgroup]] for name, match in found if match}
+
+
+def _recipes(
+    model: Any,
+    expected: Mapping[str, Any],
+    names: Sequence[str] | Mapping[str, Tensor],
+    conversions: Sequence[Any],
+) -> tuple[list[_Recipe], set[str]]:
+    """Plan from names alone; returns recipes, and the names that the model does not have.
+
+    The order and the rules of `convert_and_load_state_dict_in_model` of transformers.
+    """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    prefix = model.base_model_prefix
+    recipes: dict[str, _Recipe] = {}
+    unexpected: set[str] = set()
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = rename_source_key(name, [], [], prefix, expected)
+        if renamed not in expected:
+            unexpected.add(renamed)
+            continue
+        transform = WeightRenaming(name, renamed) if pattern is None else of_pattern[pattern]
+        recipe = recipes.setdefault(renamed, _Recipe(renamed, deepcopy(transform)))
+        recipe.sources.append((pattern or name, name))
+    return list(recipes.values()), unexpected
+
+
+def _check_shapes(model: Any, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    wrong = [
+        f"{name} {tuple(x.shape)}, not {tuple(expected[name].shape)}"
+        for name, x in found.items()
+        if x.shape != expected[name].shape
+    ]
+    if wrong:
+        raise ModelError(
+            f"the checkpoint does not have the shapes of {type(model).__name__} with this "
+            f"configuration: {_some(wrong)}. Pass what differs in model_kwargs (num_labels, "
+            "vocab_size, …), or correct config.json"
+        )
+    narrow = [name for name, x in found.items() if x.is_floating_point() and x.itemsize < 2]
+    if narrow:
+        raise ModelError(
+            f"{_some(narrow)} {'has' if len(narrow) == 1 else 'have'} 8 bits and no scale: "
+            "load an unquantized checkpoint"
+        )
+
+
+def _check_share(
+    model: Any,
+    expected: Mapping[str, Tensor],
+    planned: Mapping[str, Any],
+    names: Mapping[str, Tensor],
+) -> None:
+    """Raises ModelError where most of the model would be random: that is no missing head."""
+    tied = model.all_tied_weights_keys
+    sizes = {name: x.numel() for name, x in expected.items() if isinstance(x, Tensor)}
+    missing = [name for name in sizes if name not in planned and name not in tied]
+    if 2 * sum(sizes[name] for name in missing) > sum(sizes.values()):
+        raise ModelError(
+            f"the checkpoint has no weights for most of {type(model).__name__}: it lacks "
+            f"{_some(missing)} and has {_some(list(names))}. Pass the class that it was saved "
+            "from as auto_class"
+        )
+
+
+def _record(missing: set[str], unexpected: set[str]) -> Any:
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    return LoadStateDictInfo(
+        missing_keys=missing,
+        unexpected_keys=unexpected,
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

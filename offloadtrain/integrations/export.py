@@ -1,0 +1,249 @@
+"""A Hugging Face folder from a model's weights, one shard at a time.
+
+Names and shapes are planned on the meta device first: transformers' own `revert_weight_conversion`
+says what the checkpoint's tensors are called, and which of the model's it needs for each.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from offloadtrain.engine import ModelError
+from offloadtrain.hardware.atomic_io import rename_folder, sync_folder
+from offloadtrain.integrations.deferred import kept_dtypes
+
+_log = logging.getLogger(__name__)
+
+Named = Iterator[tuple[str, Tensor]]
+
+_TOKENIZER_FILES = (
+    "*token*.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*chat_template*",
+    "*processor*.json",
+    "*.spm",
+)
+"""Patterns of the files that tokenizers, image and feature processors are loaded from."""
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder beside `folder` to write into, which takes its name at the end.
+
+    Raises:
+        FileExistsError: `folder` exists and is not empty; nothing in it is touched.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(
+            f"'{folder}' exists and is not empty: name a new folder, or remove it"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield beside
+        _make_durable(beside)
+        rename_folder(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _make_durable(folder: Path) -> None:
+    folder.chmod(0o777 & ~_umask())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def model_weights(
+    model: Any, weights: Named, buffers: Mapping[str, Tensor], dtype: torch.dtype
+) -> Named:
+    """Yield what a checkpoint holds, under the model's names: parameters in `dtype`, but for
+    integers and for what the model keeps in fp32; tied ones once; persistent buffers as they are.
+
+    Args:
+        weights: parameters in any dtype, by their first names.
+        buffers: all of the model's, by name.
+    """
+    names = _saved_names(model)
+    kept = kept_dtypes(names.values(), model._get_dtype_plan(dtype))
+    for first, value in weights:
+        if (name := names.get(first)) is not None:
+            yield name, value.to(kept.get(name, dtype)) if value.is_floating_point() else value
+    for name, _ in model.named_buffers():
+        path, _, key = name.rpartition(".")
+        transient = key in model.get_submodule(path)._non_persistent_buffers_set
+        if not transient and name not in _ignored(model):
+            yield name, buffers[name].detach()
+
+
+def _saved_names(model: Any) -> dict[str, str]:
+    """Return first name of a parameter → the one that it is saved under, of all that are saved."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    chosen = {of[0]: next((n for n in of if n not in tied), of[0]) for of in names.values()}
+    return {first: name for first, name in chosen.items() if name not in _ignored(model)}
+
+
+def _ignored(model: Any) -> set[str]:
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Reversion:
+    """How the model's tensors become those of a checkpoint as published.
+
+    Attributes:
+        renamed: name in the model → in the checkpoint, of those that are not converted.
+        together: name in the model → names of all that are converted with it.
+    """
+
+    model: Any
+    renamed: dict[str, str]
+    together: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, model: Any, shapes: Mapping[str, Tensor]) -> _Reversion:
+        """`shapes`: name in the model → meta tensor."""
+        expected = _revert(model, shapes)
+        name_of = {id(x): name for name, x in shapes.items()}
+        renamed = {name_of[id(x)]: name for name, x in expected.items() if id(x) in name_of}
+        rest = [name for name in shapes if name not in renamed]
+        groups = _groups(model, rest)
+        made = [_revert(model, {name: shapes[name] for name in group}) for group in groups]
+        found = {name: x.shape for one in made for name, x in one.items()}
+        if found != {n: x.shape for n, x in expected.items() if id(x) not in name_of}:
+            groups = [tuple(rest)]  # a conversion that needs what it does not name
+        together = {name: group for group in groups for name in group}
+        return cls(model, renamed, together)
+
+    def __call__(self, weights: Named) -> Named:
+        """Yield the checkpoint's tensors; holds those that wait for others of their group."""
+        waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        for name, value in weights:
+            if name in self.renamed:
+                yield self.renamed[name], value
+                continue
+            group = self.together[name]
+            held = waiting.setdefault(group, {})
+            held[name] = value
+            if len(held) == len(group):
+                yield from _revert(self.model, waiting.pop(group)).items()
+
+
+def _revert(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return found
+
+
+def _groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group the names that one conversion takes together."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    converters = [one for one in conversions[::-1] if isinstance(one, WeightConverter)]
+    reverse = [one.reverse_transform() for one in converters]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(apply_converters(name, reverse)[0], []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def write_weights(
+    model: Any,
+    folder: Path,
+    weights: Named,
+    buffers: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+) -> None:
+    """Write all shards and their index. Holds one shard of host memory.
+
+    `model`: of which only names and shapes are used: it may be on the meta device.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    on_meta = (_on_meta(model.named_parameters()), dict(_on_meta(buffers.items())))
+    shapes = dict(model_weights(model, *on_meta, dtype))
+    revert = _Reversion.of(model, shapes)
+    split = split_torch_state_dict_into_shards(
+        dict(revert(iter(shapes.items()))),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    waiting: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
+    for name, value in revert(model_weights(model, weights, buffers, dtype)):
+        file = split.tensor_to_filename[name]
+        waiting[file][name] = value.cpu().contiguous()
+        if len(waiting[file]) == len(split.filename_to_tensors[file]):
+            save_file(waiting.pop(file), folder / file, metadata={"format": "pt"})
+    if waiting:
+        raise ModelError(f"{len(waiting)} shards lack weights that the model has")
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _on_meta(tensors: Iterable[tuple[str, Tensor]]) -> Named:
+    return ((name, torch.empty_like(x, device="meta")) for name, x in tensors)
+
+
+def write_configuration(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json, the generation's, and the model's code where that is its own."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    for one in (config, *(getattr(config, key) for key in config.sub_configs)):
+        if one is not None:
+            one.dtype = dtype
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def write_tokenizer(source: Path | None, folder: Path, tokenizer: Any) -> None:
+    """Save the tokenizer or processor that is given, or copy the files of the one in `source`."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        return
+    found = [path for x in _TOKENIZER_FILES for path in (source.glob(x) if source else ())]
+    for path in found:
+        shutil.copyfile(path, folder / path.name)
+    if not found:
+        _log.warning("'%s' has no tokenizer: none came with the model; pass tokenizer=…", folder)

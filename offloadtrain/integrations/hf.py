@@ -1,0 +1,246 @@
+"""The Trainer of transformers, and the trainers that derive from it, over offloaded models.
+
+    from offloadtrain.integrations.hf import OffloadTrainer as Trainer
+
+    class Tuner(OffloadMixin, SFTTrainer):       # any trainer of TRL
+        offload = {"working": "host"}
+
+The model is offloaded when the trainer makes its optimizer: after PEFT has wrapped it. What
+`TrainingArguments` determine is taken from there; docs/frameworks.md lists it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.engine import offload as _offload
+from offloadtrain.integrations import accelerate, rank_files, training_arguments
+from offloadtrain.integrations.chunked_loss import chunk_loss
+from offloadtrain.integrations.options import Options, merged
+from offloadtrain.integrations.weights import Dtypes, dtypes_of
+from offloadtrain.integrations.weights import state_dict as state_dict_of
+from offloadtrain.optim import UpdateRule
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # importing transformers takes seconds; the trainer that is mixed in has it
+
+_log = logging.getLogger(__name__)
+
+
+class OffloadMixin(Trainer):  # type: ignore[misc]
+    """Stands before a trainer's class: `class Tuner(OffloadMixin, SFTTrainer)`.
+
+    Attributes:
+        offload: options of `offloadtrain.offload`, set in the class or given as `offload=…`.
+        chunked_loss: the loss of a causal language model is computed in parts of the vocabulary, in
+            training; see `integrations.chunked_loss`. Set in the class or given. TRL's SFTTrainer
+            does so by itself.
+    """
+
+    optimizer: Any
+    offload: Options = {}  # noqa: RUF012  # never changed
+    chunked_loss: bool = False
+    _chunked: nn.Module | None = None
+    _given: Dtypes | None = None
+    _driven: OffloadOptimizer | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        offload: Options | None = None,
+        chunked_loss: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if offload is not None:
+            self.offload = offload
+        if chunked_loss is not None:
+            self.chunked_loss = chunked_loss
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
+        training_arguments.refuse(self.args)
+        if self.args.n_gpu > 1:
+            _log.warning(
+                "%d GPUs and one process: it trains on the first; torchrun starts one per GPU",
+                self.args.n_gpu,
+            )
+            self.args._n_gpu = 1  # otherwise the model is wrapped in DataParallel
+        super().create_accelerator_and_postprocess()
+        accelerate.check(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: as a whole it may not fit there."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> OffloadOptimizer:
+        """Offload the model, once.
+
+        Raises:
+            ValueError: options contradict the arguments, or each other.
+            TypeError: the trainer was given an optimizer of another kind.
+        """
+        model = self.model if model is None else model
+        if self.optimizer is None:
+            self._given = dtypes_of(model)
+            if self._driven is not None:
+                self._driven.close()
+            taken = training_arguments.options_of(self.args, model)
+            options = merged(self.offload, taken, "TrainingArguments")
+            self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
+        elif self._driven is None:
+            self._check_given(self.optimizer)
+        if self._driven is None or self._driven is not self.optimizer:
+            self._driven = self._drive(model, self.optimizer)
+        if self.chunked_loss and self._chunked is not model:
+            self._check_loss()
+            chunk_loss(model)
+            self._chunked = model
+        return self._driven
+
+    def _check_loss(self) -> None:
+        """Raises ValueError where the trainer takes the labels away, and whole logits with them."""
+        for what in ("label_smoother", "compute_loss_func"):
+            if getattr(self, what) is not None:
+                raise ValueError(
+                    f"chunked_loss = True: the trainer's {what} computes the loss from whole "
+                    "logits. Leave one of them out; for label smoothing, call chunk_loss(model, "
+                    "label_smoothing=…) instead"
+                )
+
+    def _check_given(self, optimizer: Any) -> None:
+        """Raises ValueError for options beside an optimizer that has its own; says what else of the
+        arguments it does not follow."""
+        if self.offload:
+            raise ValueError(
+                f"offload = {self.offload} beside optimizers = (…), which was made with "
+                "options of its own: leave one of them out"
+            )
+        for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+            asked, default = (
+                getattr(self.args, name),
+                type(self.args).__dataclass_fields__[name].default,
+            )
+            held = sorted({group.get(key) for group in optimizer.param_groups})
+            if asked != default and asked not in held:
+                _log.warning(
+                    "TrainingArguments.%s = %s is not used: the given optimizer has %s",
+                    *(name, asked, ", ".join(map(str, held))),
+                )
+
+    def _drive(self, model: nn.Module, optimizer: object) -> OffloadOptimizer:
+        if not isinstance(optimizer, OffloadOptimizer):
+            raise TypeError(
+                f"optimizers = ({type(optimizer).__name__}, …): leave it out, the optimizer is made"
+                " from TrainingArguments; or give one of offloadtrain.offload"
+            )
+        taken = training_arguments.options_of(self.args, model)
+        for name in ("precision", "clip_norm", "grad_accum_steps"):
+            if (own := getattr(optimizer.config, name)) != taken[name]:
+                raise ValueError(
+                    f"the optimizer was made with {name} = {own!r}, and TrainingArguments have "
+                    f"{taken[name]!r}"
+                )
+        sharded = optimizer.config.zero_stage_among(optimizer.ranks.size) == 3
+        if sharded and self.args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end = True: weights in shards (zero_stage = 3) cannot load "
+                "others once training has begun; use zero_stage = 2, or load the best one later"
+            )
+        accelerate.drive(self.accelerator, model, optimizer)
+        return optimizer
+
+    def _rule(self) -> UpdateRule:
+        if self.optimizer_cls_and_kwargs is None:
+            return training_arguments.rule_of(self.args)
+        kind, hyperparameters = self.optimizer_cls_and_kwargs
+        rule: UpdateRule = kind(**hyperparameters)
+        return rule
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """As `Trainer.create_optimizer` makes them."""
+        names = set(self.get_decay_parameter_names(model))
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        decay = [param for name, param in named if name in names]
+        rest = [param for name, param in named if name not in names]
+        return [
+            {"params": decay, "weight_decay": self.args.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: `step()` clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: None = None) -> None:
+        """Nothing yet: the norm is known in `step()`."""
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: None, *args: Any, **kwargs: Any
+    ) -> None:
+        norm = None if self.optimizer is None else self.optimizer.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Before training as well, a model that does not fit the device is evaluated streamed."""
+        self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save weights in the dtype that they were given in: the masters where that is fp32."""
+        if state_dict is not None or self._driven is None:
+            super()._save(output_dir, state_dict)
+            return
+        weights = state_dict_of(self.model, self._driven, self._given)
+        widest = max((x.dtype for x in weights.values() if x.is_floating_point()), key=_width)
+        super()._save(output_dir, weights)  # consumes them
+        config = Path(output_dir or self.args.output_dir) / "config.json"
+        if self.args.should_save and config.exists():
+            _name_dtype(config, widest)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        rank_files.save_state(self.create_optimizer(), output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load this rank's state; or that of torch's AdamW, where a plain Trainer has saved it."""
+        if checkpoint is None or not rank_files.has_state(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        rank_files.load_state(self.create_optimizer(), checkpoint)
+        schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Make the configuration name the dtype of the weights beside it: transformers names that of
+    the model in memory."""
+    named = json.loads(config.read_text())
+    named["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def __getattr__(name: str) -> Any:
+    """Make `OffloadTrainer` when it is asked for: its base takes seconds to import."""
+    if name != "OffloadTrainer":
+        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
+    from transformers import Trainer
+
+    class OffloadTrainer(OffloadMixin, Trainer):  # type: ignore[misc]
+        """`transformers.Trainer` over an offloaded model."""
+
+    OffloadTrainer.__module__, OffloadTrainer.__qualname__ = __name__, name
+    globals()[name] = OffloadTrainer
+    return OffloadTrainer

@@ -1,0 +1,171 @@
+"""`model.hf` of a job: what the model is made of, and the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.hf_model import HfModel, Lora, ParamShape, PartShape
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine import ModelError, OffloadOptimizer, offload
+from offloadtrain.engine.partition import partition
+from offloadtrain.integrations.adapters import attach, lora_config
+from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
+from offloadtrain.integrations.chunked_loss import chunk_loss
+from offloadtrain.integrations.pretrained import from_pretrained
+from offloadtrain.model.transformer import LossTerms
+from offloadtrain.optim import UpdateRule
+
+AUTO_CLASS = "AutoModelForCausalLM"
+
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+def described(hf: HfModel) -> HfModel:
+    """Return the model with its parts, from its class on the meta device.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no causal language model of this kind.
+    """
+    return replace(hf, parts=tuple(_parts(described_model(hf))))
+
+
+def described_model(hf: HfModel) -> Any:
+    """Return the model on the meta device."""
+    return empty_model(_config(hf.folder), hf.lora)
+
+
+def _config(folder: Path) -> Any:
+    transformers = transformers_package("model.hf, to count its parameters too,")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf = {str(folder)!r}: {error}") from None
+
+
+def config_of(values: Mapping[str, Any]) -> Any:
+    """Return the configuration of the values of a config.json."""
+    transformers = transformers_package("a model of transformers")
+    return transformers.CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+
+
+def empty_model(config: Any, lora: Lora | None) -> Any:
+    """Return the model of a configuration, with adapters, on the meta device."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(f"model.hf: {error}") from None
+    CausalLm.of(model)
+    return model if lora is None else _with_adapters(model, lora)
+
+
+def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
+    """Return the model of a configuration on the host, whose weights are in this dtype and have no
+    values; buffers have."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if lora is not None:
+        model = _with_adapters(model, lora)
+    for param in model.parameters():
+        param.data = param.data.to(dtype)  # not `model.to`: buffers keep theirs
+    return model
+
+
+def _with_adapters(model: Any, lora: Lora) -> Any:
+    """Raises ConfigError: PEFT finds no such layers, or is not installed."""
+    try:
+        return attach(model, lora_config(lora_keys(lora)))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"model.lora: {error}") from None
+
+
+def lora_keys(lora: Lora) -> dict[str, Any]:
+    """Return the keys of PEFT's `LoraConfig`."""
+    keys: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
+    if lora.target_modules:
+        keys["target_modules"] = list(lora.target_modules)
+    return keys | {"task_type": "CAUSAL_LM"}
+
+
+def _parts(model: nn.Module) -> Iterator[PartShape]:
+    """Yield the parts of a model, a parameter in the first that refers to it."""
+    seen: set[nn.Parameter] = set()
+    for part in partition(model):
+        own = [(name, param) for name, param in part.parameters if param not in seen]
+        seen.update(param for _, param in own)
+        params = (ParamShape(name, tuple(p.shape), p.requires_grad) for name, p in own)
+        yield PartShape(part.name or "root", tuple(params), part.repeated)
+
+
+def build(
+    hf: HfModel,
+    rule: UpdateRule,
+    groups: Groups,
+    config: OffloadConfig,
+    *,
+    device: torch.device,
+    seed: int,
+    terms: LossTerms | None = None,
+    isolated: bool = False,
+) -> tuple[CausalLm, OffloadOptimizer]:
+    """Return the model in training mode, with its optimizer.
+
+    Weights of a folder are streamed into the engine; random ones are drawn by transformers, in fp32
+    and on the host, before the engine has its own.
+
+    Args:
+        seed: of random weights and of adapters.
+        terms: those of a loss in parts; None: whole logits.
+        isolated: attention must not cross the ends of documents.
+
+    Raises:
+        ConfigError, CausalLmError: the model cannot do these; before its weights are read.
+    """
+    import transformers
+
+    _check_can(hf, chunked=terms is not None, isolated=isolated)
+    torch.manual_seed(seed)
+    keys = None if hf.lora is None else lora_keys(hf.lora)
+    if hf.init == "weights":
+        model, optimizer = from_pretrained(
+            hf.folder,
+            rule,
+            auto_class=AUTO_CLASS,
+            lora=keys,
+            params=groups,
+            device=device,
+            config=config,
+        )
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(
+            _config(hf.folder), dtype=torch.float32
+        )
+        model = model if hf.lora is None else _with_adapters(model, hf.lora)
+        optimizer = offload(model, rule, params=groups(model), device=device, config=config)
+    if terms is not None:
+        chunk_loss(model, **asdict(terms))
+    model.train()
+    return CausalLm.of(model, chunked=terms is not None), optimizer
+
+
+def _check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:
+    empty = empty_model(_config(hf.folder), None)
+    if isolated:
+        CausalLm.of(empty).check_isolates()
+    if chunked:
+        try:
+            chunk_loss(empty)
+        except ModelError as error:
+            raise ConfigError(f"train.chunked_loss = true: {error}") from None

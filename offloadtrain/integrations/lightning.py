@@ -1,0 +1,203 @@
+"""Lightning: a strategy, on one device or on several.
+
+    trainer = Trainer(strategy=OffloadStrategy(working="host"), precision="bf16-mixed", …)
+
+    def configure_optimizers(self):             # of the LightningModule
+        return self.trainer.strategy.offload(ot.AdamW(lr=3e-4))
+
+Precision, `accumulate_grad_batches` and `gradient_clip_val` are the Trainer's. Beside each
+checkpoint NAME.ckpt lies a folder NAME.ckpt.offload with the optimizer's state, a file per rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.engine import offload as _offload
+from offloadtrain.integrations import rank_files
+from offloadtrain.integrations.options import merged, precision_of
+from offloadtrain.integrations.weights import Dtypes, dtypes_of
+from offloadtrain.integrations.weights import state_dict as state_dict_of
+from offloadtrain.optim import UpdateRule
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = Precision = object  # importing lightning takes seconds; see `__getattr__`
+
+_MIXED = {"32-true": "no", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
+"""Precision of a Trainer → mixed precision."""
+
+
+class _EnginePrecision(Precision):  # type: ignore[misc]
+    """Backward and clipping by the engine, which casts as well: no autocast, no GradScaler."""
+
+    engine: OffloadOptimizer | None = None
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kw: Any) -> None:
+        assert self.engine is not None, "the strategy's setup has seen that there is one"
+        if self.engine.working_dtype is torch.float16:
+            self.engine.backward(tensor, divide=False)
+        else:
+            model.backward(tensor, *args, **kw)
+            # The next forward may be of a part of the module, which tells the engine nothing.
+            self.engine.end_micro_step()
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        assert self.engine is not None, "the strategy's setup has seen that there is one"
+        self.engine.clip_grad_norm_(clip_val)
+
+
+class _Strategy(DDPStrategy):  # type: ignore[misc]
+    """One process per device; the engine reduces gradients and shards state: DDP wraps nothing."""
+
+    _engine: OffloadOptimizer | None = None
+    _given: Dtypes | None = None
+    _loaded = ""
+    """The checkpoint that was read last."""
+
+    def __init__(self, **options: Any) -> None:
+        """`options`: of `offloadtrain.offload`."""
+        self._options = options
+        self._casts = _made("EnginePrecision", _EnginePrecision, "plugins", "Precision")()
+        super().__init__()
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._casts
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        """Take the name of the precision, and leave the plugin that casts out."""
+        if plugin is not None:
+            self._casts.precision = plugin.precision
+
+    def offload(self, rule: UpdateRule | None = None, *, params: Any = None) -> OffloadOptimizer:
+        """Offload the LightningModule; for its `configure_optimizers`.
+
+        Args:
+            rule, params: as for `offloadtrain.offload`.
+
+        Raises:
+            ValueError: an option of the strategy contradicts the Trainer.
+        """
+        module = self.lightning_module
+        mixed = _MIXED.get(self._casts.precision, self._casts.precision)
+        taken = {"device": self.root_device, "precision": precision_of(mixed, module)}
+        if module.automatic_optimization:
+            taken["grad_accum_steps"] = module.trainer.accumulate_grad_batches
+        self._given = dtypes_of(module)
+        options = merged(self._options, taken, "the Trainer")
+        self._engine = self._casts.engine = _offload(module, rule, params=params, **options)
+        return self._engine
+
+    def setup(self, trainer: Any) -> None:
+        """Offload in place of a move to the device; a test or a prediction alone moves the model.
+
+        Raises:
+            ValueError: the Trainer is to do what offloaded models cannot have.
+            TypeError: `configure_optimizers` returned another optimizer.
+        """
+        self.accelerator.setup(trainer)
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise ValueError("gradient_clip_algorithm = 'value': gradients are clipped by norm")
+        if self._layer_sync:
+            raise ValueError("sync_batchnorm: each rank keeps the statistics of its own batches")
+        if self.world_size == 1:
+            # Lightning would put a sampler that shuffles in place of the loader's own.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            if self._engine is None or self.optimizers != [self._engine]:
+                raise TypeError(
+                    "configure_optimizers must return one optimizer: "
+                    "self.trainer.strategy.offload(ot.AdamW(lr=…)), with a scheduler or without"
+                )
+        else:
+            self.model_to_device()
+        self.setup_precision_plugin()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_hooks("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_hooks("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_hooks("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_hooks("predict_step", *args, **kwargs)
+
+    def _through_hooks(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the step as the module's forward, whose hooks are the engine's."""
+        module = self.lightning_module
+        return self._forward_redirection(module, module, method, *args, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None:
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
+        return state_dict_of(self.lightning_module, self._engine, self._given)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the state goes to files of its own."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._engine is not None and "optimizer_states" in checkpoint:
+            rank_files.save_state(self._engine, _beside(filepath))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and _beside(filepath).exists():
+            shutil.rmtree(_beside(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._loaded = checkpoint_path
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._engine is not None, "setup comes before"
+        rank_files.load_state(self._engine, _beside(self._loaded))
+
+    def teardown(self) -> None:
+        """Give the host memory back: the module keeps its working weights."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = self._casts.engine = None
+            self.optimizers: list[Any] = []
+        super().teardown()
+
+
+def _beside(checkpoint: Any) -> Path:
+    return Path(f"{checkpoint}.offload")
+
+
+def _made(name: str, mixin: type, module: str, base: str) -> Any:
+    """Return the class that stands before one of Lightning's."""
+    from importlib import import_module
+
+    theirs = getattr(import_module(f"lightning.pytorch.{module}"), base)
+    members = {"__module__": __name__, "__doc__": mixin.__doc__}
+    return type(name, (mixin, theirs), members)
+
+
+def __getattr__(name: str) -> Any:
+    """Make `OffloadStrategy` when it is asked for: its base takes seconds to import."""
+    if name != "OffloadStrategy":
+        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
+    found = globals()[name] = _made(name, _Strategy, "strategies", "DDPStrategy")
+    return found

@@ -1,0 +1,300 @@
+"""Hugging Face folders to engines and back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
+from offloadtrain.integrations.adapters import (
+    attach,
+    bare,
+    is_peft,
+    lora_config,
+    merged_weights,
+    reads_base,
+    write_adapters,
+)
+from offloadtrain.integrations.deferred import CannotDeferError, DeferredWeights
+from offloadtrain.integrations.export import (
+    Named,
+    new_folder,
+    write_configuration,
+    write_tokenizer,
+    write_weights,
+)
+from offloadtrain.optim import UpdateRule
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+
+_log = logging.getLogger(__name__)
+
+_OURS = {
+    "dtype": "precision= says in what dtype the model computes",
+    "torch_dtype": "precision= says in what dtype the model computes",
+    "device_map": "device= and working= say where weights are",
+    "quantization_config": "a quantized base is loaded by transformers and PEFT, then ot.offload",
+    "gguf_file": "convert it to safetensors first",
+    "state_dict": "load it into a model of your own, then ot.offload",
+    "ignore_mismatched_sizes": "correct the configuration",
+}
+"""Arguments of transformers' `from_pretrained` that have no place here, and what has."""
+
+_sources: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+"""Models with the folder that they were loaded from."""
+
+_OF_CONFIG = "trust_remote_code revision token cache_dir local_files_only subfolder".split()
+"""Arguments that say which config.json is read."""
+
+
+def from_pretrained(
+    name_or_folder: str | Path,
+    rule: UpdateRule | None = None,
+    *,
+    auto_class: str | type | None = None,
+    lora: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, OffloadOptimizer]:
+    """Load a Hugging Face model straight into an engine; returns the model and its optimizer.
+
+    Weights are read from safetensors one module at a time: beside the engine's memory there is
+    never a copy of the model. They are what transformers' own `from_pretrained` gives, and fp32
+    files become fp32 master weights as they are. The model is in eval mode, as transformers returns
+    it: call `model.train()`.
+
+    Args:
+        name_or_folder: a folder with config.json and safetensors files, or a name on the Hub.
+        rule: see `offload`.
+        auto_class: a class of transformers, or its name: "AutoModelForCausalLM",
+            "AutoModelForSequenceClassification", … Default: the class that config.json names.
+        lora: keys of PEFT's `LoraConfig`: train adapters, over a frozen base in the working dtype.
+        trust_remote_code: run the model's code that the folder or the Hub brings.
+        model_kwargs: further arguments of transformers' `from_pretrained`: attn_implementation,
+            num_labels, revision, token, …
+        options: of `offload`. `params` may be a function that gets the model.
+
+    Raises:
+        ModelError: a checkpoint that is quantized, pickled, damaged, of another shape, or another
+            model's.
+    """
+    keywords = _checked(model_kwargs or {}) | {"trust_remote_code": trust_remote_code}
+    name, adapters = str(name_or_folder), None if lora is None else lora_config(lora)
+    loader = _loader(name, auto_class, keywords)
+    load = partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
+    if adapters is None or not reads_base(adapters):
+        model, weights = _deferred(name, load, DeferredWeights())
+    else:
+        model, weights = load(), None
+    _sources[model] = _folder_of(name, keywords)
+    if adapters is not None:
+        model = attach(model, adapters)
+    if callable(groups := options.get("params")):
+        options["params"] = groups(model)
+    if weights is None:
+        return model, offload(model, rule, **options)
+    optimizer = offload(model, rule, param_init_fn=weights.fill, **options)
+    weights.close()
+    return model, optimizer
+
+
+def _deferred(
+    name: str, load: Callable[..., Any], weights: DeferredWeights
+) -> tuple[Any, DeferredWeights | None]:
+    """Load without weights; or, where that cannot be, whole, and say at what price."""
+    try:
+        return weights.plan(load), weights
+    except CannotDeferError as error:
+        _log.warning(
+            "'%s' cannot be loaded one module at a time (%s): transformers loads it whole, and "
+            "weights that it converts are in host memory twice until the engine has its own",
+            name,
+            error,
+        )
+        return load(dtype=weights.dtype), None
+
+
+def save_pretrained(
+    source: OffloadOptimizer | nn.Module,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: Any = None,
+    merge: bool = False,
+) -> None:
+    """Write what `AutoModel….from_pretrained` loads, with weights from the masters; of a PEFT model
+    its adapters, which `PeftModel.from_pretrained` loads.
+
+    Written beside `folder` and renamed at the end, so that there is a whole folder or none.
+    Holds one shard of host memory. All ranks must call it; rank 0 writes. Update mode "delayed":
+    the update that waits is in it.
+
+    Args:
+        source: the optimizer, or its model; a model without one is written as it is.
+        folder: new or empty.
+        dtype: of the weights: "bf16", "fp16" or "fp32"; default "bf16", and "fp32" of adapters.
+            Integers, buffers, and what the model keeps in fp32 stay so.
+        max_shard_size: bytes, or "5GB".
+        tokenizer: tokenizer or processor to save with it. Default: the files of the one that lies
+            where the model was loaded from.
+        merge: of a PEFT model, write its base with the active adapters merged in, in fp32 and then
+            rounded.
+
+    Raises:
+        FileExistsError: `folder` has something in it.
+        ValueError: another dtype.
+        ModelError: a model that is not of transformers, or adapters that cannot be merged.
+    """
+    optimizer, model = _resolve(source)
+    base = model.get_base_model() if is_peft(model) else model
+    if not hasattr(base, "save_pretrained"):
+        raise ModelError(
+            f"{type(base).__name__} is no model of transformers: save dict(master_weights()) with "
+            "safetensors.torch.save_file"
+        )
+    only_adapters = is_peft(model) and not merge
+    as_dtype = _dtype_of(dtype or ("fp32" if only_adapters else "bf16"))
+    weights, buffers = _weights(optimizer, model), dict(base.named_buffers())
+
+    def write() -> None:
+        with new_folder(Path(folder)) as beside:
+            if only_adapters:
+                write_adapters(model, beside, weights, as_dtype)
+            elif is_peft(model):
+                merged = merged_weights(model, weights)
+                write_weights(bare(model), beside, merged, buffers, as_dtype, max_shard_size)
+            else:
+                write_weights(base, beside, weights, buffers, as_dtype, max_shard_size)
+            if not only_adapters:
+                write_configuration(base, beside, as_dtype)
+            write_tokenizer(_source_of(base), beside, tokenizer)
+
+    _on_first_rank(ALONE if optimizer is None else optimizer.ranks, write, weights)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    if name not in PRECISIONS:
+        raise ValueError(f"dtype = {name!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+    return PRECISIONS[name]
+
+
+def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> None:
+    """Call `write` on rank 0, while the others take part in the collectives of `weights`.
+
+    Raises:
+        RankError: on the others, if rank 0 failed.
+    """
+    error: Exception | None = None
+    try:
+        if ranks.rank == 0:
+            write()
+    except Exception as found:
+        error = found
+    # All of it, also after an error: the other ranks wait in its collectives.
+    for _ in weights:
+        pass
+    told = ranks.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if told is not None:
+        raise RankError(f"rank 0 could not save: {told}")
+
+
+def _resolve(source: OffloadOptimizer | nn.Module) -> tuple[OffloadOptimizer | None, Any]:
+    if isinstance(source, OffloadOptimizer):
+        return source, source.model
+    return optimizer_of(source), source
+
+
+def _weights(optimizer: OffloadOptimizer | None, model: nn.Module) -> Named:
+    if optimizer is not None:
+        return optimizer.master_weights()
+    return ((name, param.detach().cpu()) for name, param in model.named_parameters())
+
+
+def _checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for an argument that `offload` decides."""
+    for name, instead in _OURS.items():
+        if name in keywords:
+            raise ValueError(f"model_kwargs has {name}: {instead}")
+    return dict(keywords)
+
+
+def _loader(name: str, auto_class: str | type | None, keywords: Mapping[str, Any]) -> Any:
+    """Return the class whose `from_pretrained` makes the model.
+
+    Raises:
+        ModelError: the checkpoint is one that cannot be trained or read.
+    """
+    import transformers
+
+    _check_files(Path(name))
+    of_config = {k: v for k, v in keywords.items() if k in _OF_CONFIG}
+    config = transformers.AutoConfig.from_pretrained(name, **of_config)
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ModelError(
+            f"'{name}' is quantized ({method}): its weights have no gradients. Load an unquantized "
+            "checkpoint; or train adapters: load it with transformers, wrap it with PEFT, and "
+            "ot.offload the result"
+        )
+    if isinstance(auto_class, str):
+        return getattr(transformers, auto_class)
+    return auto_class or _named_class(config, name)
+
+
+def _named_class(config: Any, name: str) -> Any:
+    """Return the class that config.json names, or the auto class of its remote code."""
+    import transformers
+
+    for architecture in getattr(config, "architectures", None) or ():
+        for auto, reference in (getattr(config, "auto_map", None) or {}).items():
+            if reference.rpartition(".")[2] == architecture:
+                return getattr(transformers, auto)
+        if hasattr(transformers, architecture):
+            return getattr(transformers, architecture)
+    raise ModelError(
+        f"the configuration of '{name}' names no class of transformers: pass auto_class, such as "
+        "'AutoModelForCausalLM'"
+    )
+
+
+def _check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        return
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"'{folder}' holds PEFT adapters: load their base model with transformers, then "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), and ot.offload the result"
+        )
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"'{folder}' has its weights in pickles ({pickled[0]}), which can run code when read, "
+            "and must be read whole. Write safetensors once: "
+            "transformers.AutoModel.from_pretrained(folder).save_pretrained(new_folder), with the "
+            "model's own class instead of AutoModel"
+        )
+
+
+def _folder_of(name: str, keywords: Mapping[str, Any]) -> Path:
+    """Return the folder that a configuration was read from: of a name, that in the Hub's cache."""
+    from transformers.utils import cached_file
+
+    of_cache = {key: value for key, value in keywords.items() if key in _OF_CONFIG[1:]}
+    return Path(cached_file(name, "config.json", **of_cache)).parent
+
+
+def _source_of(model: Any) -> Path | None:
+    folder = _sources.get(model) or Path(getattr(model, "name_or_path", "") or os.devnull)
+    return folder if folder.is_dir() else None

@@ -1,0 +1,358 @@
+"""Records of every kind of file and of every form: their tokens, and which of them count."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offloadtrain.data import cut
+from offloadtrain.data.prepare import prepare
+from offloadtrain.data.tokens import DataError, TokenFile
+from tests.data import tiny
+
+Rows = list[dict[str, Any]]
+TEXTS: Rows = [
+    {"id": n, "text": text}
+    for n, text in enumerate(
+        ["the cat", 'a "hat", and\nthe cat', "\u00e9\u4e2d", "what is it?" * 20, "it"] * 30
+    )
+]
+CHAT = [
+    {"role": "system", "content": "what"},
+    {"role": "user", "content": "what is it?"},
+    {"role": "assistant", "content": "the cat"},
+    {"role": "user", "content": "and the hat"},
+    {"role": "assistant", "content": "it is the hat, the hat"},
+]
+
+
+def _jsonl(path: Path, rows: Rows) -> Path:
+    path = path.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _csv(path: Path, rows: Rows, suffix: str = ".csv") -> Path:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], delimiter="\t" if suffix == ".tsv" else ",")
+    writer.writeheader()
+    writer.writerows(rows)
+    path.with_suffix(suffix).write_bytes(text.getvalue().encode())
+    return path.with_suffix(suffix)
+
+
+def _tsv(path: Path, rows: Rows) -> Path:
+    return _csv(path, rows, ".tsv")
+
+
+def _parquet(path: Path, rows: Rows) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = path.with_suffix(".parquet")
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=37)
+    return path
+
+
+def _arrow(path: Path, rows: Rows) -> Path:
+    import pyarrow as pa
+
+    path, table = path.with_suffix(".arrow"), pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=41)
+    return path
+
+
+def _datasets(path: Path, rows: Rows) -> Path:
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(path, num_shards=2)
+    return path
+
+
+def _hub(path: Path, rows: Rows) -> str:
+    path.mkdir()
+    _jsonl(path / "train", rows)
+    return f"hf:{path}"
+
+
+KINDS: dict[str, Callable[[Path, Rows], Any]] = {
+    "jsonl": _jsonl,
+    "csv": _csv,
+    "tsv": _tsv,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "datasets": _datasets,
+    "hub": _hub,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.folder(tmp_path_factory.mktemp("tokenizer") / "t")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def documents(path: Path | None) -> list[tuple[list[int], list[int]]]:
+    """Return (tokens, mask) of each document."""
+    assert path is not None
+    file = TokenFile(path, scan=True)
+    counted = np.ones(len(file), np.uint8) if file.counted is None else file.counted
+    ends = file.document_ends()
+    return [
+        (tokens.tolist(), mask.tolist())
+        for tokens, mask in zip(
+            np.split(file.tokens, ends)[:-1], np.split(counted, ends)[:-1], strict=True
+        )
+    ]
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tsv", "arrow", "datasets", "hub")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", *SLOW])
+def test_every_kind_of_file_gives_the_same_documents(
+    tmp_path: Path, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(cut, "PIECE_BYTES", 900)
+    source = KINDS[kind](tmp_path / "data", TEXTS)
+    files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.2)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = [[*theirs(row["text"])["input_ids"], theirs.eos_token_id] for row in TEXTS]
+    found = [ids for ids, _ in documents(files.train) + documents(files.val)]
+    assert sorted(found) == sorted(expected)
+    assert files.val_documents and files.val_documents + files.train_documents == len(TEXTS)
+    train = prepare(source, tmp_path / "all", tokenizer=str(folder), val_fraction=0.0).train
+    assert [ids for ids, _ in documents(train)] == expected
+    assert prepare(source, tmp_path / "all", tokenizer=str(folder), val_fraction=0.0).reused
+
+
+def chat_rows(count: int = 12) -> Rows:
+    return [
+        {"messages": [*CHAT, {"role": "user", "content": f"{n}"}][: 5 + n % 2]}
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+def test_conversations_are_those_of_the_template(tmp_path: Path, kind: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    rows = chat_rows()
+    source = KINDS[kind](tmp_path / "data", rows)
+    files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
+    for row, (ids, counted) in zip(rows, documents(files.train), strict=True):
+        rendered = theirs.apply_chat_template(
+            row["messages"],
+            chat_template=tiny.MARKED,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        assert ids == rendered["input_ids"]
+        assert counted == rendered["assistant_masks"]
+        said = theirs.decode([t for t, one in zip(ids, counted, strict=True) if one])
+        assert said == "the cat<|im_end|>\nit is the hat, the hat<|im_end|>\n"
+
+
+def test_marks_of_the_template_are_taken(tmp_path: Path) -> None:
+    marked = tiny.MARKED.replace(
+        "+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
+    )
+    folder = tiny.folder(tmp_path / "t", template=marked)
+    files = prepare(
+        _jsonl(tmp_path / "a", chat_rows(1)),
+        tmp_path / "out",
+        tokenizer=str(folder),
+        val_fraction=0.0,
+    )
+    from offloadtrain.data.tokenizer import tokenizer
+
+    ((ids, counted),) = documents(files.train)
+    said = tokenizer(str(folder)).decode([t for t, one in zip(ids, counted, strict=True) if one])
+    assert said == "the catit is the hat, the hat"
+
+
+def test_a_template_in_a_file_replaces_that_of_the_tokenizer(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "own.jinja").write_text(tiny.MARKED)
+    source = _jsonl(tmp_path / "a", chat_rows())
+    plain = prepare(source, tmp_path / "out", tokenizer=str(folder))
+    tiny.backend().save(str(tmp_path / "tokenizer.json"))
+    for name in (folder, tmp_path / "tokenizer.json"):
+        other = prepare(
+            source,
+            tmp_path / "out2",
+            tokenizer=str(name),
+            chat_template=str(tmp_path / "own.jinja"),
+        )
+        assert documents(other.train) == documents(plain.train)
+
+
+CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
+    "forgetful": (
+        tiny.FORGETFUL,
+        CHAT,
+        r"not prefix-stable: the messages before number 3 alone .*generation",
+    ),
+    "nobody answers": (tiny.CHATML, CHAT[:2], "no message of the assistant"),
+    "the assistant begins": (tiny.CHATML, CHAT[2:], "the assistant speaks first"),
+    "no content": (tiny.CHATML, [{"role": "assistant"}], "speaks first|refuses it"),
+    "refused": ("{{ raise_exception('never') }}", CHAT, r"refuses it \(never\)"),
+    "no role": (tiny.CHATML, [{"content": "a"}], 'each message must be {"role"'),
+    "text": (tiny.CHATML, "what", "messages must be a list of messages"),
+    "no template": (None, CHAT, "has no chat template: name a Jinja file"),
+}
+
+
+@pytest.mark.parametrize("name", CHAT_PROBLEMS)
+def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path, name: str) -> None:
+    template, messages, problem = CHAT_PROBLEMS[name]
+    folder = tiny.folder(tmp_path / "t", template=template)
+    source = _jsonl(tmp_path / "a", [{"messages": messages}])
+    with pytest.raises(DataError, match=problem):
+        prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
+
+
+def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match="conversations need a chat template, and tokenizer 'bytes'"
+    ):
+        prepare(_jsonl(tmp_path / "a", chat_rows()), tmp_path / "out")
+
+
+def test_text_beside_conversations_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "s").mkdir()
+    _jsonl(tmp_path / "s" / "a", chat_rows())
+    (tmp_path / "s" / "notes.txt").write_text("some notes")
+    with pytest.raises(DataError, match=r"notes\.txt is text, and the records .* 'chat'"):
+        prepare(tmp_path / "s", tmp_path / "out", tokenizer=str(folder))
+
+
+@pytest.mark.slow  # importing TRL takes seconds
+@pytest.mark.parametrize("begin", ["", "<s>"])
+@pytest.mark.parametrize("prompt", ["what is it? ", "what is it?", "th", ""])
+def test_the_completion_counts_as_in_trl(tmp_path: Path, begin: str, prompt: str) -> None:
+    from transformers import AutoTokenizer
+    from trl.trainer.sft_trainer import common_prefix_length
+
+    folder = tiny.folder(tmp_path / "t", begin=begin)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    row = {"prompt": prompt, "completion": "the cat"}
+    files = prepare(
+        _csv(tmp_path / "a", [row]), tmp_path / "out", tokenizer=str(folder), val_fraction=0.0
+    )
+    ((ids, counted),) = documents(files.train)
+    whole = theirs(prompt + "the cat" + theirs.eos_token)["input_ids"]
+    before = common_prefix_length(theirs(prompt)["input_ids"], whole)
+    assert ids == whole
+    assert counted == [0] * before + [1] * (len(whole) - before)
+
+
+def test_bytes_count_the_completion(tmp_path: Path) -> None:
+    source = _jsonl(tmp_path / "a", [{"prompt": "ab", "completion": "c"}])
+    files = prepare(source, tmp_path / "out", val_fraction=0.0)
+    assert documents(files.train) == [([97, 98, 99, 0], [0, 0, 1, 1])]
+
+
+def test_a_prompt_of_messages_is_rendered(tmp_path: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    source = _jsonl(tmp_path / "a", [{"prompt": CHAT[:4], "completion": CHAT[4:]}])
+    files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
+    ((ids, counted),) = documents(files.train)
+    assert ids == theirs.apply_chat_template(CHAT)["input_ids"]
+    said = theirs.decode([t for t, one in zip(ids, counted, strict=True) if one])
+    assert said == "it is the hat, the hat<|im_end|>\n"
+
+
+def test_a_bad_row_of_a_table_is_named(tmp_path: Path) -> None:
+    source = _parquet(tmp_path / "a", [{"text": "one"}, {"text": None}, {"text": "three"}])
+    with pytest.raises(DataError, match=r'a\.parquet: row 2: field "text" is not a string'):
+        prepare(source, tmp_path / "out")
+    files = prepare(source, tmp_path / "out", bad_lines="skip", val_fraction=0.0)
+    assert files.train_documents == 2 and files.skipped_lines == 1
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".csv"])
+def test_a_foreign_file_with_the_ending_of_a_table_is_refused(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"a{suffix}").write_bytes(b"\x89PNG\r\n" + bytes(range(256)) * 9)
+    with pytest.raises(DataError, match=rf"a\{suffix} (cannot be read|is a PNG image)"):
+        prepare(tmp_path / f"a{suffix}", tmp_path / "out")
+
+
+def test_a_long_text_is_cut_at_words(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offloadtrain.data.tokenizer import tokenizer
+
+    monkeypatch.setattr(cut, "PIECE_BYTES", 70)
+    text = "what is \u00e9\u4e2d it? the hat\n" * 30 + "\u4e2d" * 100 + " the cat" * 30
+    (tmp_path / "a.txt").write_text(text)
+    words = tokenizer(str(folder))
+    files = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
+    ((ids, _),) = documents(files.train)
+    assert words.decode(ids) == text + "<|endoftext|>"
+    (whole,) = words.encode_batch([text])
+    assert len(whole) + 1 <= len(ids) <= len(whole) + 10
+    both = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.1)
+    (train,), (val,) = documents(both.train), documents(both.val)
+    assert words.decode(train[0][:-1] + val[0][:-1]) == text
+
+
+def test_text_of_another_encoding_is_refused_with_its_place(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more")
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 at byte 3: convert it"):
+        prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
+
+
+def test_another_tokenizer_or_template_is_another_result(tmp_path: Path, folder: Path) -> None:
+    source = _jsonl(tmp_path / "a", chat_rows())
+    assert not prepare(source, tmp_path / "out", tokenizer=str(folder)).reused
+    assert prepare(source, tmp_path / "out", tokenizer=str(folder), jobs=1).reused
+    other = tiny.folder(tmp_path / "t", template=tiny.MARKED)
+    assert not prepare(source, tmp_path / "out", tokenizer=str(other)).reused
+    header = TokenFile(tmp_path / "out" / "train.bin").header
+    assert header.tokenizer == str(other) and header.masked
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_file(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offloadtrain.data import workers
+
+    source = _jsonl(tmp_path / "a", chat_rows(40))
+    alone = prepare(source, tmp_path / "one", tokenizer=str(folder), val_fraction=0.5)
+    monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(cut, "PIECE_BYTES", 999)
+    monkeypatch.setattr(workers, "_executor", _recorded(workers._executor, made := []))
+    spread = prepare(source, tmp_path / "two", tokenizer=str(folder), val_fraction=0.5, jobs=2)
+    assert made == ["ProcessPoolExecutor"]
+    for one, two in ((alone.train, spread.train), (alone.val, spread.val)):
+        assert documents(one) == documents(two)
+
+
+def _recorded(whole: Callable[..., Any], made: list[str]) -> Callable[..., Any]:
+    def executor(*args: Any) -> Any:
+        found = whole(*args)
+        made.append(type(found[0]).__name__)
+        return found
+
+    return executor

@@ -1,0 +1,122 @@
+"""`master_weights()`: names and fp32 values in every state format, memory format and placement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine import EngineError
+from offloadtrain.optim import register_state_format
+from tests.engine.test_extending import Scaled, signum
+from tests.numerics.models import Chain, Frozen, batches, loss_of
+
+EXACT = ("fp32", "split16")
+LIMIT = {"int8": 2.0**-14, "scaled": 2.0**-14}
+"""Of weights below 1, which bf16 keeps to 2**-9 only."""
+
+
+@pytest.fixture(params=["fp32", "split16", "int8", "scaled"])
+def state(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "scaled":
+        with register_state_format(Scaled()):
+            yield request.param
+    else:
+        yield request.param
+
+
+class Pictures(nn.Module):
+    """Strides of another order, a buffer, a weight of no elements, and a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convs = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.convs = nn.ModuleList(convs).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(3)
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.head = self.convs[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x)
+        found: Tensor = self.norm(self.head(x))
+        return found
+
+
+def train(optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
+    for tokens in batches(2):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("make", [Chain, Frozen, Pictures])
+def test_the_masters_are_the_weights_as_given(make: Any, working: str, state: str) -> None:
+    model = make()
+    given = copy.deepcopy(dict(model.named_parameters()))
+    frozen = {name for name, param in given.items() if not param.requires_grad}
+    rule = signum() if state == "scaled" else ot.AdamW()
+    optimizer = ot.offload(model, rule, device="cpu", state=state, working=working)
+    found = list(optimizer.master_weights())
+    assert [name for name, _ in found] == list(given)
+    for name, value in found:
+        expected = given[name].detach()
+        assert value.dtype == torch.float32 and value.shape == expected.shape
+        if name in frozen:
+            assert torch.equal(value, expected.bfloat16().float()), name
+        elif state in EXACT:
+            assert torch.equal(value, expected), name
+        else:
+            torch.testing.assert_close(value, expected, rtol=0, atol=LIMIT[state])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("update", ["exact", "speculative", "delayed"])
+def test_they_follow_the_steps_and_are_copies(update: str, state: str) -> None:
+    model = Frozen()
+    rule = signum() if state == "scaled" else ot.AdamW(lr=1e-2)
+    optimizer = ot.offload(model, rule, device="cpu", state=state, update=update)
+    before = dict(optimizer.master_weights())
+    kept = {name: value.clone() for name, value in before.items()}
+    train(optimizer, model)
+    after = dict(optimizer.master_weights())
+    named = dict(optimizer.named_state())
+    for name, param in model.named_parameters():
+        assert torch.equal(before[name], kept[name]), name
+        differ = after[name][after[name].to(param.dtype) != param.detach()]
+        # Formats that hold the weight round ties, and what they round to ties, their own way.
+        assert state != "fp32" or not differ.numel(), name
+        assert bool((differ.view(torch.int32) & 0xFFFF == 0x8000).all()), name
+        assert torch.equal(after[name], before[name]) != param.requires_grad, name
+        if state == "fp32" and param.requires_grad:
+            assert torch.equal(after[name], named[name]["master"]), name
+    optimizer.close()
+
+
+def test_state_on_the_device() -> None:
+    model = Chain()
+    given = copy.deepcopy(dict(model.named_parameters()))
+    optimizer = ot.offload(model, device="cpu", state_on="device")
+    for name, value in optimizer.master_weights():
+        assert torch.equal(value, given[name])
+    optimizer.close()
+
+
+def test_a_large_parameter_is_decoded_in_pieces() -> None:
+    model = nn.Sequential(nn.Linear(1 << 10, 600, bias=False))
+    given = model[0].weight.detach().clone()
+    optimizer = ot.offload(model, device="cpu", state="split16")
+    assert torch.equal(dict(optimizer.master_weights())["0.weight"], given)
+    optimizer.close()
+
+
+def test_after_close_there_are_none() -> None:
+    optimizer = ot.offload(Chain(), device="cpu")
+    optimizer.close()
+    with pytest.raises(EngineError, match="after close"):
+        next(optimizer.master_weights())

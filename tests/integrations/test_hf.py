@@ -1,0 +1,349 @@
+"""The Trainer of transformers and TRL's, offloaded: the same losses and norms, in 4 decimals."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from benchmarks.frameworks import data, trainers
+from offloadtrain.integrations import training_arguments
+from offloadtrain.integrations.rank_files import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+    # Of transformers' own: the CPU has no pinned memory.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+STREAMED = {"working": "host"}
+MASKED = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 5}
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Accelerate's objects share their state in the process."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def both(kind: str, folder: Path, offload: dict[str, Any], **others: Any) -> None:
+    found = trainers.train(kind, folder, offload, **others)
+    assert found == trainers.train(kind, folder, None, **others)
+    assert all(norm > 0 for _, norm in found)
+
+
+def test_a_trainer_logs_the_same_losses_and_norms(tmp_path: Path) -> None:
+    """Clipping, accumulation over batches of different token counts, a schedule, streaming."""
+    both("Trainer", tmp_path, STREAMED, arguments=MASKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        EPOCHS,
+        {"max_grad_norm": 0.0},
+        {"average_tokens_across_devices": False, "label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"neftune_noise_alpha": 5.0},
+    ],
+    ids=str,
+)
+def test_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    both("Trainer", tmp_path, STREAMED, arguments=arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"update": "speculative"},
+        {"skip_nonfinite": False},
+        {"activation": "recompute", **STREAMED},
+        {"state_on": "device"},
+    ],
+    ids=str,
+)
+def test_options(tmp_path: Path, offload: dict[str, Any]) -> None:
+    both("Trainer", tmp_path, offload, arguments=MASKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", ["SFTTrainer", "DPOTrainer"])
+def test_trl_with_its_defaults(tmp_path: Path, kind: str, lora: bool) -> None:
+    both(kind, tmp_path, STREAMED, lora=lora, arguments={"gradient_accumulation_steps": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "offload", "arguments"),
+    [
+        ("Trainer", STREAMED, {}),
+        ("Trainer", STREAMED, {"bf16": True}),
+        ("Trainer", {"state": "split16"}, {"bf16": True}),
+        ("Trainer", {"state": "int8"}, {"bf16": True}),
+        ("Trainer", {}, {"fp16": True}),
+        ("Trainer", {"update": "speculative"}, {"bf16": True}),
+        ("SFTTrainer", STREAMED, {"bf16": True}),
+        ("DPOTrainer", {}, {"bf16": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lora", [False, True])
+def test_resumes_to_the_same_losses(
+    tmp_path: Path, kind: str, offload: dict[str, Any], arguments: dict[str, Any], lora: bool
+) -> None:
+    if lora and kind == "Trainer":
+        pytest.skip("PEFT enters through TRL's trainers here")
+    saving = {"save_strategy": "steps", "save_steps": 3, **MASKED, **arguments}
+    once = trainers.train(kind, tmp_path, offload, lora=lora, arguments=saving)
+    at = tmp_path / "checkpoint-3"
+    again = trainers.train(kind, tmp_path, offload, lora=lora, arguments=saving, resume=at)
+    assert again == once and len(once) == 6
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_plain_trainer_goes_on(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, **MASKED}
+    once = trainers.train("Trainer", tmp_path, None, arguments=saving)
+    at = tmp_path / "checkpoint-3"
+    assert trainers.train("Trainer", tmp_path, STREAMED, arguments=saving, resume=at) == once
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("saved")
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "bf16": True}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = trainers.make(
+        "Trainer",
+        folder,
+        STREAMED,
+        arguments={**saving, **evaluated, "learning_rate": 0.5},
+        eval_dataset=data.Texts(),
+    )
+    trainer.train()
+    return trainer, folder
+
+
+class TestSaved:
+    """One run of bf16 over fp32 weights, saved by every means."""
+
+    @pytest.mark.slow
+    def test_the_best_model_is_loaded_and_evaluates_as_it_did(self, run: tuple[Any, Path]) -> None:
+        """At this learning rate the losses rise: the best model is the first."""
+        trainer, folder = run
+        losses = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+        assert trainer.state.best_model_checkpoint == str(folder / "checkpoint-2")
+        assert losses[0] < losses[1]
+        assert trainer.evaluate()["eval_loss"] == losses[0]
+
+    @pytest.mark.slow
+    def test_weights_are_the_masters_and_the_state_is_no_larger_than_it_is(
+        self, run: tuple[Any, Path]
+    ) -> None:
+        _, folder = run
+        at = folder / "checkpoint-2"
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(at)
+        state = torch.load(at / "offload_rank0_of_1.pt", weights_only=True)["state"]
+        assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+        assert json.loads((at / "config.json").read_text())["dtype"] == "float32"
+        masters = sorted(entry["master"].double().sum().item() for entry in state.values())
+        assert sorted(p.double().sum().item() for p in loaded.parameters()) == masters
+        numel = sum(param.numel() for param in loaded.parameters())
+        assert (at / "offload_rank0_of_1.pt").stat().st_size < 12 * numel + 64 * 2**10
+
+    @pytest.mark.slow
+    def test_generation_after_training(self, run: tuple[Any, Path]) -> None:
+        trainer, _ = run
+        tokens = data.Texts()[0]["input_ids"][None]
+        made = trainer.model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=1)
+        assert made.shape[1] == tokens.shape[1] + 3
+
+
+@pytest.mark.slow
+def test_evaluation_before_training_streams(tmp_path: Path) -> None:
+    plain = trainers.make("Trainer", tmp_path, None, arguments={}, eval_dataset=data.Texts())
+    trainer = trainers.make("Trainer", tmp_path, STREAMED, arguments={}, eval_dataset=data.Texts())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], 1e-6)
+    trainer.train()
+    assert trainers.logged(trainer) == trainers.train("Trainer", tmp_path, None, arguments={})
+
+
+@pytest.mark.slow
+def test_weights_of_other_formats_are_their_masters_too(tmp_path: Path) -> None:
+    """And not the working weights, which have 16 bits."""
+    options, bf16 = {"state": "split16", **STREAMED}, {"bf16": True, "max_steps": 2}
+    trainer = trainers.make("Trainer", tmp_path, options, arguments=bf16)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    named = dict(loaded.named_parameters())
+    assert {param.dtype for param in named.values()} == {torch.float32}
+    for name, master in trainer.optimizer.master_weights():
+        assert torch.equal(named[name], master)
+    assert not all(torch.equal(x, x.bfloat16().float()) for x in named.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["sgd", "adagrad"])
+def test_other_optimizers(tmp_path: Path, optim: str) -> None:
+    both("Trainer", tmp_path, STREAMED, arguments={"optim": optim, "learning_rate": 0.01})
+
+
+def test_lion_is_made_of_its_arguments() -> None:
+    args = transformers.TrainingArguments(optim="lion_32bit", learning_rate=2e-4, use_cpu=True)
+    training_arguments.refuse(args)
+    assert training_arguments.rule_of(args) == ot.Lion(lr=2e-4, betas=(0.9, 0.999))
+
+
+@pytest.mark.slow
+def test_a_loss_in_parts(tmp_path: Path) -> None:
+    """Counted over the whole step, in microbatches of different token counts."""
+    trainer = trainers.make("Trainer", tmp_path, STREAMED, arguments=MASKED, chunked_loss=True)
+    trainer.train()
+    found = trainers.logged(trainer)
+    assert found == trainers.train("Trainer", tmp_path, None, arguments=MASKED)
+    batch = {name: x[None] for name, x in data.Texts(masked=True)[0].items()}
+    assert trainer.model(**batch).logits is None
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    net = data.model()
+    options = dict(device="cpu", precision="fp32", clip_norm=0.5)
+    optimizer = ot.offload(net, ot.AdamW(lr=1e-3, weight_decay=0.1), **options)
+    given: dict[str, Any] = dict(model=net, optimizers=(optimizer, None))
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 2}, **given)
+    trainer.train()
+    assert [norm for _, norm in trainers.logged(trainer)] != [0.0, 0.0]
+    wrong = {"max_grad_norm": 1.0}
+    with pytest.raises(ValueError, match=r"clip_norm = 0\.5.*TrainingArguments have 1\.0"):
+        trainers.make("Trainer", tmp_path, {}, arguments=wrong, **given).train()
+    with pytest.raises(ValueError, match=r"offload = .*working.* beside optimizers"):
+        trainers.make("Trainer", tmp_path, STREAMED, arguments={}, **given).train()
+
+
+def test_a_loss_in_parts_beside_one_of_whole_logits_is_refused(tmp_path: Path) -> None:
+    smoothed = {"label_smoothing_factor": 0.1}
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments=smoothed)
+    trainer.chunked_loss = True
+    with pytest.raises(ValueError, match="the trainer's label_smoother computes the loss from wh"):
+        trainer.train()
+
+
+def test_arguments_that_a_given_optimizer_does_not_follow_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = data.model()
+    optimizer = ot.offload(net, ot.AdamW(lr=1e-3), device="cpu", precision="fp32", clip_norm=0.5)
+    given: dict[str, Any] = dict(model=net, optimizers=(optimizer, None))
+    arguments = {"learning_rate": 2e-3, "weight_decay": 0.0}
+    trainers.make("Trainer", tmp_path, {}, arguments=arguments, **given).create_optimizer()
+    told = [record.message for record in caplog.records if "is not used" in record.message]
+    assert told == [
+        "TrainingArguments.learning_rate = 0.002 is not used: the given optimizer has 0.001"
+    ]
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_a_rule_of_ones_own(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (ot.Adam, {"lr": 1e-3})}
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 1}, **given)
+    assert type(trainer.create_optimizer()._rule) is ot.Adam
+
+
+@pytest.mark.slow
+def test_a_new_model_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    given = {"model": None, "model_init": data.model}
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 2}, **given)
+    trainer.train()
+    first, before = trainers.logged(trainer), trainer.optimizer
+    trainer.train()
+    assert trainers.logged(trainer) == first and len(first) == 2
+    assert before.phase.name == "CLOSED"
+
+
+def arguments(**named: Any) -> Any:
+    return transformers.TrainingArguments(**{"use_cpu": True, "report_to": [], **named})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optim", "adafactor"),
+        ("optim", "adamw_bnb_8bit"),
+        ("torch_compile", True),
+        ("auto_find_batch_size", True),
+        ("optim_args", "a=1"),
+        ("optim_target_modules", "all-linear"),
+        ("bf16_full_eval", True),
+        ("deepspeed", "ds.json"),
+        ("fsdp", "full_shard"),
+    ],
+)
+def test_arguments_are_refused_by_name(name: str, value: Any) -> None:
+    args = arguments()
+    training_arguments.refuse(args)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=rf"^these .*\n{name} = "):
+        training_arguments.refuse(args)
+
+
+def test_what_the_arguments_determine_is_not_taken_from_the_options(tmp_path: Path) -> None:
+    trainer = trainers.make("Trainer", tmp_path, {"clip_norm": 0.7}, arguments={})
+    with pytest.raises(ValueError, match=r"clip_norm = 0\.7 .* 0\.5 by TrainingArguments"):
+        trainer.create_optimizer()
+    same = ot.OffloadConfig(precision="fp32", clip_norm=0.5, seed=5, device_slots=1)
+    trainer.offload = same
+    assert trainer.create_optimizer().config == same
+    assert not trainer.model.get_input_embeddings().weight.is_meta
+    with pytest.raises(TypeError, match=r"optimizers = \(SGD, …\)"):
+        trainer._drive(trainer.model, torch.optim.SGD(trainer.model.parameters()))
+    trainer.offload = replace(same, clip_norm=None, grad_accum_steps=2)
+    trainer.optimizer = None
+    with pytest.raises(ValueError, match="grad_accum_steps = 2"):
+        trainer.create_optimizer()
+
+
+def test_several_gpus_of_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers would wrap the model in DataParallel."""
+
+    class Two(transformers.TrainingArguments):
+        @property
+        def n_gpu(self) -> int:
+            return getattr(self, "_n_gpu", 2) or 2
+
+    args = Two(output_dir=str(tmp_path), **trainers.ARGUMENTS)
+    args._n_gpu = 2
+    with caplog.at_level(logging.WARNING):
+        trainer = trainers.make("Trainer", tmp_path, {}, arguments={}, args=args)
+    assert "2 GPUs and one process" in caplog.text
+    assert trainer.args.n_gpu == 1
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    trainers.train("Trainer", tmp_path, {}, arguments=saving)
+    at = tmp_path / "checkpoint-3"
+    (at / "offload_rank0_of_1.pt").rename(at / "offload_rank0_of_2.pt")
+    with pytest.raises(CheckpointError, match=r"no offload_rank0_of_1\.pt.*offload_rank0_of_2"):
+        trainers.train("Trainer", tmp_path, {}, arguments=saving, resume=at)

@@ -1,0 +1,116 @@
+"""Lightning's Trainer over an offloaded module: the same losses and norms, in 4 decimals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+lightning = pytest.importorskip("lightning")
+
+from benchmarks.frameworks import data, with_lightning  # noqa: E402
+from benchmarks.frameworks.accelerated import BATCH  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # advice on workers, on batches, on its use of torch
+]
+STREAMED = {"working": "host"}
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(data.Texts(), batch_size=BATCH)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 5, "max_steps": -1, "max_epochs": 2},
+        {"gradient_clip_val": None},
+    ],
+    ids=str,
+)
+def test_a_module_logs_the_same_losses_and_norms(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    found = with_lightning.train(STREAMED, tmp_path, **trainer)
+    assert found == with_lightning.train(None, tmp_path, **trainer)
+    assert all(norm > 0 for _, norm in found)
+
+
+@pytest.mark.parametrize(
+    ("offload", "precision"),
+    [(STREAMED, "32-true"), ({"state": "split16"}, "bf16-mixed"), (STREAMED, "bf16-true")],
+    ids=str,
+)
+def test_resumes_to_the_same_losses(
+    tmp_path: Path, offload: dict[str, Any], precision: str
+) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    # Two steps are an epoch: within one, Lightning begins the data again.
+    run = dict(precision=precision, accumulate_grad_batches=2, limit_train_batches=4, max_steps=5)
+    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    once = with_lightning.train(offload, tmp_path, callbacks=[kept], **run)
+    at = tmp_path / "step=2.ckpt"
+    assert with_lightning.train(offload, tmp_path, resume=at, **run) == once[2:]
+    files = {path.name for path in tmp_path.glob("step=*")}
+    assert files == {f"step={n}.ckpt{end}" for n in (2, 4) for end in ("", ".offload")}
+
+
+def test_a_checkpoint_is_removed_with_its_state(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    last = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1)
+    with_lightning.train({}, tmp_path, callbacks=[last])
+    assert {path.name for path in tmp_path.iterdir()} == {"step=6.ckpt", "step=6.ckpt.offload"}
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=False)["state_dict"]
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+
+
+def test_fp16_is_scaled_by_the_engine(tmp_path: Path) -> None:
+    """On a CPU Lightning has no such precision: the plugin is given its name."""
+    runner, module = with_lightning.make({}, tmp_path, max_steps=2)
+    runner.strategy._casts.precision = "16-mixed"
+    runner.fit(module, loader())
+    expected = with_lightning.train(None, tmp_path, max_steps=2)
+    assert [loss for loss, _ in expected] == pytest.approx(module.losses, abs=2e-3)
+    assert [norm for _, norm in expected] == pytest.approx(module.norms, rel=5e-3)
+
+
+def test_validation_and_a_second_fit(tmp_path: Path) -> None:
+    runner, module = with_lightning.make(STREAMED, tmp_path, max_steps=3)
+    plain, twin = with_lightning.make(None, tmp_path, max_steps=3)
+    for trainer, one in ((runner, module), (plain, twin)):
+        trainer.fit(one, loader(), loader())
+        trainer.validate(one, loader(), verbose=False)
+    assert module.validated == pytest.approx(twin.validated, rel=1e-6)
+    again, _ = with_lightning.make(STREAMED, tmp_path, max_steps=2)
+    again.fit(module, loader())
+    assert len(module.losses) == 5
+
+
+@pytest.mark.parametrize(
+    ("trainer", "offload", "message"),
+    [
+        ({"gradient_clip_algorithm": "value"}, {}, "gradient_clip_algorithm"),
+        ({"sync_batchnorm": True}, {}, "sync_batchnorm"),
+        ({"precision": "64-true"}, {}, "mixed precision '64-true'"),
+        ({"accumulate_grad_batches": 2}, {"grad_accum_steps": 3}, "by the Trainer"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(
+    tmp_path: Path, trainer: dict[str, Any], offload: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_lightning.train(offload, tmp_path, **trainer)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    runner, module = with_lightning.make({}, tmp_path)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters())
+    with pytest.raises(TypeError, match=r"strategy\.offload"):
+        runner.fit(module, loader())

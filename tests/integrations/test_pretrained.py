@@ -1,0 +1,509 @@
+"""Hugging Face folders to engines and back, against transformers' own loading and saving."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from benchmarks.architectures.models import ARCHITECTURES
+from benchmarks.round_trip import (
+    CELLS,
+    ELSEWHERE,
+    KEPT_FP32,
+    difference,
+    different_weights,
+    tensors,
+)
+from offloadtrain.engine import ModelError
+from offloadtrain.integrations import deferred, export
+from offloadtrain.runtime.dtypes import PRECISIONS
+
+QUICK = ["llama", "mixtral"]
+"""One without and one with a conversion of weights."""
+NAMES = [name for name in ARCHITECTURES if name not in ELSEWHERE]
+
+
+def slow(case: str) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+SLOW = [slow(name) for name in NAMES if name not in QUICK]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.disable_progress_bar()
+
+
+def saved(folder: Path, name: str = "llama", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = ARCHITECTURES[name].build()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def load(folder: Path, **options: Any) -> tuple[Any, ot.OffloadOptimizer]:
+    return ot.from_pretrained(folder, ot.AdamW(lr=1e-3), **{"device": "cpu", **options})
+
+
+def assert_equal_to(reference: Any, model: Any, optimizer: ot.OffloadOptimizer) -> None:
+    """Masters, buffers, ties and modes of transformers' own model."""
+    masters = dict(optimizer.master_weights())
+    assert list(masters) == [name for name, _ in reference.named_parameters()]
+    for name, param in reference.named_parameters():
+        assert torch.equal(masters[name], param.detach().float()), name
+    buffers = dict(model.named_buffers())
+    assert list(buffers) == [name for name, _ in reference.named_buffers()]
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(buffers[name], buffer) and buffers[name].dtype == buffer.dtype, name
+    assert type(model) is type(reference) and model.training == reference.training
+    ties = [dict(m.named_parameters(remove_duplicate=False)).keys() for m in (model, reference)]
+    assert ties[0] == ties[1]
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, name, max_shard_size="60KB")
+    model, optimizer = load(tmp_path, keep_fp32=KEPT_FP32.get(name, ()))
+    assert_equal_to(type(model).from_pretrained(tmp_path), model, optimizer)
+    if hasattr(model, "generation_config"):
+        assert model.generation_config == type(model).from_pretrained(tmp_path).generation_config
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("state", ["fp32", "split16"])
+def test_masters_are_the_files_values(
+    tmp_path: Path, dtype: torch.dtype, working: str, state: str
+) -> None:
+    model: Any = ARCHITECTURES["llama"].build().to(dtype)
+    model.save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    loaded, optimizer = load(tmp_path, state=state, working=working)
+    for name, master in optimizer.master_weights():
+        assert torch.equal(master, values[name].float()), name
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_other_dtypes_than_config_json_says_keep_their_values(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit(tmp_path / "config.json", dtype="bfloat16")
+    values = load_file(tmp_path / "model.safetensors")
+    _, optimizer = load(tmp_path)
+    for name, master in optimizer.master_weights():
+        assert torch.equal(master, values[name]), name
+    optimizer.close()
+
+
+CLASSES = {
+    "base into head": ("AutoModel", "AutoModelForCausalLM"),
+    "head into base": ("AutoModelForCausalLM", "AutoModel"),
+    "another head": ("AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+}
+
+
+@pytest.mark.parametrize("case", ["another head", *map(slow, sorted(CLASSES)[1:])])
+def test_prefixes_and_new_heads(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = (getattr(transformers, name) for name in CLASSES[case])
+    made = source.from_config(ARCHITECTURES["llama"].build().config)
+    made.save_pretrained(tmp_path)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")  # a Trainer sets it to its own
+    keys = {"num_labels": 5} if case == "another head" else {}
+    torch.manual_seed(7)
+    model, optimizer = load(tmp_path, auto_class=CLASSES[case][1], model_kwargs=keys)
+    new = {"base into head": "lm_head.weight", "another head": "score.weight"}.get(case, "")
+    assert new in caplog.text and ("MISSING" in caplog.text) == bool(new)
+    torch.manual_seed(7)
+    assert_equal_to(target.from_pretrained(tmp_path, **keys), model, optimizer)
+    optimizer.close()
+
+
+def tied_llama(folder: Path) -> dict[str, Tensor]:
+    """A folder of a llama whose head is its embedding; returns the file's tensors."""
+    config = ARCHITECTURES["llama"].build().config
+    config.tie_word_embeddings = True
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kept", ["head", *map(slow, ["embedding", "both", "both, different"])])
+def test_ties(tmp_path: Path, kept: str, caplog: pytest.LogCaptureFixture) -> None:
+    values = tied_llama(tmp_path)
+    embedding = values.pop("model.embed_tokens.weight")
+    if kept != "head":
+        values["model.embed_tokens.weight"] = embedding
+    if kept != "embedding":
+        values["lm_head.weight"] = embedding.clone() + (1 if kept == "both, different" else 0)
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, optimizer = load(tmp_path)
+    assert_equal_to(transformers.LlamaForCausalLM.from_pretrained(tmp_path), model, optimizer)
+    different = kept == "both, different"
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) != different
+    assert ("trained as two weights" in caplog.text) == different
+    ot.save_pretrained(optimizer, tmp_path / "out", dtype="fp32")
+    written = tensors(tmp_path / "out")
+    assert ("lm_head.weight" in written) == different
+    assert torch.equal(
+        written["model.embed_tokens.weight"], values.get("model.embed_tokens.weight", embedding)
+    )
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_parameter_groups_of_the_model(tmp_path: Path) -> None:
+    saved(tmp_path)
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        norms = [p for name, p in model.named_parameters() if "norm" in name]
+        others = [p for name, p in model.named_parameters() if "norm" not in name]
+        return [{"params": others}, {"params": norms, "weight_decay": 0.0}]
+
+    _, optimizer = load(tmp_path, params=groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    optimizer.close()
+
+
+def test_a_conversion_that_needs_values_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.core_model_loading import MergeModulelist
+
+    saved(tmp_path, "mixtral")
+    merge = MergeModulelist.convert
+
+    def reading(self: Any, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        for group in tensors.values():
+            assert all(x.sum().item() == x.sum().item() for x in group)
+        return merge(self, tensors, *args, **kwargs)
+
+    monkeypatch.setattr(MergeModulelist, "convert", reading)
+    edit(tmp_path / "config.json", dtype="bfloat16")
+    model, optimizer = load(tmp_path)
+    assert "cannot be loaded one module at a time" in caplog.text
+    reference = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert_equal_to(reference, model, optimizer)
+    optimizer.close()
+
+
+def test_pages_leave_while_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "_MAPPED_BYTES", 1 << 16)
+    path = tmp_path / "model.safetensors"
+    save_file({str(i): torch.ones(1 << 14) for i in range(8)}, path)
+    files = deferred.SafetensorsFiles([str(path)])
+    kept = files.tensor("0")
+    for name in files.shapes:
+        files.tensor(name)
+    assert Path("/proc/self/maps").read_text().count(str(path)) == 2
+    assert bool((kept == 1).all())
+
+
+ADAPTERS = '{"working": "host", "lora": {"r": 8, "target_modules": ["q_proj"]}}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", ["{}", '{"working": "host", "state": "split16"}', ADAPTERS])
+def test_no_copy_of_the_model_beside_the_engine(
+    tmp_path: Path, dtype: torch.dtype, options: str
+) -> None:
+    for folder, width, layers, vocab in ((tmp_path, 512, 12, 9999), (tmp_path / "tiny", 64, 2, 99)):
+        config = transformers.LlamaConfig(
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            vocab_size=vocab,
+        )
+        transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    command = [sys.executable, "-m", "tests.integrations.peak_memory", str(tmp_path), options]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert found["peak"] <= 1.03 * found["end"], found
+    # Frozen weights that stay on the device are torch's, not in the engine's account.
+    assert options == ADAPTERS or found["peak"] <= 1.03 * found["held"], found
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def edit(path: Path, **changed: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_another_model(folder: Path) -> None:
+    save_file({"weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_eight_bits(folder: Path) -> None:
+    values = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    values[name] = values[name].to(torch.float8_e4m3fn)
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pickle": (pickled, r"in pickles \(pytorch_model.bin\).*Write safetensors once"),
+    "damaged": (cut_off, r"model.safetensors' is damaged"),
+    "another model": (
+        of_another_model,
+        r"no weights for most of LlamaForCausalLM: it lacks .* has weight",
+    ),
+    "other shapes": (
+        lambda folder: edit(folder / "config.json", vocab_size=99),
+        r"embed_tokens.weight \(128, 32\), not \(99, 32\)",
+    ),
+    "quantized": (
+        lambda folder: edit(
+            folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}
+        ),
+        r"is quantized \(gptq\)",
+    ),
+    "eight bits": (in_eight_bits, "has 8 bits and no scale"),
+    "no class": (
+        lambda folder: edit(folder / "config.json", architectures=None),
+        "names no class of transformers: pass auto_class",
+    ),
+    "adapters": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        "holds PEFT adapters: load their base model",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["pickle", "other shapes", *map(slow, sorted({*REFUSED} - {"pickle", "other shapes"}))]
+)
+def test_refused_by_name(tmp_path: Path, case: str) -> None:
+    spoil, message = REFUSED[case]
+    saved(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+    # transformers loads as ever afterwards.
+    saved(tmp_path / "whole")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole")
+    assert not loaded.lm_head.weight.is_meta
+
+
+def test_what_offload_decides_is_no_argument_of_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_kwargs has device_map: device= and working="):
+        load(tmp_path, model_kwargs={"device_map": "auto"})
+
+
+# ---- saving -------------------------------------------------------------------------------------
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_step_changes_no_bit(name: str, cell: str) -> None:
+    assert difference(name, ARCHITECTURES[name], cell) == ""
+
+
+def train(model: nn.Module, optimizer: ot.OffloadOptimizer, steps: int = 2) -> None:
+    batch = ARCHITECTURES["llama"].batch(torch.Generator().manual_seed(2))
+    for _ in range(steps):
+        optimizer.backward(model(**batch).loss)
+        optimizer.step()
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("dtype", ["bf16", *map(slow, ["fp16", "fp32"])])
+@pytest.mark.parametrize("options", [{"state": "int8"}, {"working": "host", "update": "delayed"}])
+def test_what_was_trained_is_exported(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
+    saved(tmp_path / "in")
+    model, optimizer = load(tmp_path / "in", **options)
+    train(model, optimizer)
+    ot.save_pretrained(model, tmp_path / "out", dtype=dtype, max_shard_size="60KB")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.config.dtype == back.dtype == PRECISIONS[dtype]
+    params = dict(back.named_parameters())
+    for name, master in optimizer.master_weights():
+        assert torch.equal(params[name].detach(), master.to(PRECISIONS[dtype])), name
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(tmp_path / "out").keys()
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
+    model = saved(tmp_path / "in")
+    ot.save_pretrained(model, tmp_path / "out", dtype="fp32", merge=True)  # nothing to merge
+    assert different_weights(tmp_path / "in", tmp_path / "out") == ""
+
+
+def tokenizer() -> Any:
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(9)}, unk_token="w0")
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    saved(tmp_path / "in")
+    tokenizer().save_pretrained(tmp_path / "in")
+    _, optimizer = load(tmp_path / "in")
+    ot.save_pretrained(optimizer, tmp_path / "copied")
+    ot.save_pretrained(optimizer, tmp_path / "given", tokenizer=tokenizer())
+    for folder in ("copied", "given"):
+        found = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert found("w5 w7").input_ids == [5, 7]
+    optimizer.close()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    model = saved(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out' exists and is not empty"):
+        ot.save_pretrained(model, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+    assert (tmp_path / "out/notes").read_text() == "mine"
+
+
+def test_an_export_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "in")
+    model, optimizer = load(tmp_path / "in")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        ot.save_pretrained(optimizer, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    monkeypatch.undo()
+    train(model, optimizer, steps=1)
+    optimizer.close()
+
+
+def test_a_dtype_is_one_of_three(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype = 'int8' is not one of 'bf16', 'fp16', 'fp32'"):
+        ot.save_pretrained(ARCHITECTURES["llama"].build(), tmp_path / "out", dtype="int8")
+
+
+def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="Linear is no model of transformers"):
+        ot.save_pretrained(nn.Linear(2, 2), tmp_path / "out")
+
+
+def test_weights_that_a_conversion_divides_are_put_together_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor of a folder is three of the model: they are one again in the export."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    names = [f"self_attn.{key}_proj.weight" for key in "qkv"]
+    fused = WeightConverter("self_attn.qkv.weight", names, [Chunk(dim=0)])
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
+    cache = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(cache, "LlamaForCausalLM", [fused])
+    config = ARCHITECTURES["llama"].build().config
+    config.num_key_value_heads = config.num_attention_heads
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
+    model, optimizer = load(tmp_path / "in")
+    assert_equal_to(
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "in"), model, optimizer
+    )
+    ot.save_pretrained(optimizer, tmp_path / "out", dtype="fp32")
+    assert "model.layers.0.self_attn.qkv.weight" in tensors(tmp_path / "out")
+    assert different_weights(tmp_path / "in", tmp_path / "out") == ""
+    optimizer.close()
+
+
+# ---- where models come from ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_name_on_the_hub(tmp_path: Path) -> None:
+    """As it lies in the cache after a download."""
+    cached = tmp_path / "models--who--llama"
+    saved(cached / "snapshots/0123", max_shard_size="60KB")
+    tokenizer().save_pretrained(cached / "snapshots/0123")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0123")
+    where = {"cache_dir": str(tmp_path), "local_files_only": True}
+    model, optimizer = ot.from_pretrained("who/llama", device="cpu", model_kwargs=where)
+    reference = transformers.LlamaForCausalLM.from_pretrained("who/llama", **where)
+    assert_equal_to(reference, model, optimizer)
+    ot.save_pretrained(optimizer, tmp_path / "out")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("w5").input_ids == [5]
+    optimizer.close()
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.slow
+def test_code_that_the_folder_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    saved(tmp_path / "in")
+    (tmp_path / "in/own.py").write_text(CODE)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = tmp_path / "in/config.json"
+    edit(config, model_type="own", architectures=["OwnModel"], auto_map=names)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(tmp_path / "in")
+    model, optimizer = load(tmp_path / "in", trust_remote_code=True)
+    assert type(model).__name__ == "OwnModel"
+    ot.save_pretrained(optimizer, tmp_path / "out", dtype="fp32")
+    optimizer.close()
+    assert (tmp_path / "out/own.py").exists()
+    assert different_weights(tmp_path / "in", tmp_path / "out") == ""
+    _, again = load(tmp_path / "out", trust_remote_code=True)
+    again.close()
+
+
+@pytest.mark.slow
+def test_importing_the_door_loads_no_framework() -> None:
+    code = (
+        "import sys, offloadtrain as ot; ot.from_pretrained; "
+        "print([x for x in ('transformers', 'peft', 'huggingface_hub') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"

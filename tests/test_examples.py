@@ -1,0 +1,104 @@
+"""The examples run as they are, on the toys that they bring, and learn. `three_lines.py` is tested
+in tests/train/test_example.py, `llama_8b_24gb.toml` in tests/test_guide.py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # without a GPU
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def beside_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(name: str, *arguments: str) -> Any:
+    return importlib.import_module(name).main(list(arguments))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["chat_lora", "chat_lora --full", "dpo", "vit", "diffusion"],
+)
+def test_losses_fall(command: str, tmp_path: Path) -> None:
+    losses = run(*command.split())
+    third = len(losses) // 3
+    assert third >= 2 and sum(losses[-third:]) < sum(losses[:third])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("how", [[], ["--full"]], ids=["lora", "full"])
+def test_chats_from_a_folder_to_a_folder(tmp_path: Path, how: list[str]) -> None:
+    """With the arguments that real weights take."""
+    import json
+
+    import toy
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = toy.make_llama(tmp_path / "model")
+    lines = [json.dumps({"messages": chat}) for chat in toy.CHATS]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    run("chat_lora", folder, str(tmp_path / "chats.jsonl"), str(tmp_path / "out"), *how)
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_config.json").exists() == (not how)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # with PEFT, of adapters too
+
+
+def test_preferences_from_a_folder_to_a_folder(tmp_path: Path) -> None:
+    import json
+
+    import toy
+    from transformers import AutoModelForCausalLM
+
+    folder = toy.make_llama(tmp_path / "model")
+    lines = [json.dumps(row) for row in toy.PREFERENCES]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    run("dpo", folder, str(tmp_path / "rows.jsonl"), str(tmp_path / "out"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_the_learning_rate_is_found_between_its_ends() -> None:
+    found = run("lr_finder")
+    best, loss = min(found, key=lambda pair: pair[1])
+    assert found[0][0] < best < found[-1][0]
+    assert loss < 0.8 * found[0][1] and found[-1][1] > loss
+
+
+def test_two_processes_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(EXAMPLES / "two_gpus.py")]
+    without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=without_gpu, capture_output=True, text=True, check=True)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses) == 5 and losses[-1] < 0.5 * losses[0]
+
+
+def test_a_sentence_encoder_is_better_after(tmp_path: Path) -> None:
+    """With a random BERT in the place of the published one, which no test downloads."""
+    import toy
+    from transformers import BertConfig, BertModel, set_seed
+
+    set_seed(0)
+    shape: Any = dict(hidden_size=64, intermediate_size=128, vocab_size=400)
+    BertModel(BertConfig(num_hidden_layers=2, num_attention_heads=4, **shape)).save_pretrained(
+        tmp_path
+    )
+    toy.tokenizer().save_pretrained(tmp_path)
+    before, after = run("real_weights", str(tmp_path), "--lr", "2e-3", "--held-out", "100")
+    assert after > before

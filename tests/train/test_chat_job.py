@@ -1,0 +1,72 @@
+"""A job on conversations, from JSONL and a tokenizer's folder to a sample; and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.data.prepare import prepare
+from offloadtrain.events import schema
+from offloadtrain.train.build import assemble
+from tests.data import tiny
+from tests.train.small_job import events_of, run, small_job
+
+pytestmark = pytest.mark.slow
+CHAT = ("train.sample_tokens=4", "train.sample_prompt='<|im_start|>'", "model.vocab_size=304")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    lines = []
+    for a in range(40):
+        asked = {"role": "user", "content": f"what is {a} and {a}?"}
+        told = {"role": "assistant", "content": f"it is {2 * a}"}
+        lines.append(json.dumps({"messages": [asked, told] * (1 + a % 2)}) + "\n")
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    return tmp_path / "chats.jsonl"
+
+
+def chat_job(folder: Path, *overrides: str) -> Config:
+    source = (f"data.source='{folder}/chats.jsonl'", f"data.tokenizer='{folder}/t'")
+    return small_job(folder, *source, *CHAT, *overrides)
+
+
+def test_a_job_trains_on_conversations_and_goes_on(tmp_path: Path, chats: Path) -> None:
+    tiny.folder(tmp_path / "t")
+    path, packing = tmp_path / "run", "data.packing=padded"
+    assert run(chat_job(tmp_path, packing, "train.steps=20"), path) == 0
+    losses = [event.val_loss for event in events_of(path, schema.Eval)]
+    assert losses[-1] < losses[0] - 1.0
+    assert run(chat_job(tmp_path, packing, "train.steps=24"), path, resume=str(path)) == 0
+    assert events_of(path, schema.Step)[-1].step == 24
+
+    other = tiny.folder(tmp_path / "other", begin="<s>")
+    job = chat_job(tmp_path, packing, "train.steps=28", f"data.tokenizer='{other}'")
+    with pytest.raises(ConfigError, match="trained on tokens of another tokenizer"):
+        run(job, path, resume=str(path))
+
+
+def test_files_of_another_tokenizer_are_refused(tmp_path: Path, chats: Path) -> None:
+    for name, begin in (("t", ""), ("u", "<s>")):
+        folder = str(tiny.folder(tmp_path / name, begin=begin))
+        prepare(chats, tmp_path / f"data-{name}", tokenizer=folder)
+
+    def job(val: str, *overrides: str) -> Config:
+        files = (
+            f"data.train='{tmp_path}/data-t/train.bin'",
+            f"data.val='{tmp_path}/{val}/val.bin'",
+        )
+        return small_job(tmp_path, "data.source=''", *files, *CHAT, *overrides)
+
+    with pytest.raises(ConfigError, match=r"data-u/val.bin is of another tokenizer"):
+        assemble(job("data-u"))
+    with pytest.raises(ConfigError, match=r"was prepared with another one .*leave data.tokenizer"):
+        assemble(job("data-t", f"data.tokenizer='{tmp_path}/u'"))
+    assemble(job("data-t", f"data.tokenizer='{tmp_path}/t'")).optimizer.close()
+    tiny.folder(tmp_path / "t", begin="<s>")
+    with pytest.raises(ConfigError, match=r"is another one by now; set train.sample_tokens = 0"):
+        assemble(job("data-t"))

@@ -1,0 +1,156 @@
+"""Runs as folders of transformers: the same logits, tokenizer and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from offloadtrain.cli.main import main
+from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.train.checkpoint import checkpoint, saved_weights
+from offloadtrain.train.saved_run import open_saved
+from tests.train.small_job import run, small_job
+
+SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)
+GPT2 = replace(SMALL, positions="learned", norm="layernorm", mlp="gelu", bias=True)
+SHAPES = {
+    "llama": SMALL,
+    "llama, grouped heads, biases, tied": replace(
+        SMALL, num_kv_heads=2, bias=True, tie_embeddings=True, rope_theta=5e5, norm_eps=1e-6
+    ),
+    "arcee": replace(SMALL, mlp="gelu", num_kv_heads=2),
+    "arcee, biases": replace(SMALL, mlp="gelu", bias=True),
+    "stablelm": replace(SMALL, norm="layernorm", num_kv_heads=1),
+    "starcoder2": replace(SMALL, norm="layernorm", mlp="gelu", d_ff=40),
+    "starcoder2, biases": replace(SMALL, norm="layernorm", mlp="gelu", bias=True),
+    "gpt2": replace(GPT2, tie_embeddings=True),
+    "gpt2, no biases": replace(GPT2, bias=False, norm_eps=1e-3),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.disable_progress_bar()
+
+
+def drawn(shape: ModelShape) -> Transformer:
+    """Larger weights than a new model's, biases and norms included: nothing may be left out."""
+    model, generator = Transformer(shape), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def named(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    return ((name, param.detach()) for name, param in model.named_parameters())
+
+
+def as_transformers(model: Transformer) -> Any:
+    found = type(empty_model(model.shape, end_of_document=None))(
+        empty_model(model.shape, end_of_document=None).config
+    )
+    weights = dict(renamed(model.shape, named(model)))
+    lacking = found.load_state_dict(weights, strict=False)
+    ties = {"lm_head.weight"} if model.shape.tie_embeddings else set()
+    assert set(lacking.missing_keys) == ties and not lacking.unexpected_keys
+    return found.eval()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_the_class_gives_the_same_logits(name: str) -> None:
+    """Largest difference 1e-6 of the largest logit: sums are of another order."""
+    model = drawn(SHAPES[name])
+    tokens_BT = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+    own, other = model(tokens_BT), as_transformers(model)(tokens_BT).logits
+    assert (own - other).abs().max() <= 1e-6 * own.abs().max()
+
+
+def test_every_size_has_a_class() -> None:
+    assert {class_name(shape) for shape in SIZES.values()} == {"Llama", "GPT2"}
+
+
+REFUSED = {
+    "learned positions with rmsnorm": replace(GPT2, norm="rmsnorm"),
+    "learned positions with layernorm and swiglu": replace(GPT2, mlp="swiglu"),
+    "biases in all linear layers": replace(SMALL, norm="layernorm", bias=True),
+    r"grouped heads \(num_kv_heads = 2\)": replace(GPT2, num_kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_shape_without_a_class_is_refused_by_name(what: str) -> None:
+    with pytest.raises(NoClassError, match=what):
+        class_name(REFUSED[what])
+
+
+def test_a_run_becomes_a_folder_of_transformers(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run or checkpoint; from masters; with the tokenizer that the run has."""
+    newest = trained_run / "checkpoints" / "step-00000003"
+    for number, source in enumerate((trained_run, newest)):
+        out = tmp_path / f"out-{number}"
+        assert main(["export", str(source), str(out), "--dtype", "fp32"]) == 0
+        told = capsys.readouterr()
+        assert told.out == f"{out}\n" and "step-00000003 as LlamaForCausalLM" in told.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    saved = open_saved(trained_run)
+    masters = dict(renamed(saved.job.model, saved.weights()))
+    assert model.state_dict().keys() == masters.keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, masters[name]), name
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("1 + 1 = 2\n", "Ā  naïve\x00 日本", " <s> "):
+        assert words(text)["input_ids"] == list(text.encode())
+        assert words.decode(list(text.encode())) == text
+    assert model.generation_config.eos_token_id == 0
+
+
+def test_a_folder_with_something_in_it_is_left_alone(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["export", str(trained_run), str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "neither a run folder" in capsys.readouterr().err
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "has no checkpoint yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", ["int8", pytest.param("split16", marks=pytest.mark.slow)])
+def test_saved_weights_are_the_masters(
+    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the engine decodes them, at the moment of the save."""
+    masters: dict[str, Tensor] = {}
+    real = checkpoint.save
+
+    def save(folder: Path, step: int, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
+        masters.update(optimizer.master_weights())
+        return real(folder, step, model, optimizer, *rest, **more)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(saved_weights, "_DECODED", 256)
+    job = small_job(tmp_path, "train.steps=2", "train.eval_every=0", f"offload.state={state}")
+    assert run(job, tmp_path / "run") == 0
+    found = dict(open_saved(tmp_path / "run").weights())
+    assert found.keys() == masters.keys()
+    for name, master in masters.items():
+        assert torch.equal(found[name], master) and found[name].dtype == torch.float32, name

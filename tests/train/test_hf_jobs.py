@@ -1,0 +1,412 @@
+"""Jobs over models of transformers: trained as by a plain loop, planned to the byte, resumed to the
+bit, exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from offloadtrain.cli.main import main
+from offloadtrain.config import job as jobs
+from offloadtrain.config.data_options import IGNORED
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.hf_model import HfModel
+from offloadtrain.config.job import Config
+from offloadtrain.data.batches import Batches
+from offloadtrain.events import schema
+from offloadtrain.hardware.machine import find
+from offloadtrain.integrations import hf_job
+from offloadtrain.optim.lr_schedule import learning_rate
+from offloadtrain.plan.plan import make
+from offloadtrain.train.build import decay_groups, described, open_tokens, update_rule
+from offloadtrain.train.dry_run import laid_out
+from offloadtrain.train.saved_run import open_saved
+from offloadtrain.train.trained_model import evaluate, open_model
+from tests.train.conftest import StopAfter
+from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text
+
+pytestmark = pytest.mark.filterwarnings(  # a name that PEFT uses of transformers
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+LORA = 'model.lora={r = 4, alpha = 8, target_modules = ["q_proj", "v_proj"]}'
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "mixtral": {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        "num_local_experts": 2,
+    },
+    "qwen3": {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16},
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.disable_progress_bar()
+
+
+def saved(folder: Path, name: str = "llama") -> Path:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if name != "gpt2" else {}
+    config = transformers.AutoConfig.for_model(
+        name,
+        vocab_size=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        **heads,
+        **({"max_position_embeddings": 64} if heads else {}),
+        **ARCHITECTURES[name],
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def hf_job_of(folder: Path, name: str = "llama", *overrides: str) -> Config:
+    write_text(folder)
+    hf = folder / name if (folder / name).exists() else saved(folder, name)
+    head, _, rest = JOB.format(folder=folder).partition("[model]")
+    text = f'{head}[model]\nhf = "{hf}"\n[data]{rest.partition("[data]")[2]}'
+    return jobs.loads(text, "small", ("train.steps=4", "train.eval_batches=1", *overrides))
+
+
+# ---- the job
+
+
+def test_a_job_loads_back_equal(tmp_path: Path) -> None:
+    job = hf_job_of(tmp_path, "llama", LORA, "model.init=random")
+    assert jobs.loads(jobs.dump(job)) == job
+    assert job.hf is not None and job.hf.lora is not None
+    assert (job.hf.lora.r, job.hf.lora.target_modules) == (4, ("q_proj", "v_proj"))
+    assert (job.model.num_layers, job.model.kv_heads, job.model.max_seq_len) == (2, 2, 64)
+    tables = json.loads(json.dumps(jobs.as_tables(job)))
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    shutil.rmtree(tmp_path / "llama")
+    assert jobs.of_tables(tables, "saved", config) == job, "without its folder"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.hf=nowhere", "model.hf = 'nowhere' has no config.json"),
+        ("model.init=zeros", "model.init = 'zeros' must be one of weights, random"),
+        ("model.num_layers=3", r"model.num_layers is config.json's with model.hf"),
+        ("model.lora=8", "model.lora = 8 must be a table"),
+        ("model.lora={r = 0}", "model.lora.r = 0 must be at least 1"),
+        ("model.lora={rank = 1}", "rank is unknown"),
+        ("data.seq_len=65", "must be at most model.max_seq_len = 64"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hf_job_of(tmp_path, "llama", override)
+
+
+def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--some--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    shutil.move(saved(tmp_path), repository / "snapshots" / "abc")
+    saved(tmp_path)
+    job = hf_job_of(tmp_path, "llama", "model.hf=some/tiny")
+    assert job.hf is not None and job.hf.folder == repository / "snapshots" / "abc"
+
+
+def test_a_model_that_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "llama" / "config.json"
+    config = json.loads(path.read_text())
+    del config["num_attention_heads"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"no num_attention_heads or n_head .*cannot be planned"):
+        hf_job_of(tmp_path)
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "ranks"),
+    [
+        ("llama", (), 1),
+        ("gpt2", ("offload.working=host", "optim.decay=all"), 1),
+        ("qwen3", (LORA, "offload.working=host"), 2),
+        pytest.param("mixtral", ("offload.state=int8",), 2, marks=pytest.mark.slow),
+        pytest.param("llama", (LORA, "offload.update=speculative"), 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", ("offload.keep_fp32=['*norm*']",), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_holds_what_is_planned(
+    tmp_path: Path, name: str, overrides: tuple[str, ...], ranks: int
+) -> None:
+    job = described(hf_job_of(tmp_path, name, *overrides))
+    machine_name, machine = find("cpu2")
+    plan = make(job, machine_name, machine, ranks)
+    laid_out(plan)  # raises where spec or bytes differ
+    assert job.hf is not None
+    model = hf_job.described_model(job.hf)
+    assert job.num_params == sum(param.numel() for param in model.parameters())
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert job.num_trained == trained
+    streamed = bool(plan.placed.spec.streamed)
+    assert (plan.placed.frozen_bytes > 0) == (trained < job.num_params)
+    assert streamed == ("offload.working=host" in overrides)
+    assert plan.prediction.seconds > 0 and plan.prediction.h2d_bytes >= 0
+
+
+def test_random_weights_are_planned_with_the_copy_that_they_are_drawn_in(tmp_path: Path) -> None:
+    machine_name, machine = find("cpu2")
+    jobs_of = [hf_job_of(tmp_path, "llama", f"model.init={one}") for one in ("weights", "random")]
+    weights, random = (make(described(job), machine_name, machine) for job in jobs_of)
+    largest = max(
+        sum(bucket.params for bucket in block.buckets) for block in weights.placed.spec.blocks
+    )
+    assert random.built_bytes - weights.built_bytes == 4 * (random.job.num_params - largest)
+
+
+# ---- training
+
+
+def plain_losses(job: Config) -> list[float]:
+    """Of torch alone, in fp32, over the same batches."""
+    assert job.hf is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.hf.folder).train()
+    rule, train = update_rule(job), job.train
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, job),
+        lr=1.0,
+        betas=rule.betas,
+        eps=rule.eps,
+        weight_decay=rule.weight_decay,
+    )
+    tokens, _ = open_tokens(job)
+    packing = job.data.packing
+    batches = Batches(tokens, batch=train.micro_batch, seq_len=32, packing=packing, seed=train.seed)
+    losses = []
+    for step in range(train.steps):
+        total, microbatches = 0.0, [batches.next() for _ in range(train.grad_accum_steps)]
+        count = sum(int((batch.targets_BT != IGNORED).sum()) for batch in microbatches)
+        for tokens_BT, targets_BT, positions_BT in microbatches:
+            given: dict[str, Any] = {} if positions_BT is None else apart(positions_BT)
+            given |= {"shift_labels": targets_BT, "num_items_in_batch": torch.tensor(count)}
+            out = model(tokens_BT, labels=tokens_BT, **given)
+            out.loss.backward()
+            total += out.loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step,
+                peak=job.optim.lr,
+                schedule="cosine",
+                total_steps=train.steps,
+                warmup_steps=job.optim.warmup_steps,
+                min_ratio=job.optim.min_lr_ratio,
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def apart(positions_BT: Tensor) -> dict[str, Tensor]:
+    """Positions, and a mask that says which token sees which: those of its document before it."""
+    document_BT = (positions_BT == 0).cumsum(1)
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    mask_B1TT = (same_BTT & torch.ones_like(same_BTT[0]).tril())[:, None]
+    assert not mask_B1TT[:, :, -1].all(), "a document begins inside a sequence"
+    return {"position_ids": positions_BT, "attention_mask": mask_B1TT}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama", ("train.chunked_loss=true",)),
+        pytest.param("llama", (), marks=pytest.mark.slow),
+        pytest.param("gpt2", (), marks=pytest.mark.slow),
+        pytest.param("mixtral", ("train.chunked_loss=true",), marks=pytest.mark.slow),
+        pytest.param("llama", ("data.packing=isolated",), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3", ("data.packing=isolated", "train.chunked_loss=true"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_losses_are_those_of_a_plain_loop(
+    tmp_path: Path, name: str, overrides: tuple[str, ...]
+) -> None:
+    """GPT-2's dropout is switched off: the two draw differently."""
+    folder = saved(tmp_path, name)
+    if name == "gpt2":
+        config = json.loads((folder / "config.json").read_text())
+        config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        (folder / "config.json").write_text(json.dumps(config))
+    short = tmp_path / "short.jsonl"  # several documents in a sequence
+    short.write_text("".join(f'{{"text": "{a} + 1 = {a + 1}"}}\n' for a in range(400)))
+    overrides = (*overrides, f"data.source={short}", "offload.precision=fp32")
+    job = hf_job_of(tmp_path, name, *overrides)
+    assert run(job, tmp_path / "run") == 0
+    losses = [step.loss for step in events_of(tmp_path / "run", schema.Step)]
+    assert losses == pytest.approx(plain_losses(job), rel=1e-5) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "why"),
+    [
+        ("gemma2", "train.chunked_loss=true", "train.chunked_loss = true: the loss of Gemma2For"),
+        ("mamba", "data.packing=isolated", "MambaForCausalLM lets attention, or its recurrence"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_before_its_weights_are_read(
+    tmp_path: Path, kind: str, override: str, why: str
+) -> None:
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=16, num_hidden_layers=1, vocab_size=256, num_attention_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    chunked, isolated = "chunked" in override, "isolated" in override
+    with pytest.raises(OffloadTrainError, match=why):
+        hf_job._check_can(HfModel(hf=str(tmp_path)), chunked=chunked, isolated=isolated)
+
+
+def test_random_weights_are_those_that_transformers_draws(tmp_path: Path) -> None:
+    job = described(hf_job_of(tmp_path, "gpt2", "model.init=random", "offload.precision=bf16"))
+    assert job.hf is not None
+    model, optimizer = hf_job.build(
+        job.hf,
+        update_rule(job),
+        lambda module: decay_groups(module, job),
+        job.offload,
+        device=torch.device("cpu"),
+        seed=7,
+    )
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.from_pretrained(job.hf.folder)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    masters = dict(optimizer.master_weights())
+    for name, param in reference.named_parameters():
+        assert torch.equal(masters[name], param), name
+    assert model.module.training
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (LORA, "offload.working=host"),
+        pytest.param(("offload.state=int8",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits_from_a_moved_folder(
+    tmp_path: Path, overrides: tuple[str, ...], stop_after: StopAfter
+) -> None:
+    job = hf_job_of(tmp_path, "llama", *overrides)
+    assert run(job, tmp_path / "whole") == 0
+    stop_after(2)
+    assert run(job, tmp_path / "parts") == 75
+    stop_after(None)
+    shutil.move(tmp_path / "llama", tmp_path / "elsewhere")
+    moved = hf_job_of(tmp_path, "elsewhere", *overrides)
+    assert run(moved, tmp_path / "parts", resume=str(tmp_path / "parts")) == 0
+    assert history(tmp_path / "parts") == history(tmp_path / "whole")
+    hashes = [tensor_hashes(tmp_path / name, 4) for name in ("whole", "parts")]
+    assert hashes[0] == hashes[1]
+
+    config = json.loads((tmp_path / "elsewhere" / "config.json").read_text())
+    (tmp_path / "elsewhere" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    longer = hf_job_of(tmp_path, "elsewhere", *overrides, "train.steps=5")
+    with pytest.raises(ConfigError, match=r"is of another model: its config.json is not that of"):
+        run(longer, tmp_path / "parts", resume=str(tmp_path / "parts"))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """Streamed, with adapters: shards of trained and of frozen weights."""
+    fp32 = ("offload.precision=fp32", "train.steps=2", "train.eval_every=0")
+    job = hf_job_of(tmp_path, "llama", LORA, "offload.working=host", *fp32)
+    (tmp_path / "job.toml").write_text(jobs.dump(job))
+    for count in ("1", "2"):
+        arguments = ["--nproc", count, "--run-dir", str(tmp_path / count)]
+        assert main(["train", str(tmp_path / "job.toml"), *arguments]) == 0
+    one, two = ([step.loss for step in events_of(tmp_path / count, schema.Step)] for count in "12")
+    assert one == pytest.approx(two, rel=1e-5)
+    whole, sharded = masters_of(tmp_path / "1"), masters_of(tmp_path / "2")
+    assert whole.keys() == sharded.keys()
+    for name, master in whole.items():
+        torch.testing.assert_close(sharded[name], master, rtol=1e-3, atol=1e-5)
+    frozen = [name for name in whole if "lora" not in name]
+    assert all(torch.equal(whole[name], sharded[name]) for name in frozen)
+
+
+# ---- what becomes of it
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fine-tuned")
+    evaluated = ("train.eval_every=4", "train.eval_batches=1000", "train.sample_tokens=3")
+    assert run(hf_job_of(folder, "llama", *evaluated), folder / "run") == 0
+    return folder / "run"
+
+
+def masters_of(path: Path) -> dict[str, Tensor]:
+    return dict(open_saved(path).weights())
+
+
+def test_a_run_is_exported_and_evaluated(
+    fine_tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the model's folder is gone."""
+    shutil.rmtree(fine_tuned.parent / "llama", ignore_errors=True)
+    out = tmp_path / "out"
+    assert main(["export", str(fine_tuned), str(out), "--dtype", "fp32"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    masters = masters_of(fine_tuned)
+    assert {name for name, _ in model.named_parameters()} == masters.keys()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, masters[name]), name
+    assert transformers.AutoTokenizer.from_pretrained(out)("ab")["input_ids"] == [97, 98]
+
+    (val,) = (fine_tuned.parent / "data").rglob("val.bin")
+    trained = open_model(fine_tuned, torch.device("cpu"))
+    own = events_of(fine_tuned, schema.Eval)[-1]
+    found = evaluate(trained, val, seq_len=32, batch=4, most_tokens=own.tokens)
+    assert found.loss == pytest.approx(own.val_loss, rel=1e-6)
+    assert main(["generate", str(fine_tuned), "--prompt", "1 +", "--max-tokens", "4"]) == 0
+    assert "1 +" in capsys.readouterr().out
+    assert main(["export", str(fine_tuned), str(tmp_path / "merged"), "--merge"]) == 2
+    assert "without adapters" in capsys.readouterr().err
+
+
+def test_adapters_are_exported_alone_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = hf_job_of(tmp_path, "llama", LORA, "train.eval_every=0", "offload.precision=fp32")
+    path, tokens = tmp_path / "run", torch.arange(20)[None]
+    assert run(job, path) == 0
+    for out, more in (("adapters", []), ("merged", ["--merge", "--dtype", "fp32"])):
+        assert main(["export", str(path), str(tmp_path / out), *more]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().err
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    with torch.no_grad():
+        before = base(tokens).logits
+        loaded: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+        adapted = loaded(tokens).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        own = open_model(path, torch.device("cpu")).model.module(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, adapted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(own, adapted) and not torch.allclose(before, adapted, atol=1e-4)
+    assert main(["eval", str(tmp_path / "adapters"), "--data", "x"]) == 2
+    assert "holds adapters without their base" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_checkpointing_over_streamed_weights_has_the_bits_of_a_resident_run(
     assert_same(streamed, train_offloaded(architecture, STEPS))
 
 
-@pytest.mark.cover(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_and_recompute_have_the_bits_of_keeping_everything(name: str) -> None:
     architecture = ARCHITECTURES[name]
@@ -84,7 +84,7 @@ def test_both_ways_of_recomputing_at_once(use_reentrant: bool) -> None:
     assert_same(found, without_cache("gpt2"))
 
 
-@pytest.mark.cover(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
     "options",

@@ -17,6 +17,7 @@ pytestmark = [  # names that TRL and PEFT use of transformers
 ]
 
 
+@pytest.mark.slow
 def test_sft_with_its_defaults_trains_streamed(tmp_path: Path) -> None:
     from tests.integrations.sft import STEPS, fine_tune
 

@@ -49,6 +49,7 @@ def test_resume_is_bit_exact(
     assert starts == [0, 1, 5, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "limits"),
     [
@@ -87,6 +88,7 @@ def test_every_mode_and_placement_resumes(
     assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
 
 
+@pytest.mark.slow
 def test_killed_between_checkpoints_goes_on_from_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_all_random_states_come_back() -> None:
     assert drawn == [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
     path = tmp_path / "run"
     stop_after(2)

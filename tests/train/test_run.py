@@ -84,6 +84,7 @@ def test_numba_is_named_while_it_compiles(tmp_path: Path, monkeypatch: pytest.Mo
     assert steps == ["step 1 (Numba compiles the CPU kernels)", "step 2"]
 
 
+@pytest.mark.slow
 def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     assert (
@@ -126,6 +127,7 @@ def _plain(started: schema.Event) -> object:
     return started.config["optim"]
 
 
+@pytest.mark.slow
 def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, "optim.schedule=linear", "optim.min_lr_ratio=0"), path) == 0
@@ -137,6 +139,7 @@ def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
     assert [group["lr"] for group in state["param_groups"]] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_learning_happens_and_seeds_matter(tmp_path: Path) -> None:
     for name, overrides in (("one", ()), ("two", ()), ("three", ("train.seed=7",))):
         assert run(small_job(tmp_path, *overrides), tmp_path / name) == 0
@@ -198,7 +201,7 @@ def test_skips_without_end_abort_with_a_checkpoint(
     assert ended.status == "failed" and "TrainingError" in ended.message
 
 
-@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "advised"),
     [
@@ -255,6 +258,7 @@ def test_what_is_not_finite_is_never_saved(
         assert [checkpoint.verify(saved).step for saved in found] == [6, 3]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_good_state_at_its_end_is_not_done(
     tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,8 @@ from offloadtrain.step.operations import Lane
 
 _KEPT = 32
 """Intervals of compute to keep before those that have ended are counted and dropped."""
+_CLOCK_READS = 5
+"""Readings of both clocks at the start of a timeline; the most certain one holds."""
 
 
 class _CudaEvent(LaneEvent):
@@ -237,13 +239,22 @@ class CudaLanes(Lanes):
                     self._failure.fail(error)
 
     def start_timeline(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream(Lane.COMPUTE))
-        # Its time is then that of the clock below, to a few microseconds.
-        event.synchronize()
-        self._timeline, self._origin = [], (now_ms(), event)
+        # Compute is empty from here on, so an event happens as soon as it is recorded.
+        self._stream(Lane.COMPUTE).synchronize()
+        tries = [self._read_clocks() for _ in range(_CLOCK_READS)]
+        _, now, event = min(tries, key=lambda found: found[0])
+        self._timeline, self._origin = [], (now, event)
         self._host.keep_intervals(True)
         self._keep_sizes()
+
+    def _read_clocks(self) -> tuple[float, float, torch.cuda.Event]:
+        """Return (uncertainty in ms, host clock in ms, event of that moment). Another process that
+        takes the core in between makes the uncertainty large."""
+        event, before_ms = torch.cuda.Event(enable_timing=True), now_ms()
+        event.record(self._stream(Lane.COMPUTE))
+        event.synchronize()
+        after_ms = now_ms()
+        return after_ms - before_ms, after_ms, event
 
     def take_timeline(self) -> list[Interval]:
         # The intervals need events that have happened, and threads append to the list until then.

@@ -88,6 +88,15 @@ class ChatTemplate:
         mask[len(before) :] = 1
         return np.array(whole, dtype=np.uint32), mask
 
+    def encode_question(self, question: str) -> list[int]:
+        """Return the tokens of a user's first message, up to where the assistant's answer begins.
+
+        Raises:
+            ChatError: the template refuses it.
+        """
+        message = {"role": "user", "content": question}
+        return self._tokens([self._render([message], None, ask=True)])[0]
+
     def _marked(self, messages: Messages, tools: Any) -> tuple[list[int], Mask]:
         found = self._apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

@@ -13,6 +13,7 @@ from offloadtrain.config.data_options import IGNORED, Packing
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.data import tokenizer as tokenizers
 from offloadtrain.data.batches import Batch, Batches
+from offloadtrain.data.chat import ChatError, ChatTemplate, chat_template
 from offloadtrain.data.tokens import Progress, TokenFile
 from offloadtrain.data.verified import verify
 from offloadtrain.integrations import causal_lm
@@ -52,11 +53,16 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text to the tokens of a model, and back."""
+    """Text to the tokens of a model, and back.
+
+    Attributes:
+        chat: returns the template that its conversations are rendered with; DataError: none.
+    """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     end_of_text: int | None
+    chat: Callable[[], ChatTemplate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +109,20 @@ def words_of(trained: TrainedModel) -> Words:
     Raises:
         DataError, CausalLmError: it is not here.
     """
-    if trained.saved is not None:
-        own = tokenizers.tokenizer(trained.saved.tokenizer)
+    if (saved := trained.saved) is not None:
+        own = tokenizers.tokenizer(saved.tokenizer)
         return Words(
             lambda text: [*own.begin, *own.encode_batch([text])[0].tolist()],
             own.decode,
             own.end_of_document,
+            lambda: chat_template(own, saved.job.data.chat_template),
         )
     other = causal_lm.tokenizer(trained.path)
     return Words(
         lambda text: list(other(text)["input_ids"]),
         lambda tokens: str(other.decode(tokens, skip_special_tokens=True)),
         other.eos_token_id,
+        lambda: chat_template(tokenizers.tokenizer(str(trained.path))),
     )
 
 
@@ -128,6 +136,27 @@ def continued(trained: TrainedModel, prompt: str, num_tokens: int, sampling: Sam
     tokens = words.encode(prompt) or ([] if words.end_of_text is None else [words.end_of_text])
     if not tokens:
         raise ConfigError("--prompt is empty, and the tokenizer has no token to begin with")
+    return _generated(trained, words, tokens, num_tokens, sampling)
+
+
+def answered(trained: TrainedModel, question: str, num_tokens: int, sampling: Sampling) -> str:
+    """Return the assistant's answer to a user's first message.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or transformers is not installed.
+        ConfigError: the template refuses the message.
+    """
+    words = words_of(trained)
+    try:
+        tokens = words.chat().encode_question(question)
+    except ChatError as error:
+        raise ConfigError(f"--chat: {error}") from error
+    return _generated(trained, words, tokens, num_tokens, sampling)
+
+
+def _generated(
+    trained: TrainedModel, words: Words, tokens: list[int], num_tokens: int, sampling: Sampling
+) -> str:
     prompt_BT = torch.tensor([tokens], device=trained.device)
     found_BT = trained.model.generate(prompt_BT, num_tokens, sampling)
     new = found_BT[0, len(tokens) :].tolist()

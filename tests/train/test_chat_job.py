@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from offloadtrain.cli.main import main
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.data.prepare import prepare
 from offloadtrain.events import schema
+from offloadtrain.model.language_model import OwnModel
 from offloadtrain.train.build import assemble
 from tests.data import tiny
 from tests.train.small_job import events_of, run, small_job
@@ -48,6 +52,40 @@ def test_a_job_trains_on_conversations_and_goes_on(tmp_path: Path, chats: Path) 
     job = chat_job(tmp_path, packing, "train.steps=28", f"data.tokenizer='{other}'")
     with pytest.raises(ConfigError, match="trained on tokens of another tokenizer"):
         run(job, path, resume=str(path))
+
+
+def test_a_question_is_asked_as_the_template_renders_it(
+    tmp_path: Path,
+    chats: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a run; and the answer alone is printed, up to the end of the assistant's turn."""
+    folder = tiny.folder(tmp_path / "t")
+    assert run(chat_job(tmp_path, "data.packing=padded", "train.steps=2"), tmp_path / "run") == 0
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "what is 4 and 4?"}]
+    rendered = words.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    asked = []
+
+    def generate(self: OwnModel, tokens_BT: torch.Tensor, *_: object) -> torch.Tensor:
+        asked.append(tokens_BT)
+        told = words("it is 8")["input_ids"]
+        return torch.tensor([[*tokens_BT[0].tolist(), *told, words.eos_token_id, *told]])
+
+    monkeypatch.setattr(OwnModel, "generate", generate)
+    capsys.readouterr()
+    assert main(["generate", f"{tmp_path}/run", "--chat", "--prompt", "what is 4 and 4?"]) == 0
+    assert asked[0].tolist() == [rendered]
+    assert capsys.readouterr().out == "it is 8\n"
+
+
+def test_a_model_without_a_template_is_not_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "run") == 0
+    assert main(["generate", f"{tmp_path}/run", "--chat", "--prompt", "a"]) == 1
+    assert "tokenizer 'bytes' cannot have one" in capsys.readouterr().err
 
 
 def test_files_of_another_tokenizer_are_refused(tmp_path: Path, chats: Path) -> None:

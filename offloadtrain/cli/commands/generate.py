@@ -14,6 +14,7 @@ def generate(
     /,
     *,
     prompt: str,
+    chat: bool = False,
     max_tokens: Annotated[int, Parameter(validator=Number(gte=1))] = 200,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.8,
     top_k: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
@@ -21,7 +22,7 @@ def generate(
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Print the prompt and the model's continuation of it.
+    """Print the prompt and the model's continuation of it, or with --chat its answer.
 
     The continuation ends where the model ends a document, or after --max-tokens.
 
@@ -32,6 +33,9 @@ def generate(
         transformers, such as `offloadtrain export` writes.
     prompt
         Text to continue.
+    chat
+        The prompt is a user's message: render it with the tokenizer's chat template (or the run's
+        data.chat_template), and print the answer alone.
     max_tokens
         Largest number of tokens to generate.
     temperature
@@ -48,8 +52,12 @@ def generate(
     from offloadtrain.model.language_model import Sampling
     from offloadtrain.runtime.device import resolve_device
     from offloadtrain.train.console import sanitize
-    from offloadtrain.train.trained_model import continued, open_model
+    from offloadtrain.train.trained_model import answered, continued, open_model
 
     trained = open_model(source, resolve_device(device))
     chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    print(sanitize(prompt + continued(trained, prompt, max_tokens, chosen)))
+    if chat:
+        text = answered(trained, prompt, max_tokens, chosen)
+    else:
+        text = prompt + continued(trained, prompt, max_tokens, chosen)
+    print(sanitize(text))

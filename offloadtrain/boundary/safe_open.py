@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,9 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+
+
+_SKIPPED_BYTES = 1 << 20
 
 
 class UnsafeFileError(OSError):
@@ -36,14 +40,16 @@ class UnsafeFileError(OSError):
 def open_descriptor(
     path: str | Path,
     *,
+    flags: int = os.O_RDONLY,
     max_bytes: int | None = None,
     follow_link: bool = False,
     own: bool = False,
     dir_fd: int | None = None,
 ) -> int:
-    """Open a regular file for reading, without ever blocking; the caller closes the descriptor.
+    """Open a regular file without ever blocking; the caller closes the descriptor.
 
     Args:
+        flags: of `os.open`; a file that they create is its owner's only.
         max_bytes: None: any size.
         follow_link: accept a symbolic link as the last part of `path`. For names that the user
             gives (a job, a token file), never for names found in a folder or a file.
@@ -54,11 +60,11 @@ def open_descriptor(
         UnsafeFileError: it is a link, no regular file, too large, or of another user.
         OSError: it cannot be opened.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    flags |= os.O_CLOEXEC | os.O_NOCTTY
     flags |= os.O_NONBLOCK  # a FIFO without a writer, and some devices, would block here for ever
     flags |= 0 if follow_link else os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags, dir_fd=dir_fd)
+        fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
     except ValueError as error:  # a NUL in the name
         raise UnsafeFileError(ascii(path), f"no file has such a name: {error}") from None
     except OSError as error:
@@ -107,6 +113,18 @@ def read_regular(
     if len(content) > max_bytes:
         raise _too_large(path, len(content), max_bytes)
     return content
+
+
+def bounded_lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield each line from here on and its length; of a longer line its first `max_bytes` only.
+
+    A file of gigabytes without a newline is thus never in memory.
+    """
+    while line := file.readline(max_bytes):
+        length, piece = len(line), line
+        while not piece.endswith(b"\n") and (piece := file.readline(_SKIPPED_BYTES)):
+            length += len(piece)
+        yield line, length
 
 
 def read_text(

@@ -47,9 +47,8 @@ def generate(
     """
     from offloadtrain.model.language_model import Sampling
     from offloadtrain.runtime.device import resolve_device
-    from offloadtrain.train.console import sanitize
     from offloadtrain.train.trained_model import continued, open_model
 
     trained = open_model(source, resolve_device(device))
     chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    print(sanitize(prompt + continued(trained, prompt, max_tokens, chosen)))
+    print(prompt + continued(trained, prompt, max_tokens, chosen))

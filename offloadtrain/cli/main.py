@@ -9,13 +9,17 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TextIO
 
 from cyclopts import App, CycloptsError, CycloptsPanel
 
+from offloadtrain.boundary.output import sanitized_output
+from offloadtrain.boundary.safe_open import UnsafeFileError
+from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.cli.commands.version import package_version
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, USAGE
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.train.console import sanitize
 
 # By name, because importing the classes would import torch.
 _CODES = {
@@ -34,6 +38,23 @@ def _examples(*lines: str) -> str:
 def _wrong_usage(error: CycloptsError) -> object:
     """Return the argument parser's message, sanitized since it quotes the arguments."""
     return CycloptsPanel(sanitize(str(error)))
+
+
+class _OwnTerminal:
+    """Rich's console on a stream without the filter, for help and wrong usage, which have colors.
+    Imported on use: it takes 0.1 s."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = unfiltered(stream)
+
+    @cached_property
+    def _console(self) -> Any:
+        from rich.console import Console
+
+        return Console(file=self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._console, name)
 
 
 app = App(
@@ -225,14 +246,24 @@ app.command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code."""
+    """Run one command and return the exit code. What it prints holds no escape sequences but ours,
+    whatever names and messages it quotes."""
+    with sanitized_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = bool(os.environ.get("OFFLOADTRAIN_DEBUG"))
     if "--debug" in arguments:
         arguments.remove("--debug")
         debug = True
     try:
-        return int(app(arguments) or DONE)
+        consoles: Any = {
+            "console": _OwnTerminal(sys.stdout),
+            "error_console": _OwnTerminal(sys.stderr),
+        }
+        return int(app(arguments, **consoles) or DONE)
     except SystemExit as exit_request:  # cyclopts has printed the error
         return USAGE if exit_request.code else DONE
     except KeyboardInterrupt:
@@ -249,9 +280,9 @@ def _failed(error: Exception, debug: bool) -> int:
     """Print a known error as one message, an unknown one with its traceback; return the code."""
     names = [kind.__name__ for kind in type(error).__mro__]
     code = next((_CODES[name] for name in names if name in _CODES), FAILED)
-    known = isinstance(error, OffloadTrainError) or code != FAILED
+    known = isinstance(error, OffloadTrainError | UnsafeFileError) or code != FAILED
     if debug or not known:
-        print(sanitize("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
     else:
-        print(f"{names[0]}: {sanitize(str(error))}", file=sys.stderr)
+        print(f"{names[0]}: {error}", file=sys.stderr)
     return code

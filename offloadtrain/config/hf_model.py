@@ -14,10 +14,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config.model_shape import ModelShape
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of config.json that say nothing of the model."""
+_MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,8 @@ def find_folder(name: str) -> Path:
     repository = cache / f"models--{name.replace('/', '--')}"
     main = repository / "refs" / "main"
     if main.is_file():
-        found = repository / "snapshots" / main.read_text().strip()
+        revision = read_text(main, max_bytes=_MOST_BYTES, follow_link=True).strip()
+        found = repository / "snapshots" / revision
         if (found / "config.json").is_file():
             return found
     raise FileNotFoundError(
@@ -109,9 +112,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a folder.
 
     Raises:
+        UnsafeFileError, OSError: it cannot be read, or is not JSON.
         ValueError: it is no JSON object.
     """
-    found = json.loads((folder / "config.json").read_bytes())
+    path = folder / "config.json"
+    found = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)  # the cache holds links
     if not isinstance(found, dict):
         raise ValueError(f"{folder / 'config.json'} is no JSON object")
     return found

@@ -5,7 +5,6 @@ The meaning of keys is unknown here. A problem is a sentence that begins with th
 
 from __future__ import annotations
 
-import stat
 import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from offloadtrain.boundary.safe_open import read_text
 from offloadtrain.config.errors import ConfigError
 
 Table: TypeAlias = dict[str, Any]
@@ -64,14 +64,9 @@ def read(path: str | Path) -> str:
         ConfigError: it is not a regular file, cannot be read, or is too large.
     """
     try:
-        if not stat.S_ISREG((info := Path(path).stat()).st_mode):
-            raise ConfigError(f"{path}: this is not a regular file")
-        if info.st_size > _MOST_BYTES:
-            raise ConfigError(f"{path}: {info.st_size} bytes is too large for a job (1 MiB)")
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        return read_text(path, max_bytes=_MOST_BYTES, follow_link=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] = ()) -> Job:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.data.source import SourceFile, optional
 from offloadtrain.data.tokens import DataError
 
@@ -94,7 +95,7 @@ def _ranges(
 
 def _word_end(file: SourceFile, at: int) -> int:
     """Return the first good place for a cut, from `at` on and in the first half of what is left."""
-    with open(file.path, "rb") as opened:
+    with open_regular(file.path, follow_link=True) as opened:
         opened.seek(at)
         text = opened.read(min(_LOOKED_AT, (file.num_bytes - at) // 2))
     if (line := text.find(b"\n")) >= 0:
@@ -108,7 +109,7 @@ def _rows(file: SourceFile) -> Iterator[Piece]:
     """Cut CSV after rows. A line ends a row if the quotes before it are even in number: a quote
     inside a quoted field is doubled (RFC 4180)."""
     bounds, quotes, at = [0], 0, 0
-    with open(file.path, "rb") as opened:
+    with open_regular(file.path, follow_link=True) as opened:
         for line in opened:
             quotes += line.count(b'"')
             at += len(line)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.data.chat import Mask
 from offloadtrain.data.cut import Piece
 from offloadtrain.data.encode import Document, Encoder
@@ -123,7 +124,7 @@ def _read_text(piece: Piece, encoder: Encoder) -> Ids:
 
 
 def _read_range(piece: Piece) -> bytes:
-    with open(piece.file.path, "rb") as file:
+    with open_regular(piece.file.path, follow_link=True) as file:
         file.seek(piece.start)
         raw = file.read(piece.stop - piece.start)
     if len(raw) < piece.stop - piece.start:

@@ -12,14 +12,17 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeAlias
+from typing import IO, Any, TypeAlias
 
+from offloadtrain.boundary.safe_open import bounded_lines, open_regular
 from offloadtrain.data.cut import Piece, arrow_batches, cut, readable
 from offloadtrain.data.source import SourceFile, optional
 from offloadtrain.data.tokens import DataError
 
 Record: TypeAlias = dict[str, Any]
 _EXCERPT_CHARS = 80
+LONGEST_LINE = 64 << 20
+"""Bytes of a record of JSONL: each worker holds one in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +62,38 @@ def first_record(file: SourceFile) -> Record | None:
 
 
 def _jsonl(piece: Piece) -> Iterator[Record | Bad | None]:
-    with open(piece.file.path, "rb") as file:
-        for line in _lines_starting_in(file, piece):
+    with open_regular(piece.file.path, follow_link=True) as file:
+        for line, length in _lines_starting_in(file, piece):
             try:
-                yield _parse_line(line)
+                yield _parse_line(line, length)
             except ValueError as error:
                 yield Bad(f"{error}: {excerpt(line)}")
 
 
-def _lines_starting_in(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
+def _lines_starting_in(file: IO[bytes], piece: Piece) -> Iterator[tuple[bytes, int]]:
     position = piece.start
     if position:
         file.seek(position - 1)
-        position += len(file.readline()) - 1  # to the end of the line that began earlier
-    while position < piece.stop and (line := file.readline()):
-        yield line.removeprefix(b"\xef\xbb\xbf") if position == 0 else line
-        position += len(line)
+        _, length = next(bounded_lines(file, 1 << 20))  # the line that began earlier
+        position += length - 1
+    lines = bounded_lines(file, LONGEST_LINE)
+    while position < piece.stop and (found := next(lines, None)):
+        line, length = found
+        yield line.removeprefix(b"\xef\xbb\xbf") if position == 0 else line, length
+        position += length
 
 
-def _parse_line(line: bytes) -> Record | None:
+def _parse_line(line: bytes, length: int) -> Record | None:
     """Return the object, None for a blank line.
+
+    Args:
+        length: in the file, where `line` may be its beginning.
 
     Raises:
         ValueError: the line is not an object; the text gives the reason.
     """
+    if length > LONGEST_LINE:
+        raise ValueError(f"a line of {length:,} bytes, and at most {LONGEST_LINE:,} are read")
     try:
         decoded = line.decode("utf-8").strip()
         record = json.loads(decoded) if decoded else None
@@ -101,7 +112,7 @@ def _csv(piece: Piece) -> Iterator[Record | Bad | None]:
     """Yield the rows of a range that begins and ends with a row, named by the first of the file."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if piece.file.name.lower().endswith(".tsv") else ","
-    with open(piece.file.path, "rb") as file:
+    with open_regular(piece.file.path, follow_link=True) as file:
         file.seek(piece.start)
         raw = file.read(piece.stop - piece.start)
         file.seek(0)

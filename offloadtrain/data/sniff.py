@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.data.source import SourceFile
 from offloadtrain.data.tokens import DataError
 
@@ -56,7 +57,7 @@ def refuse_binary(files: Sequence[SourceFile]) -> None:
 
 def _binary(file: SourceFile) -> tuple[str, str] | None:
     """Return (file type, remedy), or None for text."""
-    with open(file.path, "rb") as opened:
+    with open_regular(file.path, follow_link=True) as opened:
         head = opened.read(_HEAD_BYTES)
     for at, begins, what, advice in _KNOWN:
         if head[at:].startswith(begins):

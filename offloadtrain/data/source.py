@@ -7,7 +7,6 @@ Arrow. What a file is, its name's ending says.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import stat
 import sysconfig
@@ -16,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.data.tokens import DataError
 
 PYTHON_STDLIB = "python-stdlib"
 HUB = "hf:"
+_MOST_BYTES = 16 << 20
+"""Of what `datasets` writes beside its files."""
 FileKind = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 _SUFFIXES: dict[str, FileKind] = {
     ".jsonl": "jsonl",
@@ -87,7 +89,7 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
             f"ending .jsonl (jq -c '.[]' {root.name} > {root.stem}.jsonl)"
         )
     elif (root / "dataset_dict.json").is_file():
-        splits = json.loads((root / "dataset_dict.json").read_bytes())["splits"]
+        splits = _facts(root / "dataset_dict.json", "splits")
         raise DataError(
             f"{root} holds several splits: choose one: {', '.join(str(root / s) for s in splits)}"
         )
@@ -137,8 +139,26 @@ def _as_source_file(path: Path, name: str) -> Iterator[SourceFile]:
 
 def _of_datasets_folder(root: Path) -> Iterator[SourceFile]:
     """Yield the Arrow files of a folder that `save_to_disk` wrote."""
-    for entry in json.loads((root / "state.json").read_bytes())["_data_files"]:
-        yield from _as_source_file(root / entry["filename"], entry["filename"])
+    for entry in _facts(root / "state.json", "_data_files"):
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name != os.path.basename(name):
+            raise DataError(f"{root / 'state.json'} names {name!r}, which is no file of its folder")
+        yield from _as_source_file(root / name, name)
+
+
+def _facts(path: Path, key: str) -> list[Any]:
+    """Return the list under a key of a file that `datasets` wrote.
+
+    Raises:
+        DataError: it cannot be read, or has no such list.
+    """
+    try:
+        found = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(found, dict) or not isinstance(found.get(key), list):
+        raise DataError(f"{path} has no list {key!r}: `datasets` did not write it")
+    return list(found[key])
 
 
 def _of_hub(name: str) -> list[SourceFile]:

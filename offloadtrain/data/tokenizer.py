@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.data.source import optional
 from offloadtrain.data.tokens import DataError
 
@@ -31,6 +32,9 @@ _ENDS = (
     *("<end_of_turn>", "[EOS]", "[SEP]"),
 )
 """Names of the token that ends a document, in files that do not say which it is."""
+
+_MOST_BYTES = 1 << 20
+"""Of the file beside ranks of tiktoken."""
 
 
 class Tokenizer(Protocol):
@@ -252,7 +256,7 @@ def _of_tiktoken(path: Path) -> Tokenizer:
     )
     beside = path.with_suffix(".json")
     try:
-        said = json.loads(beside.read_bytes())
+        said = read_json(beside, max_bytes=_MOST_BYTES, follow_link=True)
         pattern, special, end = said["pattern"], said["special_tokens"], said["end"]
         encoding = tiktoken.Encoding(
             path.stem,

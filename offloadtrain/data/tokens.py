@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.config.errors import OffloadTrainError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -181,9 +181,7 @@ class TokenFile:
 
 
 def _read_header(path: Path) -> TokenHeader:
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DataError(f"{path} is not a regular file")
-    with open(path, "rb") as file:
+    with open_regular(path, follow_link=True) as file:
         page = file.read(HEADER_BYTES)
         num_bytes = os.fstat(file.fileno()).st_size
     header = _parse_header(path, page)

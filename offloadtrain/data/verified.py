@@ -15,7 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.boundary.safe_open import read_json
+from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.data.tokens import Progress, TokenFile
+
+_MOST_BYTES = 1 << 16
 
 
 def verify(tokens: TokenFile, progress: Progress | None = None) -> None:
@@ -61,14 +65,12 @@ def _memory(tokens: TokenFile) -> Path | None:
 
 def _remembered(memory: Path) -> Any:
     try:
-        return json.loads(memory.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json(memory, max_bytes=_MOST_BYTES, own=True)
+    except OSError:
         return None
 
 
 def _remember(memory: Path, facts: dict[str, Any]) -> None:
-    fresh = memory.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a full or read-only home: the file is read again next time
         memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(facts))
-        fresh.replace(memory)
+        replace_file(memory, json.dumps(facts))

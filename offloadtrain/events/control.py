@@ -9,13 +9,14 @@ Write access to the folder is the permission; nothing in a request is executed o
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from offloadtrain.boundary.safe_open import read_json
+from offloadtrain.boundary.safe_write import own_folder
 
 ACTIONS = ("checkpoint", "stop", "abort", "note", "acknowledge")
 _MOST_BYTES = 1 << 16
@@ -45,7 +46,8 @@ class Requests:
     def __init__(self, run: Path) -> None:
         self._folder = run / "control"
         self._done = self._folder / "done"
-        self._done.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(self._folder)
+        own_folder(self._done)
         self._seen_ns = 0
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
@@ -72,11 +74,11 @@ class Requests:
     def _take(self, path: Path) -> Request:
         """Read a request, and move it away in any case."""
         try:
-            found = _understood(path.stem, _read(path))
+            found = _understood(path.stem, read_json(path, max_bytes=_MOST_BYTES, own=True))
             if path.name in self._stale:
                 return replace(found, refused="it was made before this start: repeat it")
             return found
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             return Request(path.stem[:80], "unknown", refused=f"it cannot be read: {error}")
         finally:
             self._put_away(path)
@@ -86,18 +88,6 @@ class Requests:
             path.rename(self._done / path.name)
         except OSError:
             path.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> Any:
-    """Raises OSError or ValueError for anything but a small file of this user's own."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MOST_BYTES:
-            raise ValueError("it is not a small regular file")
-        if facts.st_uid not in (os.getuid(), 0):
-            raise ValueError(f"it belongs to user {facts.st_uid}")
-        return json.loads(file.read(_MOST_BYTES))
 
 
 def _understood(id: str, asked: Any) -> Request:

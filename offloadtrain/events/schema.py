@@ -19,9 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from offloadtrain.boundary.safe_open import bounded_lines, open_regular
 from offloadtrain.events import codec
 
 SCHEMA = 1
+LONGEST_LINE = 1 << 22
+"""Bytes of a record; longer lines are no records."""
 
 WAIT = "wait"
 """A pseudo-lane of the waits of compute."""
@@ -364,8 +367,12 @@ class _Envelope:
 
 
 def read(path: str | Path) -> Iterator[Record]:
-    """Yield the records of a log, in the order written; unreadable lines are skipped."""
-    with open(path, "rb") as log:
-        for line in log:
-            if record := from_line(line):
+    """Yield the records of a log, in the order written; unreadable lines are skipped.
+
+    Raises:
+        UnsafeFileError, OSError: it is no regular file, or cannot be read.
+    """
+    with open_regular(path) as log:
+        for line, length in bounded_lines(log, LONGEST_LINE):
+            if length <= LONGEST_LINE and (record := from_line(line)):
                 yield record

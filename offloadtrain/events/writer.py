@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TypeAlias
 
+from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.events.schema import Event, LaneSpan, RunEnded, Warning_, to_line
 
 RETRY_S = 0.5
@@ -201,8 +202,7 @@ class EventWriter:
 
 def _open_log(path: str | Path) -> tuple[int, bool]:
     """Open for appending; return also whether a crash of an earlier run tore its last line."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags, 0o600)
+    fd = open_descriptor(path, flags=os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(fd).st_size
         return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"

@@ -16,13 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
+from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.config.units import format_bytes, format_duration, format_rate
 
-_CONTROL: dict[int, str | None] = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
-_KEPT: dict[int, str | None] = {ord("\n"): "\n", ord("\t"): "    "}
-_BIDI: dict[int, str | None] = dict.fromkeys(
-    (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)
-)
 _RAMP = "▁▂▃▄▅▆▇█"
 
 SILENCE_S = 8.0
@@ -87,7 +83,7 @@ class Console:
         """`every_s`: between plain lines; a live line is refreshed ten times a second at most.
         `quiet`: print nothing, since another rank does."""
         self._quiet = quiet
-        self._stream = stream or sys.stderr
+        self._stream = unfiltered(stream or sys.stderr)
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._interval_s = 0.1 if self._live else every_s
         self._clock = clock
@@ -161,12 +157,6 @@ class Console:
         with suppress(OSError, ValueError):  # the pipe's reader has left, or the stream is closed
             self._stream.write(text)
             self._stream.flush()
-
-
-def sanitize(text: str) -> str:
-    """Remove control sequences that move the cursor, write the clipboard or change the text
-    direction."""
-    return text.translate(_CONTROL | _KEPT | _BIDI)
 
 
 def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.config.units import format_bytes
 
 _BAR_CELLS = 30
@@ -18,7 +19,8 @@ class ProgressBar:
     def __init__(self, label: str, on_shown: Callable[[], None] | None = None) -> None:
         """`on_shown`: called after each print."""
         self._label, self._on_shown = label, on_shown
-        self._terminal = sys.stderr.isatty()
+        self._stream = unfiltered(sys.stderr)
+        self._terminal = self._stream.isatty()
         self._shown_at = time.monotonic()
         self._shown = False
 
@@ -29,8 +31,8 @@ class ProgressBar:
             return
         self._shown_at, self._shown = now, True
         text = self._text(done_bytes, total_bytes)
-        print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=sys.stderr)
-        print(end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
+        print(end="" if self._terminal else "\n", file=self._stream, flush=True)
         if self._on_shown is not None:
             self._on_shown()
 
@@ -43,11 +45,11 @@ class ProgressBar:
     def end(self) -> None:
         """End the line of the bar."""
         if self._terminal and self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
 
     def _text(self, done_bytes: int, total_bytes: int) -> str:
         share = done_bytes / total_bytes if total_bytes else 1.0
         cells = int(share * _BAR_CELLS)
         bar = "█" * cells + "░" * (_BAR_CELLS - cells)
         sizes = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
-        return f"{self._label} {bar} {share:4.0%}  {sizes}"
+        return sanitize(f"{self._label} {bar} {share:4.0%}  {sizes}")

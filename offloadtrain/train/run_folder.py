@@ -29,6 +29,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.boundary.safe_open import open_descriptor
+from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events.schema import SCHEMA
 
@@ -68,6 +70,7 @@ class RunFolder:
         """
         if not (path / "events").is_dir():
             raise RunFolderError(f"{path} is not a run folder: it has no folder events")
+        _refuse_links(path)
         self._set_up(path)
         if not (path / "lock").exists():
             self._made.append(path / "lock")
@@ -141,8 +144,8 @@ class RunFolder:
             os.truncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
             if job is not None:
-                _write(self.path / "job.toml", job)
-            _write(self.path / "resolved.toml", resolved)
+                replace_file(self.path / "job.toml", job)
+            replace_file(self.path / "resolved.toml", resolved)
         except OSError as error:
             where = f"{self.path}: {error.strerror}"
             raise RunFolderError(f"the run folder cannot be made at {where}") from error
@@ -183,7 +186,8 @@ class RunFolder:
             "argv": sys.argv,
             "started_s": time.time(),
         }
-        _write(self.path / "run.json", json.dumps({**known, **facts}, indent=1, default=str) + "\n")
+        text = json.dumps({**known, **facts}, indent=1, default=str)
+        replace_file(self.path / "run.json", f"{text}\n")
 
     def close(self) -> None:
         """Remove a folder without step or checkpoint, and release the lock. Idempotent."""
@@ -224,8 +228,16 @@ class RunFolder:
         lacking = [path for name in _CONTENT if not (path := self.path / name).exists()]
         self._lock = _lock(self.path / "lock")
         self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
-        for child in ("events", "checkpoints"):
-            (self.path / child).mkdir(mode=_MODE, exist_ok=True)
+        own_folder(self.path / "events")
+        (self.path / "checkpoints").mkdir(mode=_MODE, exist_ok=True)
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises RunFolderError for a folder whose parts are elsewhere: a run writes into them, and
+    removes files. Checkpoints may be on another disk."""
+    for name in ("events", "control"):
+        if (path / name).is_symlink():
+            raise RunFolderError(f"{path / name} is a symbolic link: a run's own folder is needed")
 
 
 def holds_run(path: Path) -> bool:
@@ -302,7 +314,7 @@ def _remove(made: list[Path]) -> None:
 
 def _lock(path: Path) -> int:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_descriptor(path, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise RunFolderError(f"{path.parent} is not a run folder: {error.strerror}") from error
     if not _taken(fd):
@@ -345,16 +357,6 @@ def _point_latest(folder: Path) -> None:
     except OSError:  # another user's link in a shared folder
         fresh.unlink()
         raise
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file atomically, readable by its owner only."""
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.unlink(missing_ok=True)
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    fresh.replace(path)
 
 
 def _start_ticks() -> int:

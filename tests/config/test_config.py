@@ -475,13 +475,15 @@ def test_files_that_are_no_job(tmp_path: Path) -> None:
         return str(caught.value).replace(str(tmp_path), "")
 
     assert told(tmp_path / "none.toml") == "/none.toml: cannot be read: No such file or directory"
-    assert told(tmp_path) == ": this is not a regular file"
+    assert told(tmp_path) == ": cannot be read: it is a folder, not a regular file"
     os.mkfifo(tmp_path / "fifo")
-    assert told(tmp_path / "fifo") == "/fifo: this is not a regular file"
+    assert told(tmp_path / "fifo") == "/fifo: cannot be read: it is a FIFO, not a regular file"
     (tmp_path / "latin").write_bytes(b"name = '\xe9'")
-    assert told(tmp_path / "latin").startswith("/latin: cannot be read: 'utf-8' codec")
+    assert told(tmp_path / "latin").endswith("/latin: cannot be read: it is not UTF-8 text: byte 8")
     (tmp_path / "large").write_bytes(b"#" * (2 << 20))
-    assert told(tmp_path / "large") == "/large: 2097152 bytes is too large for a job (1 MiB)"
+    assert told(tmp_path / "large") == (
+        "/large: cannot be read: it has 2,097,152 bytes, and at most 1,048,576 are read"
+    )
     assert "cannot be read" in told(tmp_path / "nul\0")
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.train.console import Console, StepLine, format_step, loss_curve, sanitize
+from offloadtrain.train.console import Console, StepLine, format_step, loss_curve
 
 LINE = StepLine(
     step=3,
@@ -210,19 +210,6 @@ def test_no_text_plays_with_the_terminal(text: str) -> None:
     stream = io.StringIO()
     Console(stream).say(text)
     assert stream.getvalue()[:-1].isprintable()
-
-
-@given(st.text(st.characters()))
-def test_what_is_printable_stays_and_what_is_not_goes(text: str) -> None:
-    clean = sanitize(text)
-    assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in clean)
-    assert sanitize(clean) == clean
-    if text.isprintable():
-        assert clean == text
-
-
-def test_lines_and_tabs_stay() -> None:
-    assert sanitize("def f():\n\treturn 1\n") == "def f():\n    return 1\n"
 
 
 # ---- the curve

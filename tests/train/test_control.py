@@ -66,7 +66,7 @@ def put(folder: Path, name: str, data: bytes) -> None:
         (b"[1]", "not a JSON object"),
         (b'{"action": "rm -rf /"}', "the actions are checkpoint"),
         (b'{"action": 3}', "the actions are checkpoint"),
-        (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "not a small regular file"),
+        (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "at most 65,536 are read"),
         (b"[" * 50_000, "cannot be read"),
     ],
 )

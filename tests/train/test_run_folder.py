@@ -316,7 +316,7 @@ def test_a_disk_that_fails_leaves_no_lock_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "_write", full)
+        patch.setattr(run_folder, "replace_file", full)
         with pytest.raises(RunFolderError, match="No space left on device"):
             made(tmp_path, path=tmp_path / "mine")
     assert not is_running(tmp_path / "mine")

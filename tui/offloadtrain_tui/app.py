@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.filter import LineFilter
 from textual.message import Message
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
@@ -26,6 +27,7 @@ from offloadtrain.events import schema
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Raw
+from offloadtrain_tui.filter import Sanitized
 from offloadtrain_tui.history import History, View
 from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
@@ -42,7 +44,6 @@ from offloadtrain_tui.panels.transfers import Transfers
 from offloadtrain_tui.run_actions import RunActions
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.summary import headline, numbers, when
-from offloadtrain_tui.text import clean
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import ViewState
@@ -147,10 +148,14 @@ class Monitor(RunActions):
         self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
+        self._sanitized = Sanitized()
         self.first_panel = "overview"
         self._listed = False
         empty = Snapshot("no run", None, (View.at(History()),), "unknown")
         self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), self._sanitized]
 
     # ---- life
 
@@ -345,13 +350,13 @@ class Monitor(RunActions):
             self._show()
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
-        self.notify(f"saved {self.save_screenshot(filename, path)}")
+        self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     def action_export(self) -> None:
         """Export the sampled steps as a Chrome trace, with the trace command."""
         folder = self.shown.snapshot.folder
         if folder is None:
-            self.notify("only a run folder can be exported", severity="warning")
+            self.tell("only a run folder can be exported", "warning")
             return
 
         def export() -> None:
@@ -360,7 +365,7 @@ class Monitor(RunActions):
             failed = done.returncode != 0
             text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
             level: SeverityLevel = "error" if failed else "information"
-            self.call_from_thread(self.notify, clean(text.strip(), 300), severity=level)
+            self.call_from_thread(self.tell, text.strip(), level)
 
         self.run_worker(export, thread=True, group="export", exit_on_error=False)
 

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
-from offloadtrain_tui.text import clean
 
 ONCE_SIZE = (120, 40)
 
@@ -67,7 +67,7 @@ def tui(
     try:
         found = runs.find(run or [], runs_dir)
     except runs.RunError as error:
-        return _refuse(clean(str(error)))
+        return _refuse(str(error))
     clock: Clock = LiveClock()
     if replay:
         if not found:
@@ -92,7 +92,8 @@ def tui(
         else:
             print(text)
         return 0
-    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws to stderr
+    if not (unfiltered(sys.stdout).isatty() and unfiltered(sys.stderr).isatty()):
+        # Textual draws to stderr
         return _refuse(
             "stdout or stderr is not a terminal: use --once, --screenshot, or `offloadtrain status`"
         )

@@ -30,7 +30,7 @@ class Confirm(ModalScreen[str]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
-            yield Static(self._question)
+            yield Static(self._question, markup=False)
             with Horizontal():
                 for answer, text in self._choices.items():
                     danger = answer in ("stop", "abort")
@@ -55,7 +55,7 @@ class Ask(ModalScreen[str]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
-            yield Static(self._question)
+            yield Static(self._question, markup=False)
             yield Input()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.history import History, View
@@ -37,6 +38,7 @@ class Snapshot:
         views: views by rank; rank 0, or the lowest with a log, first.
         state: one word of `runs.STATES`.
         whole: True if the logs have been read to their end.
+        refused: why logs are not read: they are no regular files.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Snapshot:
     views: tuple[View, ...]
     state: str
     whole: bool = True
+    refused: tuple[str, ...] = ()
 
     @property
     def first(self) -> View:
@@ -96,7 +99,8 @@ class RunReader:
         views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
         alive = runs.is_alive(self.run.folder) if at_s is None else None
         state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
-        return Snapshot(self.run.name, self.run.folder, views, state, self.whole)
+        refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
+        return Snapshot(self.run.name, self.run.folder, views, state, self.whole, refused)
 
     def close(self) -> None:
         for tail in self._tails.values():
@@ -116,7 +120,7 @@ class RunReader:
 def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
     """Read the first and the last records of a log, in constant time."""
     history = History(rank)
-    with suppress(OSError), open(path, "rb") as log:
+    with suppress(OSError), open_regular(path) as log:
         size = os.fstat(log.fileno()).st_size
         head = log.read(_HEAD_BYTES)
         lines = head.split(b"\n")[:-1] if size > len(head) else head.split(b"\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import requests, runs
@@ -58,10 +59,11 @@ def status(
     while True:
         snapshot = _read(reader)
         if json_:
-            print(json.dumps(facts(snapshot), default=str), flush=True)
+            print(sanitize_json(json.dumps(facts(snapshot), default=str)), flush=True)
         else:
             print(line(snapshot) if live else report(snapshot), flush=True)
         if not live or snapshot.state not in runs.ALIVE:
+            _tell_refused(snapshot.refused)
             return FAILED if snapshot.state in ("failed", "killed") else DONE
         time.sleep(_LIVE_EVERY_S)
 
@@ -85,7 +87,7 @@ def list_all(
     if not rows:
         print(f"no runs in {runs_dir}", file=sys.stderr)
     for row in rows:
-        print(json.dumps(asdict(row), default=str) if json_ else _row(row))
+        print(sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row))
     return DONE
 
 
@@ -178,6 +180,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
         "alerts": [asdict(alert) for alert in view.active_alerts()],
         "end": asdict(end) if end else None,
         "ranks": len(snapshot.views),
+        "refused_logs": list(snapshot.refused),
         "unreadable_lines": sum(view.history.unreadable for view in snapshot.views),
     }
 
@@ -239,11 +242,16 @@ def _row(row: RunRow) -> str:
 # ---- reading
 
 
+def _tell_refused(refused: Sequence[str]) -> None:
+    for why in refused:
+        print(f"not read: {why}", file=sys.stderr)
+
+
 def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
     try:
         found = runs.find([run] if run is not None else [], runs_dir)
     except runs.RunError as error:
-        print(clean(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         return None
     if not found:
         print(f"no runs in {runs_dir}: give a run folder", file=sys.stderr)
@@ -272,6 +280,7 @@ def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
             shown[rank] = len(view.moments)
         yield from (told(moment) for moment in sorted(fresh, key=lambda one: one.time_s))
         if not follow or snapshot.state not in runs.ALIVE:
+            _tell_refused(snapshot.refused)
             return
         time.sleep(_FOLLOW_EVERY_S)
 
@@ -285,8 +294,9 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
             for text in tail.poll():
                 found = True
                 if schema.from_line(text) is not None:
-                    yield text.decode()
+                    yield sanitize_json(text.decode(errors="replace"))
         if not found and (not follow or not alive):
+            _tell_refused([tail.refused for tail in tails if tail.refused])
             return
         if not found:
             time.sleep(_FOLLOW_EVERY_S)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from pathlib import Path
+
+from offloadtrain.boundary.safe_write import own_folder, replace_file
 
 ACTIONS = ("checkpoint", "stop", "abort", "note", "acknowledge")
 LONGEST_NOTE = 1000
@@ -27,13 +28,8 @@ def write(folder: Path, action: str, message: str = "") -> str:
     name = f"{time.time_ns()}-{secrets.token_hex(4)}"
     asked = {"action": action, "message": message[:LONGEST_NOTE], "time_s": time.time()}
     control = folder / "control"
-    fresh = control / f".{name}.tmp"
     try:
-        control.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
-            json.dump(asked, file)
-        fresh.rename(control / f"{name}.json")
+        replace_file(own_folder(control) / f"{name}.json", json.dumps(asked))
     except OSError as error:
         raise RequestError(f"{control} cannot be written: {error.strerror}") from error
     return name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from textual.app import App
+from textual.notifications import SeverityLevel
 
 from offloadtrain_tui import requests, runs
 from offloadtrain_tui.dialogs import Ask, Confirm
+from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
 
 
@@ -13,6 +15,10 @@ class RunActions(App[None]):
     """The part of the monitor that writes: requests confirmed by the user."""
 
     shown: ViewState
+
+    def tell(self, text: str, severity: SeverityLevel = "information") -> None:
+        """Show a notice for a moment; names and messages in it are no markup."""
+        self.notify(clean(text, 300), severity=severity, markup=False)
 
     def action_checkpoint(self) -> None:
         self._request("save a checkpoint after this step?", {"checkpoint": "save"})
@@ -46,9 +52,9 @@ class RunActions(App[None]):
     def _may_ask(self) -> bool:
         snapshot = self.shown.snapshot
         if self.shown.readonly:
-            self.notify("--readonly: requests are disabled", severity="warning")
+            self.tell("--readonly: requests are disabled", "warning")
         elif snapshot.folder is None or snapshot.state not in runs.ALIVE:
-            self.notify(f"the run is not running ({snapshot.state})", severity="warning")
+            self.tell(f"the run is not running ({snapshot.state})", "warning")
         else:
             return True
         return False
@@ -60,6 +66,6 @@ class RunActions(App[None]):
         try:
             requests.write(folder, action, message)
         except requests.RequestError as error:
-            self.notify(str(error), severity="error")
+            self.tell(str(error), "error")
         else:
-            self.notify(f"{action}: requested; the answer appears as an event")
+            self.tell(f"{action}: requested; the answer appears as an event")

@@ -6,7 +6,6 @@ A run folder is untrusted data: nothing in it is executed, and no link out of it
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 from contextlib import suppress
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
 from offloadtrain_tui.history import View
 
 SLOW_S, SLOW_FACTOR = 30.0, 4.0
@@ -23,6 +23,7 @@ SILENT_S = 60.0
 """A run on another host, whose lock is invisible, is unknown after this silence."""
 
 _RUN_JSON_BYTES = 1 << 20
+_LOCK_BYTES = 32
 
 ALIVE = ("starting", "running", "slow")
 STATES = (*ALIVE, "done", "stopped", "failed", "killed", "unknown")
@@ -67,7 +68,8 @@ def all_runs(runs_dir: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    return os.path.isdir(path / "events")
+    events = path / "events"
+    return os.path.isdir(events) and not os.path.islink(events)
 
 
 def open_run(path: Path) -> RunPath:
@@ -76,7 +78,7 @@ def open_run(path: Path) -> RunPath:
 
 def _named(path: Path) -> RunPath:
     if os.path.isfile(path):  # Path.is_file raises for some names
-        return RunPath(None, (path,))
+        return RunPath(None, (path.resolve(),))  # a link that the user names is followed
     if is_run(path):
         return open_run(path.resolve())
     if newest := all_runs(path)[:1]:
@@ -92,8 +94,8 @@ def facts(folder: Path | None) -> dict[str, Any]:
     """Return the contents of run.json; {} if it cannot be read."""
     if folder is None:
         return {}
-    with suppress(OSError, ValueError, RecursionError), open(folder / "run.json", "rb") as file:
-        values = json.loads(file.read(_RUN_JSON_BYTES))
+    with suppress(OSError):
+        values = read_json(folder / "run.json", max_bytes=_RUN_JSON_BYTES)
         return values if isinstance(values, dict) else {}
     return {}
 
@@ -137,7 +139,7 @@ def _patience_s(view: View, least_s: float) -> float:
 
 def _is_locked(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_descriptor(path)
     except OSError:
         return False
     try:
@@ -153,8 +155,8 @@ def _is_locked(path: Path) -> bool:
 
 def _owner(lock: Path) -> int | None:
     """Return the pid of the lock's last owner."""
-    with suppress(OSError, ValueError), open(lock, "rb") as file:
-        return int(file.read(32))
+    with suppress(OSError, ValueError):
+        return int(read_regular(lock, max_bytes=_LOCK_BYTES))
     return None
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from offloadtrain.boundary.safe_open import UnsafeFileError, open_descriptor
+from offloadtrain.events.schema import LONGEST_LINE
+
 _CHUNK = 1 << 20
-_LONGEST_LINE = 1 << 22
 
 
 class Tail:
@@ -18,12 +20,14 @@ class Tail:
     Attributes:
         dropped: bytes of lines longer than 4 MiB.
         restarts: number of times the file was replaced or truncated.
+        refused: why the file is not read, if it is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dropped = 0
         self.restarts = 0
+        self.refused = ""
         self._fd = -1
         self._inode: tuple[int, int] | None = None
         self._offset = 0
@@ -56,7 +60,7 @@ class Tail:
     def _ready(self) -> bool:
         """Open the file, or reopen it if it was replaced."""
         try:
-            now = os.stat(self.path)
+            now = os.lstat(self.path)
         except OSError:
             return self._fd >= 0 and self._inode is not None
         inode = (now.st_dev, now.st_ino)
@@ -65,13 +69,15 @@ class Tail:
         self.restarts += self._inode is not None
         self.close()
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
+            self._fd = open_descriptor(self.path)
+        except OSError as error:
+            self.refused = str(error) if isinstance(error, UnsafeFileError) else ""
             return False
+        self.refused = ""
         self._inode, self._offset, self._torn = inode, 0, b""
         return True
 
     def _drop_endless(self) -> None:
-        if len(self._torn) > _LONGEST_LINE:
+        if len(self._torn) > LONGEST_LINE:
             self.dropped += len(self._torn)
             self._torn = b""

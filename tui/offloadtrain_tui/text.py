@@ -1,27 +1,15 @@
-"""Sanitizing of foreign text, and short formats of numbers."""
+"""Foreign text on one line, and short formats of numbers."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 
-_KEPT = {"\n", "\t"}
+from offloadtrain.boundary.sanitize import one_line
 
 
 def clean(text: str, limit: int = 2000) -> str:
-    """Remove control characters, terminal escapes and marks that change the text direction.
-
-    Logs, names and messages are untrusted.
-    """
-    shown = []
-    for character in text[:limit]:
-        if character in _KEPT:
-            shown.append(" ")
-        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
-            shown.append("\N{REPLACEMENT CHARACTER}")
-        else:
-            shown.append(character)
-    return "".join(shown) + ("…" if len(text) > limit else "")
+    """Return untrusted text as one short line without anything unprintable."""
+    return one_line(text[:limit]) + ("…" if len(text) > limit else "")
 
 
 def short(value: float | None) -> str:

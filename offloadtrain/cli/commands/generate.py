@@ -51,7 +51,6 @@ def generate(
     """
     from offloadtrain.model.language_model import Sampling
     from offloadtrain.runtime.device import resolve_device
-    from offloadtrain.train.console import sanitize
     from offloadtrain.train.trained_model import answered, continued, open_model
 
     trained = open_model(source, resolve_device(device))
@@ -60,4 +59,4 @@ def generate(
         text = answered(trained, prompt, max_tokens, chosen)
     else:
         text = prompt + continued(trained, prompt, max_tokens, chosen)
-    print(sanitize(text))
+    print(text)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.train.console import sanitize
 
 
 def import_deepspeed(
@@ -46,4 +45,4 @@ def import_deepspeed(
         print(out)
     undecided = found.undecided if to == "job" else {}
     for key, why in {**found.unmapped, **undecided}.items():
-        print(sanitize(f"not mapped: {key}: {why}"), file=sys.stderr)
+        print(f"not mapped: {key}: {why}", file=sys.stderr)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.toml import nearest
-from offloadtrain.train.console import sanitize
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
 
@@ -50,7 +49,7 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
 
 def say_on_stderr(line: str) -> None:
     """Print on stderr how overrides changed other keys of a job."""
-    print(sanitize(line), file=sys.stderr)
+    print(line, file=sys.stderr)
 
 
 def find_job(job: str) -> Path:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.config.errors import OffloadTrainError
 
 
@@ -24,7 +25,7 @@ def trace(run: Path, out: Path | None = None) -> None:
     target = out or run / "trace.json"
     text = json.dumps(chrome_trace(read_run(run)))
     try:
-        target.write_text(text, encoding="utf-8")
+        replace_file(target, text)
     except OSError as error:
         raise OffloadTrainError(f"{target} cannot be written: {error.strerror}") from error
     print(target)

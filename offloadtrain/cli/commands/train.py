@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, STOPPED
+from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.runtime.failure_detector import RankInfo
 
@@ -86,7 +87,7 @@ def train(
         return launch(_ranks_wanted(nproc, config), max_restarts, arguments)
     if rank_info.size == 1 and max_restarts:
         raise ConfigError("--max-restarts restarts ranks: it needs --nproc")
-    text = path.read_text(encoding="utf-8")
+    text = toml.read(path)
     if rank_info.size == 1:
         return run_job(config, text, run_dir=run_dir, resume=resume, waiting=waiting)
     return _run_distributed(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.config.errors import OffloadTrainError
 
 SCHEMA = 1
+_MOST_BYTES = 16 << 20
 
 
 class ResultsError(OffloadTrainError):
@@ -115,8 +116,8 @@ def read(folder: Path) -> list[ResultsFile]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
+    except OSError as error:
         raise ResultsError(f"{path}: cannot be read as results: {error}") from None
     return values if isinstance(values, dict) else {}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 
+from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.events import codec
 from offloadtrain.train.loggers.row import STEP_SCALARS, Row
 
@@ -66,13 +68,16 @@ def _opened(path: Path, kept_step: int, step_of: Callable[[bytes], int]) -> Text
     if kept_step >= 0 and path.exists():
         _cut(path, kept_step, step_of)
     # line buffering: a killed run has lost no row
-    return open(path, "a" if kept_step >= 0 else "w", buffering=1, encoding="utf-8", newline="")
+    fd = open_descriptor(path, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if kept_step < 0:
+        os.truncate(fd, 0)
+    return open(fd, "a", buffering=1, encoding="utf-8", newline="")
 
 
 def _cut(path: Path, kept_step: int, step_of: Callable[[bytes], int]) -> None:
     """Cut the file before its first row after `kept_step`, or before a torn last row."""
     kept_bytes = 0
-    with open(path, "rb+") as file:
+    with open(open_descriptor(path, flags=os.O_RDWR), "rb+") as file:
         for line in file:
             if not line.endswith(b"\n") or step_of(line) > kept_step:
                 break

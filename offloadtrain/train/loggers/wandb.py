@@ -7,9 +7,12 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.boundary.safe_open import read_json
+from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.train.loggers.row import Row
 
+_MOST_BYTES = 1 << 16
 _INIT_WITHIN_S = FINISH_WITHIN_S = 30
 
 
@@ -30,9 +33,9 @@ class Wandb:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("no key: run `wandb login`, or set WANDB_MODE=offline")
         self._state = run / "wandb" / "run.json"
-        self._state.parent.mkdir(mode=0o700, exist_ok=True)
+        own_folder(self._state.parent)
         known = kept_step >= 0 and self._state.exists()
-        state = json.loads(self._state.read_text()) if known else {}
+        state = read_json(self._state, max_bytes=_MOST_BYTES) if known else {}
         self._id: str = state.get("id") or secrets.token_hex(8)
         self._sent_step = self._last_step = int(state.get("last_step", -1))
         self._run: Any = wandb.init(
@@ -62,6 +65,4 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
     def _keep_state(self) -> None:
-        fresh = self._state.with_suffix(".tmp")
-        fresh.write_text(json.dumps({"id": self._id, "last_step": self._last_step}))
-        fresh.replace(self._state)
+        replace_file(self._state, json.dumps({"id": self._id, "last_step": self._last_step}))

@@ -35,9 +35,9 @@ class Ranks(Panel):
     """A row per rank, and a row per GPU of the machine."""
 
     def compose(self) -> ComposeResult:
-        yield Static(id="ranks-text")
+        yield Static(id="ranks-text", markup=False)
         yield DataTable(id="ranks-rows", cursor_type="row", zebra_stripes=True)
-        yield Static(id="ranks-gpu-text")
+        yield Static(id="ranks-gpu-text", markup=False)
         yield DataTable(id="ranks-gpus", cursor_type="row", zebra_stripes=True)
 
     def show(self, shown: ViewState) -> None:

@@ -36,7 +36,7 @@ class RunsPanel(Panel):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "beside", "draw beside")]
 
     def compose(self) -> ComposeResult:
-        yield Static(id="runs-text")
+        yield Static(id="runs-text", markup=False)
         yield DataTable(id="runs-rows", cursor_type="row", zebra_stripes=True)
 
     def on_mount(self) -> None:

@@ -11,17 +11,21 @@ Cell = str | Text
 
 
 def fill(table: DataTable[Cell], columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """Make the table show these rows."""
+    """Make the table show these rows. Plain strings are shown as they are: they are no markup."""
     if len(table.columns) != len(columns):
         table.clear(columns=True)
         for column in columns:
             table.add_column(column, key=column)
     while table.row_count > len(rows):
         table.remove_row(str(table.row_count - 1))
-    for number, row in enumerate(rows):
+    for number, row in enumerate(map(_texts, rows)):
         if number >= table.row_count:
             table.add_row(*row, key=str(number))
             continue
         for column, cell in zip(columns, row, strict=True):
             if table.get_cell(str(number), column) != cell:
                 table.update_cell(str(number), column, cell, update_width=True)
+
+
+def _texts(row: Sequence[Cell]) -> list[Text]:
+    return [Text(cell) if isinstance(cell, str) else cell for cell in row]

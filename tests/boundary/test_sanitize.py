@@ -1,0 +1,91 @@
+"""One rule for every output: what is unprintable reaches no terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadtrain.boundary.output import sanitized_output
+from offloadtrain.boundary.sanitize import (
+    SanitizedStream,
+    one_line,
+    sanitize,
+    sanitize_json,
+    unfiltered,
+)
+
+UNPRINTABLE = [
+    *map(chr, range(0x20)),
+    *map(chr, range(0x7F, 0xA0)),
+    *map(chr, range(0x200B, 0x2010)),  # zero width, and marks of direction
+    *map(chr, range(0x2028, 0x202F)),  # line and paragraph separators, bidirectional controls
+    *map(chr, range(0x2060, 0x2070)),
+    "\u00ad",
+    "\u061c",
+    "\ufeff",
+    "\ufff9",
+    "\ud800",
+    "\U000e0041",  # a tag
+    "\U0010fffd",  # of private use
+]
+
+
+@pytest.mark.slow
+@given(st.text(st.characters()))
+def test_what_is_printable_stays_and_what_is_not_goes(text: str) -> None:
+    clean = sanitize(text)
+    assert all(one.isprintable() or one in "\n\t" for one in clean) and len(clean) == len(text)
+    assert sanitize(clean) == clean and one_line(text).isprintable()
+    if text.isprintable():
+        assert clean == text
+
+
+def test_each_character_that_a_terminal_obeys_is_replaced() -> None:
+    passed = [one for one in UNPRINTABLE if one in sanitize(f"a{one}b") and one not in "\n\t"]
+    assert passed == []
+    assert [one for one in UNPRINTABLE if not one_line(f"a{one}b").isprintable()] == []
+
+
+def test_lines_tabs_letters_and_wide_blanks_stay() -> None:
+    assert sanitize("def f():\n\treturn 1\n") == "def f():\n\treturn 1\n"
+    assert sanitize("größe 長さ 🚀\n") == "größe 長さ 🚀\n"
+    assert sanitize("a\u00a0b\n") == "a b\n"
+
+
+@pytest.mark.slow
+@given(st.recursive(st.text(st.characters()) | st.integers(), lambda x: st.lists(x)))
+def test_json_says_the_same_with_escapes(value: object) -> None:
+    for text in (json.dumps(value, ensure_ascii=False, indent=1), json.dumps(value)):
+        shown = sanitize_json(text)
+        assert shown.isprintable() and json.loads(shown) == value
+
+
+def test_json_keeps_what_it_says() -> None:
+    assert sanitize_json('{"a":\r\n\t"\x7f\u202e\U000e0041"}') == (
+        '{"a":   "\\u007f\\u202e\\udb40\\udc41"}'
+    )
+
+
+def test_whatever_is_printed_is_filtered_and_the_streams_come_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sys.stdout, sys.stderr
+    with sanitized_output(), sanitized_output():
+        print("a\x1b]52;c;AAAA\x07b")
+        print("\x9b2J", file=sys.stderr)
+        sys.stdout.writelines(["\u202e", "\n"])
+        assert not sys.stdout.isatty() and unfiltered(sys.stdout) is before[0]
+    assert (sys.stdout, sys.stderr) == before
+    out, err = capsys.readouterr()
+    assert out.replace("\n", "").isprintable() and err[:-1].isprintable()
+
+
+def test_the_streams_own_methods_are_there() -> None:
+    stream = io.StringIO()
+    filtered = SanitizedStream(stream)
+    assert filtered.write("abc") == 3 and filtered.getvalue() == "abc"  # type: ignore[operator]

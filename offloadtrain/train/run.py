@@ -55,7 +55,7 @@ def run(
         trainer = Trainer(config, context, folder, log)
         if opened.found is not None:
             trainer.resume(opened.found)
-        trainer.check_room()
+        trainer.saving.check_room(trainer.progress.step)
         for told in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
             log.warn("checkpoint-damaged", told)
         if distributed is not None:

@@ -13,8 +13,9 @@ from offloadtrain.config.hf_model import read_config
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
-from offloadtrain.train.checkpoint import checkpoint, disk_space
+from offloadtrain.train.checkpoint import checkpoint, disk_space, save
 from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
+from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.job_changes import changes_since
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_folder import RunFolder
@@ -61,7 +62,7 @@ class Saving:
         saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
         problem = disk_space.shortage(
             folder,
-            checkpoint.tensor_bytes(self._model, self._optimizer, self._ranks),
+            save.num_bytes(self._model, self._optimizer, self._ranks),
             self._ranks,
             there=len(checkpoint.find(folder)),
             unfinished=checkpoint.unfinished(folder),
@@ -74,14 +75,15 @@ class Saving:
     # ---- resume
 
     def resume(self, found: checkpoint.Checkpoint) -> Progress:
-        """Load the state of a verified checkpoint.
+        """Load the state of a checkpoint; its tensors are verified meanwhile.
 
         Raises:
+            DamagedCheckpointError: bytes of them have changed; another one must be loaded.
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
         self._check_same_job(found)
-        checkpoint.restore(found, self._model, self._optimizer)
+        restore(found, self._model, self._optimizer, self._ranks)
         state, ranks = found.state, self._ranks
         self._optimizer.finish_load(**state["optimizer"])
         self._batches.load_state_dict(state["data"])
@@ -140,7 +142,7 @@ class Saving:
             return
         self._log.doing("saving a checkpoint")
         try:
-            saved = checkpoint.save(
+            saved = save.save(
                 self._run.checkpoints,
                 progress.step,
                 self._model,

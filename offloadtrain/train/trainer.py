@@ -80,7 +80,7 @@ class Trainer:
         self._all_stop = False
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
-        """Continue from a verified checkpoint; raises what `Saving.resume` raises."""
+        """Continue from a checkpoint; raises what `Saving.resume` raises."""
         self.progress = self.saving.resume(found)
 
     # ---- the loop

@@ -15,7 +15,7 @@ from offloadtrain.engine import state
 from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
 from offloadtrain.engine.engine import Engine, EngineError
@@ -23,15 +23,16 @@ from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watc
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
+from offloadtrain.engine.state_io import StateIO
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
-from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
+from offloadtrain.runtime.process_group import Ranks
 
 
-class OffloadOptimizer(Prepared, torch.optim.Optimizer):
+class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state lives in pinned host memory.
 
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
@@ -283,65 +284,6 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             step=step, scaler=state_dict.get("scaler", scaler.state_dict() if scaler else None)
         )
 
-    def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
-        parameters in shards yield their weights."""
-        # The caller reads views that Adam on the host lane may still write.
-        self.synchronize()
-        for _, slot in self._slots():
-            entry = self.state[slot.param]
-            yield slot.name, {name: x for name, x in entry.items() if name != "step"}
-        for bucket, slot in self._frozen_shards():
-            yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
-
-    def extents(self) -> dict[str, Extent]:
-        """Return this rank's part of every trained parameter, and of frozen ones in shards."""
-        held = [*self._slots(), *self._frozen_shards()]
-        return {slot.name: Extent(slot.shape, *bucket.piece(slot)) for bucket, slot in held}
-
-    def load_named_state(
-        self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
-    ) -> None:
-        """Copy state of one parameter in, as far as this rank holds it; `finish_load` makes it
-        effective.
-
-        State of another format is converted, rounded to nearest where this one is narrower.
-
-        Args:
-            tensors: of the parameter's shape; or 1-D, of its elements from `lo` on, a multiple of
-                128, in the order of its memory. Scales: one value per 128 elements.
-
-        Raises:
-            EngineError: for an unknown parameter, a missing tensor or another shape.
-        """
-        # This thread writes the state, which Adam and uploads in flight still use.
-        self.synchronize()
-        frozen = next(((b, s) for b, s in self._frozen_shards() if s.name == name), None)
-        if frozen is not None:
-            state.load_frozen(*frozen, tensors[UNTRAINED], lo)
-            return
-        found = next(((b, s) for b, s in self._slots() if s.name == name), None)
-        if found is None:
-            raise EngineError(f"the model has no trainable parameter '{name}'")
-        state.load(*found, self._rule, tensors, lo)
-
-    def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
-        """Set the step count and upload the weights, after `load_named_state` of every parameter.
-
-        Raises:
-            EngineError: only one of state and optimizer has a loss scaler.
-        """
-        if (scaler is None) != (self._engine.scaler is None):
-            raise EngineError("the loss scaler's state is there in only one of state and optimizer")
-        if self._engine.scaler is not None and scaler is not None:
-            self._engine.scaler.load_state_dict(dict(scaler))
-        self._engine.step_count = step
-        self._step_tensor.fill_(step)
-        # Waits for the upload: parameters hold the loaded weights when this returns.
-        self._engine.emit()
-        # Frozen parameters may have been loaded too.
-        self._seal.renew()
-
     def require_whole_weights(self) -> None:
         """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
         if not self.ranks.is_single and any(b.streamed for k in self._blocks for b in k.held):
@@ -458,15 +400,9 @@ class OffloadOptimizer(Prepared, torch.optim.Optimizer):
             self._told_of_clipping = True
             warn_of_clipping(self._clip_norm)
 
-    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
-        pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]
-        return iter(sorted(pairs, key=lambda pair: pair[1].index))
-
-    def _frozen_shards(self) -> list[tuple[Bucket, Slot]]:
-        """List frozen parameters that are in shards, and whole only while in a device slot."""
-        if self.ranks.is_single:
-            return []
-        return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]
+    def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
+        for _, slot in self._slots():
+            yield slot, {name: x for name, x in self.state[slot.param].items() if name != "step"}
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():

@@ -17,7 +17,10 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
 
-STAGGER_BYTES = 4096 + 256
+ARENA_ALIGN = 512
+"""Bytes: disks read and write memory that starts on a multiple of it without a copy."""
+
+STAGGER_BYTES = 4096 + ARENA_ALIGN
 """The gap between neighbours in the host arena: streams that lie an exact power of two apart fall
 into the same cache sets and make Adam up to three times slower."""
 
@@ -64,7 +67,7 @@ class MemoryRequest:
     @property
     def span_bytes(self) -> int:
         """Bytes in the host arena, with the stagger that separates it from its neighbour."""
-        return -(-self.nbytes // 256) * 256 + STAGGER_BYTES
+        return -(-self.nbytes // ARENA_ALIGN) * ARENA_ALIGN + STAGGER_BYTES
 
 
 def lay_out(

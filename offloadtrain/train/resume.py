@@ -39,7 +39,8 @@ class Opened:
     """A run folder, locked and not yet changed: see [Note: Nothing before it begins].
 
     Attributes:
-        found: the verified checkpoint to resume from; None: the run begins at step 0.
+        found: the checkpoint to resume from, whose tensors are verified when they are loaded; None:
+            the run begins at step 0.
         damaged: newer checkpoints that were skipped, and the problem of each.
     """
 
@@ -54,6 +55,22 @@ class Opened:
             return None
         state = self.found.state
         return ResumedSettings(state["precision"], len(state["rng"]), state.get("threads", 0))
+
+    def fall_back(self, damage: DamagedCheckpointError, ranks: Ranks) -> None:
+        """`found` is damaged: choose the checkpoint before it. Every rank calls this.
+
+        Raises:
+            CheckpointError: there is no other.
+        """
+        assert self.found is not None
+        self._skip(self.found.path, damage)
+        folder, before = self.found.path.parent, self.found.step
+        self.found = checkpoint.newest_good(folder, self._skip, ranks, whole=False, before=before)
+        if self.found is None:
+            raise CheckpointError(_nothing_good(folder.parent, self))
+
+    def _skip(self, path: Path, damage: DamagedCheckpointError) -> None:
+        self.damaged.append((path, damage))
 
     def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
         """Begin the run after its checkpoint was accepted: from here on the folder is written.
@@ -82,7 +99,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The meaning of `--resume` and `--run-dir`, before any checkpoint is verified.
+    """The meaning of `--resume` and `--run-dir`, before any checkpoint is opened.
 
     Attributes:
         candidates: run folders with checkpoints; the first valid one is used.
@@ -117,7 +134,7 @@ def open_run(
     )
     skipped = list(choice.skipped)
     for path in choice.candidates:
-        opened = _verified(path, ranks)
+        opened = _opened(path, ranks)
         if opened.found is not None:
             if skipped:
                 say(f"resume auto: skipped {', '.join(skipped)}; resuming {path.name}")
@@ -136,12 +153,12 @@ def open_run(
     return Opened(RunFolder.new(Path(job.runs_dir), job.name, run_dir))
 
 
-def _verified(path: Path, ranks: Ranks) -> Opened:
-    """Lock the folder, and read its checkpoints until one is valid."""
+def _opened(path: Path, ranks: Ranks) -> Opened:
+    """Lock the folder, and open its checkpoints until one is valid."""
     opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
     try:
         opened.found = checkpoint.newest_good(
-            opened.run.checkpoints, lambda at, why: opened.damaged.append((at, why)), ranks
+            opened.run.checkpoints, opened._skip, ranks, whole=False
         )
     except BaseException:
         opened.run.close()

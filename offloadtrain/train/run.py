@@ -9,9 +9,10 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.events.control import Requests
-from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train import run_summary
 from offloadtrain.train.build import TrainingContext, assemble, described
+from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.console import Console
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.progress_bar import ProgressBar
@@ -53,9 +54,8 @@ def run(
             stack.enter_context(distributed.reporting(log))
         context = _build(config, opened, distributed, console)
         trainer = Trainer(config, context, folder, log)
-        if opened.found is not None:
-            trainer.resume(opened.found)
-        trainer.check_room()
+        _resume(trainer, opened, ranks)
+        trainer.saving.check_room(trainer.progress.step)
         for told in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
             log.warn("checkpoint-damaged", told)
         if distributed is not None:
@@ -75,6 +75,16 @@ def run(
             console.say(told)
             print(folder.path, flush=True)
     return outcome.status
+
+
+def _resume(trainer: Trainer, opened: Opened, ranks: Ranks) -> None:
+    """Load the newest checkpoint whose tensors verify: see [Note: Reading once]."""
+    while opened.found is not None:
+        try:
+            trainer.resume(opened.found)
+            return
+        except DamagedCheckpointError as damage:
+            opened.fall_back(damage, ranks)
 
 
 def _build(

@@ -30,8 +30,8 @@ from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.step.formats import FORMATS
 from offloadtrain.train.build import TrainingContext, update_rule
-from offloadtrain.train.checkpoint.checkpoint import Saved
 from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.console import Console, StepLine
 from offloadtrain.train.loggers.loggers import Loggers
 from offloadtrain.train.loggers.row import Source

@@ -16,15 +16,13 @@ counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
-from offloadtrain.config.hf_model import read_config
-from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.job import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
@@ -32,30 +30,18 @@ from offloadtrain.events.control import Requests
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
-from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
-from offloadtrain.train.checkpoint import checkpoint, disk_space
-from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
-from offloadtrain.train.job_changes import changes_since
+from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.losses import LateLoss, loss_divisor, loss_of, to_device
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
 
 MAX_SKIPS = 20
 SAMPLE_TEMPERATURE = 0.8
 _SAMPLE_SEED = 0
-_SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
-_ADVICE = {
-    "fp16": f'{_SLOWER}, or set offload.precision = "bf16" or "fp32"',
-    "bf16": f'{_SLOWER}, or set offload.precision = "fp32"',
-    "fp32": _SLOWER,
-}
-
-
-class TrainingError(OffloadTrainError):
-    """Training cannot continue: values are no longer finite."""
 
 
 class AbortedError(OffloadTrainError):
@@ -86,87 +72,16 @@ class Trainer:
         self.batches, self.val_tokens = context.batches, context.val_tokens
         self.progress = Progress()
         self._precision = context.precision
-        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
         self._tokenizer = context.train_tokens.header.tokenizer
-        self._tokenizer_id = context.train_tokens.header.tokenizer_id
-        self._run = run
         self._log = log
+        self.saving = Saving(config, context, run, log)
         self._requests: Requests | None = None
         self._loss = LateLoss(self.optimizer.device)
-        self._saved_step = -1
         self._all_stop = False
 
-    # ---- resume
-
     def resume(self, found: checkpoint.Checkpoint) -> None:
-        """Load the state of a verified checkpoint.
-
-        Raises:
-            CheckpointError, ConfigError: it is of another model.
-            DataError: it was trained on other tokens.
-        """
-        self._check_same_job(found)
-        checkpoint.restore(found, self.model, self.optimizer)
-        state = found.state
-        self.optimizer.finish_load(**state["optimizer"])
-        self.batches.load_state_dict(state["data"])
-        self.progress = Progress(**state["progress"])
-        if self._ranks.rank < len(state["rng"]):
-            rng.restore(state["rng"][self._ranks.rank])
-        else:  # a new rank: numbers that no other rank draws
-            rng.seed_all(self.config.train.seed + self._ranks.rank + found.step * self._ranks.size)
-        self._saved_step = found.step
-
-    def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
-        """Refuse changes that make it another run, and report the others."""
-        if self._precision != found.state["precision"]:
-            raise ConfigError(
-                f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
-                f"but this run uses {self._precision!r}"
-            )
-        if self._tokenizer_id and found.state["tokenizer"] not in ("", self._tokenizer_id):
-            raise ConfigError(
-                f"{found.path} was trained on tokens of another tokenizer than the data's, "
-                f"{self._tokenizer}: its tokens would mean something else"
-            )
-        before, threads = found.state.get("threads"), torch.get_num_threads()
-        if before not in (None, threads):
-            self._log.warn(
-                "threads-changed",
-                f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
-                "losses may now differ in their last digits",
-            )
-        changed = changes_since(found, self.config)
-        if found.state.get("held_out", self._held_out()) != self._held_out():
-            changed.append(
-                "the held-out tokens: validation losses are not comparable with earlier ones"
-            )
-        if changed:
-            self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
-
-    def check_room(self) -> None:
-        """Check before the run begins that its checkpoints fit on the disk.
-
-        Raises:
-            CheckpointError: not even one fits.
-        """
-        step, config = self.progress.step, self.config.train
-        if step >= config.steps:
-            return
-        every = config.checkpoint_every
-        saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
-        folder = self._run.checkpoints
-        problem = disk_space.shortage(
-            folder,
-            checkpoint.tensor_bytes(self.model, self.optimizer, self._ranks),
-            self._ranks,
-            there=len(checkpoint.find(folder)),
-            unfinished=checkpoint.unfinished(folder),
-            saves=saves,
-            keep_last=config.keep_last,
-        )
-        if problem:
-            self._log.warn("disk-small", problem)
+        """Continue from a checkpoint; raises what `Saving.resume` raises."""
+        self.progress = self.saving.resume(found)
 
     # ---- the loop
 
@@ -191,7 +106,7 @@ class Trainer:
                     self._between_steps()
                 self._answer(stop, told)
             if self.progress.step < config.steps:
-                self._save()
+                self.saving.save(self.progress)
                 return Outcome("stopped", self.progress.step, self.progress.val_loss)
             self._finish()
         return Outcome("done", self.progress.step, self.progress.val_loss)
@@ -206,7 +121,7 @@ class Trainer:
         try:
             self.optimizer.step()
         except LossScaleError:
-            self._save()  # of the previous step: an overflow changes nothing
+            self.saving.save(self.progress)  # of the previous step: an overflow changes nothing
             raise
         clock.lap("optimizer")
         report = self.optimizer.last_step
@@ -269,7 +184,7 @@ class Trainer:
         if not math.isfinite(loss):
             self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
             if not report.skipped:
-                raise self._spoilt(f"the loss of step {number} is {loss}")
+                raise self.saving.spoilt(f"the loss of step {number} is {loss}")
         elif report.skipped and self._precision != "fp16":
             self._log.warn(
                 "step-skipped",
@@ -277,21 +192,12 @@ class Trainer:
                 number,
             )
         if self.progress.skipped_in_a_row >= MAX_SKIPS:
-            self._save()
+            self.saving.save(self.progress)
             raise TrainingError(
                 f"{MAX_SKIPS} steps in a row were skipped: the gradients of step {number} are not "
                 f"finite (loss {loss}, loss scale {report.loss_scale:g}). The state before them is "
-                f"in the last checkpoint. {_ADVICE[self._precision]}."
+                f"in the last checkpoint. {ADVICE[self._precision]}."
             )
-
-    def _spoilt(self, problem: str) -> TrainingError:
-        """Return the error of a run whose later steps would be useless."""
-        saved = checkpoint.find(self._run.checkpoints)
-        last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
-        advice = _ADVICE[self._precision]
-        if not self.config.offload.skip_nonfinite:
-            advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
-        return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
 
     # ---- between steps
 
@@ -313,7 +219,7 @@ class Trainer:
             if request.action in ("checkpoint", "stop"):
                 self._log.control(request, "accepted", step)
             if request.action == "checkpoint":
-                self._save_or_warn()
+                self.saving.save_or_warn(self.progress)
             elif request.action == "stop":
                 stop.requested, self._all_stop = "request", True
             self._log.control(request, "done", step)
@@ -325,7 +231,7 @@ class Trainer:
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             self._evaluate()
         if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
-            self._save_or_warn()
+            self.saving.save_or_warn(self.progress)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -359,75 +265,11 @@ class Trainer:
         self.progress.seconds += clock.total_ms / 1e3
         self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)
 
-    def _save_or_warn(self) -> None:
-        """Save; a full disk must not end a run whose last checkpoint is valid."""
-        try:
-            self._save()
-        except CheckpointError as error:
-            self._log.checkpoint_failed(self.progress.step, error)
-
-    def _save(self) -> None:
-        """Save the state after this step, unless it was saved already, and prune.
-
-        Raises:
-            TrainingError: its weights are not finite.
-            CheckpointError: the disk is full or failing.
-        """
-        if self._saved_step == self.progress.step:
-            return
-        self._log.doing("saving a checkpoint")
-        try:
-            saved = checkpoint.save(
-                self._run.checkpoints,
-                self.progress.step,
-                self.model,
-                self.optimizer,
-                self._state(),
-                ranks=self._ranks,
-            )
-        except NotFiniteError as error:
-            raise self._spoilt(f"after step {self.progress.step} {error}") from error
-        self._saved_step = self.progress.step
-        self.progress.seconds += saved.seconds
-        self._log.saved(self.progress.step, saved)
-        if self._ranks.rank:
-            return
-        try:
-            checkpoint.prune(self._run.checkpoints, self.config.train.keep_last)
-        except OSError as error:
-            self._log.warn("prune-failed", f"old checkpoints were not removed: {error}")
-
-    def _state(self) -> Mapping[str, Any]:
-        """Return all state outside tensors that the rest of the run depends on."""
-        scaler = self.optimizer.state_dict()["scaler"]
-        hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        return {
-            "optimizer": {"step": self.progress.step, "scaler": scaler},
-            "progress": asdict(self.progress),
-            "data": self.batches.state_dict(),
-            "held_out": self._held_out(),
-            "tokenizer": self._tokenizer_id,
-            "rng": self._ranks.gather(rng.capture()),
-            "param_groups": hyperparameters,
-            "precision": self._precision,
-            "threads": torch.get_num_threads(),
-            "config": as_tables(self.config),
-            "tokenizer_name": self._tokenizer,
-            "hf_config": self._hf_config,
-        }
-
-    def _held_out(self) -> str | None:
-        """Return the hash of the validation tokens."""
-        return None if self.val_tokens is None else self.val_tokens.header.content
-
     # ---- the end
 
     def _finish(self) -> None:
         self._evaluate()
-        self._save()
+        self.saving.save(self.progress)
         if self.config.train.sample_tokens:
             self._sample()
 

@@ -18,6 +18,8 @@ from offloadtrain.train.checkpoint.manifest import (
     DamagedCheckpointError,
     NotFiniteError,
 )
+from offloadtrain.train.checkpoint.restore import restore
+from offloadtrain.train.checkpoint.save import save
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import whole_state
@@ -53,9 +55,7 @@ def trained_and_saved(folder: Path, name: str, state: str, **options: Any) -> An
     for tokens in own_batches(3):
         train(optimizer, model, [tokens])
     optimizer.synchronize()
-    checkpoint.save(
-        folder, 3, model, optimizer, {"step": 3}, group_bytes=4000, ranks=optimizer.ranks
-    )
+    save(folder, 3, model, optimizer, {"step": 3}, ranks=optimizer.ranks)
     found = all_of(optimizer, state)
     found["loss"] = fixed_loss(model)
     optimizer.close()
@@ -78,7 +78,7 @@ def loaded(folder: Path, name: str, state: str, **options: Any) -> Any:
 
     saved = checkpoint.newest_good(folder, never, optimizer.ranks)
     assert saved is not None
-    checkpoint.restore(saved, model, optimizer)
+    restore(saved, model, optimizer)
     optimizer.finish_load(step=3)
     found = all_of(optimizer, state)
     found["loss"] = fixed_loss(model)
@@ -118,11 +118,9 @@ def test_no_element_is_written_twice(ranks: Run, tmp_path: Path) -> None:
     (path,) = checkpoint.find(tmp_path)
     taken: dict[tuple[str, str], list[tuple[int, int]]] = {}
     sizes = {}
-    for entry in checkpoint.verify(path).manifest["tensors"]:
-        of = entry.get("of", entry["shape"])
-        sizes[entry["name"], entry["kind"]] = numel = int(torch.Size(of).numel())
-        span = tuple(entry.get("range", (0, numel)))
-        taken.setdefault((entry["name"], entry["kind"]), []).append(span)
+    for entry in checkpoint.verify(path).manifest.entries:
+        sizes[entry.name, entry.kind] = torch.Size(entry.shape).numel()
+        taken.setdefault((entry.name, entry.kind), []).append((entry.lo, entry.hi))
     assert any(len(spans) > 1 for spans in taken.values())
     for key, spans in taken.items():
         flat = [bound for span in sorted(spans) for bound in span]
@@ -133,18 +131,18 @@ def test_no_element_is_written_twice(ranks: Run, tmp_path: Path) -> None:
 def full_disk(folder: Path, broken: int) -> str:
     model, optimizer = made("chain")
     optimizer.synchronize()
-    write, os.write = os.write, _full if optimizer.ranks.rank == broken else os.write
+    write, os.pwrite = os.pwrite, _full if optimizer.ranks.rank == broken else os.pwrite
     try:
-        checkpoint.save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
+        save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
     except CheckpointError as error:
         return str(error)
     finally:
-        os.write = write
+        os.pwrite = write
         optimizer.close()
     return ""
 
 
-def _full(fd: int, data: bytes) -> int:
+def _full(fd: int, data: bytes, offset: int) -> int:
     raise OSError(28, "No space left on device")
 
 
@@ -167,7 +165,7 @@ def damaged(folder: Path) -> list[str]:
 def test_a_damaged_file_is_seen_by_all(ranks: Run, tmp_path: Path) -> None:
     ranks(2, trained_and_saved, tmp_path, "chain", "fp32")
     (path,) = checkpoint.find(tmp_path)
-    file = sorted(path.glob("tensors-r001-*"))[-1]
+    file = path / "rank-001.bin"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -184,7 +182,7 @@ def saved_with_nan(folder: Path, spoilt: int) -> str:
         _, state = next(one for one in optimizer.named_state() if one[1]["master"].numel())
         state["master"].view(-1)[0] = float("nan")
     try:
-        checkpoint.save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
+        save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
     except NotFiniteError as error:
         return str(error)
     finally:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from offloadtrain.hardware.direct_io import BLOCK
+
 EFFECTS = (
     *("open", "read", "write", "fsync", "close", "posix_fadvise"),
+    *("posix_fallocate", "pwrite", "preadv", "fstat"),
     *("mkdir", "makedirs", "rename", "unlink", "rmdir", "listdir", "statvfs"),
 )
 
@@ -24,6 +28,7 @@ class FaultyOs:
         self.calls: list[tuple[str, Any]] = []
         self.tear_writes = False
         self._at, self._fault = at, fault
+        self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -31,10 +36,15 @@ class FaultyOs:
             return real
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append((name, args[0]))
-            if len(self.calls) - 1 == self._at:
+            with self._lock:  # several threads write
+                self.calls.append((name, args[0]))
+                number = len(self.calls) - 1
+            if number == self._at:
                 if name == "write" and self.tear_writes:
                     os.write(args[0], args[1][: len(args[1]) // 2])
+                if name == "pwrite" and self.tear_writes:
+                    half = len(args[1]) // 2 // BLOCK * BLOCK
+                    os.pwrite(args[0], args[1][:half], args[2])
                 self._fault(name)
             return real(*args, **kwargs)
 

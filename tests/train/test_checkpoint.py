@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import mmap
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import xxhash
 
+from offloadtrain.hardware import direct_io
+from offloadtrain.hardware.direct_io import BLOCK, DirectFile
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.train.checkpoint.layout import Region, lay_out
+from offloadtrain.train.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    digest_of,
+)
+from offloadtrain.train.checkpoint.restore import restore
+from offloadtrain.train.checkpoint.save import save
+from offloadtrain.train.checkpoint.writer import TensorWriter
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
 
 def save_steps(folder: Path, *steps: int, **options: Any) -> None:
     for step in steps:
-        checkpoint.save(folder, step, *filled(step), {"step": step}, **options)
+        save(folder, step, *filled(step), {"step": step}, **options)
 
 
 def never_damaged(path: Path, damage: DamagedCheckpointError) -> None:
@@ -26,65 +41,64 @@ def never_damaged(path: Path, damage: DamagedCheckpointError) -> None:
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     model, state = filled(7)
-    saved = checkpoint.save(tmp_path, 7, model, state, {"nested": {"rate": 0.1}, "list": [1, 2]})
+    saved = save(tmp_path, 7, model, state, {"nested": {"rate": 0.1}, "list": [1, 2]})
     found = checkpoint.newest_good(tmp_path, never_damaged)
     assert found is not None and found.path == saved.path == tmp_path / "step-00000007"
     assert (found.step, found.state) == (7, {"nested": {"rate": 0.1}, "list": [1, 2]})
 
     other_model, other_state = filled(8)
-    checkpoint.restore(found, other_model, other_state)
+    restore(found, other_model, other_state)
     assert same(state, other_state)
     assert other_model.seen == 7
     assert torch.equal(model.frozen.weight, other_model.frozen.weight)
 
 
-def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
+def test_the_files_are_raw_tensors_and_json(tmp_path: Path) -> None:
     _, state = filled(1)
-    path = checkpoint.save(tmp_path, 1, *filled(1), {}).path
-    tensors = load_file(path / "tensors-00000.safetensors")
-    assert torch.equal(tensors["master/first.weight"], state.tensors["first.weight"]["master"])
-    assert tensors["untrained/seen"].shape == ()
-    assert "untrained/cache" not in tensors
-    names = {
-        (t["kind"], t["name"]) for t in json.loads((path / "manifest.json").read_text())["tensors"]
-    }
-    assert names == {tuple(key.split("/")) for key in tensors}
-    assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json"}
-
-
-def test_files_are_bounded_and_hold_whole_parameters(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, *filled(1), {}, group_bytes=200).path
-    files = sorted(path.glob("*.safetensors"))
-    assert len(files) > 2
-    for file in files:
-        owners = [key.split("/")[1] for key in load_file(file) if not key.startswith("untrained")]
-        assert all(owners.count(owner) == 3 for owner in owners)
-    model, state = filled(2)
-    checkpoint.restore(checkpoint.verify(path), model, state)
-    assert same(state, filled(1)[1])
+    path = save(tmp_path, 1, *filled(1), {}).path
+    content = json.loads((path / "manifest.json").read_text())
+    raw = (path / "rank-000.bin").read_bytes()
+    found = {}
+    for one in content["tensors"]:
+        assert one["span"][0] % 4096 == 0 == one["span"][1] % 4096
+        dtype = getattr(torch, one["dtype"])
+        data = raw[one["offset"] : one["offset"] + one["count"] * dtype.itemsize]
+        values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
+        found[one["kind"], one["name"]] = values.view(one["shape"])
+        windows = [raw[slice(*one["span"])]] if data else []
+        assert one["xxh3_128"] == [xxhash.xxh3_128_hexdigest(window) for window in windows]
+    for name, tensors in state.tensors.items():
+        for kind, tensor in tensors.items():
+            assert torch.equal(found[kind, name], tensor)
+    assert found["untrained", "seen"].shape == () and ("untrained", "cache") not in found
+    assert {p.name for p in path.iterdir()} == {"rank-000.bin", "state.json", "manifest.json"}
 
 
 def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is the memory of the tensors themselves."""
-    model, state = filled(1)
-    parts: list[int] = []
-    real = checkpoint.atomic_io.write_file
+    """What is written is the memory of the tensors themselves, but for their last block."""
+    written: list[tuple[int, int]] = []
+    real = DirectFile.write
 
-    def spy(path: Path, content: Any) -> Any:
-        def watched() -> Any:
-            for part in content:
-                if isinstance(part, memoryview) and len(part):
-                    parts.append(torch.frombuffer(part, dtype=torch.uint8).data_ptr())
-                yield part
+    def spy(self: DirectFile, data: memoryview, offset: int) -> None:
+        written.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(data)))
+        real(self, data, offset)
 
-        return real(path, watched())
+    monkeypatch.setattr(DirectFile, "write", spy)
+    monkeypatch.setattr(direct_io, "WINDOW_BYTES", 4 * BLOCK)
+    region, memory = big_region(tmp_path, 10 * BLOCK)
+    writer = TensorWriter(tmp_path / "rank-000.bin", [region])
+    writer.write([(region, memory)])
+    writer.finish()
+    own = {(memory.data_ptr() + at, 4 * BLOCK) for at in (0, 4 * BLOCK)}
+    assert own <= set(written) and len(written) == 3
+    assert (tmp_path / "rank-000.bin").read_bytes() == memory.numpy().tobytes()
 
-    monkeypatch.setattr(checkpoint.atomic_io, "write_file", spy)
-    checkpoint.save(tmp_path, 1, model, state, {})
-    own = {
-        t.data_ptr() for tensors in state.tensors.values() for t in tensors.values() if t.numel()
-    }
-    assert own <= set(parts)
+
+def big_region(folder: Path, num_bytes: int) -> tuple[Region, torch.Tensor]:
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    memory.copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
+    (region,) = lay_out("rank-000.bin", [], {"bytes": memory})
+    return region, memory
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -115,7 +129,7 @@ def damage_flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [damage_cut, damage_flip, Path.unlink], ids=["cut", "flip", "lost"]
 )
-@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["rank-000.bin", "state.json", "manifest.json"])
 def test_a_damaged_newest_falls_back_loudly(tmp_path: Path, name: str, damage: Any) -> None:
     save_steps(tmp_path, 1, 2)
     damage(tmp_path / "step-00000002" / name)
@@ -132,7 +146,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     manifest = tmp_path / "step-00000001" / "manifest.json"
     good = manifest.read_bytes()
-    parsed = json.loads(good)
+    parsed = checkpoint.verify(manifest.parent).manifest
     for index in range(0, len(good), 37):
         for bit in (0, 5):
             changed = bytearray(good)
@@ -153,12 +167,8 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
-    content = json.loads(manifest.read_text()) | {"version": 2}
-    content["sha256"] = checkpoint.digest_of(content)
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(
-        CheckpointError, match="format version 2; this offloadtrain reads up to version 1"
-    ):
+    change(manifest, lambda content: content.update(version=3))
+    with pytest.raises(CheckpointError, match=r"format version 3; .* reads version 2"):
         checkpoint.newest_good(tmp_path, never_damaged)
 
 
@@ -166,7 +176,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
     save_steps(tmp_path, 1)
     model, state = filled(5, width=9)
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
+        restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
     assert "first.weight: 8x8 in the checkpoint, 9x9 here" in str(caught.value)
     assert "3 names or shapes differ" in str(caught.value)
     assert same(state, filled(5, width=9)[1])
@@ -178,7 +188,7 @@ def test_a_renamed_parameter_is_another_model(tmp_path: Path) -> None:
     state.tensors["third.weight"] = state.tensors.pop("second.weight")
     del model.second
     with pytest.raises(CheckpointError, match=r"third.weight: absent in the checkpoint, 3x8 here"):
-        checkpoint.restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
+        restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
 
 
 def test_too_little_space_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +206,152 @@ def test_too_little_space_is_noticed_first(tmp_path: Path, monkeypatch: pytest.M
 def test_a_dtype_that_cannot_be_held_is_named(tmp_path: Path) -> None:
     model = ToyModel()
     model.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"untrained/wave is torch.complex64"):
-        checkpoint.save(tmp_path, 1, model, ToyState(model), {})
+    with pytest.raises(TypeError, match=r"untrained/wave is torch.complex64; a checkpoint"):
+        save(tmp_path, 1, model, ToyState(model), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def change(manifest: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Edit a manifest and give it the hash that fits."""
+    content = json.loads(manifest.read_text())
+    edit(content)
+    content["sha256"] = digest_of(content)
+    manifest.write_text(json.dumps(content))
+
+
+def _tensor(content: dict[str, Any], number: int = 3, **values: Any) -> None:
+    """Change a tensor, by default the master of first.weight."""
+    content["tensors"][number].update(values)
+
+
+def _without(content: dict[str, Any], name: str) -> None:
+    content["tensors"] = [one for one in content["tensors"] if one["name"] != name]
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no version": lambda m: m.pop("version"),
+    "version 0": lambda m: m.update(version=0),
+    "version true": lambda m: m.update(version=True),
+    "version as text": lambda m: m.update(version="2"),
+    "a tensor less": lambda m: m["tensors"].pop(),
+    "a parameter less": lambda m: _without(m, "first.weight"),
+    "no tensors": lambda m: m.update(tensors=[]),
+    "tensors are a number": lambda m: m.update(tensors=7),
+    "a tensor is null": lambda m: m["tensors"].append(None),
+    "a tensor twice": lambda m: m["tensors"].append(m["tensors"][0]),
+    "overlapping": lambda m: _tensor(m, 4, span=m["tensors"][3]["span"]),
+    "in another file": lambda m: _tensor(m, file="../../passwd"),
+    "a file above": lambda m: m["files"].update({"../x.bin": {"bytes": 1}}),
+    "a file of the system": lambda m: m["files"].update({"/dev/zero": {"bytes": 1}}),
+    "a file without size": lambda m: m["files"].update({"rank-001.bin": {}}),
+    "a name with escapes": lambda m: _tensor(m, name="a\x1b]52;c;eA==\x07"),
+    "a name of no letters": lambda m: _tensor(m, name=""),
+    "a negative offset": lambda m: _tensor(m, offset=-1),
+    "an offset beyond": lambda m: _tensor(m, offset=1 << 61),
+    "a huge shape": lambda m: _tensor(m, shape=[1 << 61, 1 << 61], range=[0, 1 << 61]),
+    "a shape of text": lambda m: _tensor(m, shape=["8"]),
+    "an unknown dtype": lambda m: _tensor(m, dtype="complex64"),
+    "a dtype that is no text": lambda m: _tensor(m, dtype=[]),
+    "a range beyond": lambda m: _tensor(m, range=[0, 65]),
+    "more values": lambda m: _tensor(m, count=65),
+    "a hash less": lambda m: _tensor(m, xxh3_128=[]),
+    "a hash that is none": lambda m: _tensor(m, xxh3_128=["z" * 32]),
+    "a hash that is a number": lambda m: _tensor(m, xxh3_128=[7]),
+    "strides of another shape": lambda m: _tensor(m, stride=[1]),
+    "strides that leave it": lambda m: _tensor(m, stride=[1 << 40, 1]),
+    "the step is text": lambda m: m.update(step="x"),
+    "no state": lambda m: m["files"].pop("state.json"),
+    "strides that overlap": lambda m: _tensor(m, stride=[0, 0]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_manifest_that_lies_is_passed_over(tmp_path: Path, edit: str) -> None:
+    """With a hash that fits: made by somebody, not by an accident."""
+    save_steps(tmp_path, 1, 2)
+    change(tmp_path / "step-00000002" / "manifest.json", EDITS[edit])
+    assert passed_over(tmp_path).isprintable()
+
+
+def passed_over(folder: Path) -> str:
+    """Return what is said about checkpoint 2; number 1 is taken."""
+    reported: list[str] = []
+    found = checkpoint.newest_good(folder, lambda path, error: reported.append(str(error)))
+    assert found is not None and found.step == 1
+    (said,) = reported
+    assert len(said) < 1000 and "step-00000002" in said
+    return said
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def _link(path: Path) -> None:
+    target = path.parent.parent / f"target-{path.name}"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "a FIFO": lambda path: replaced(path, os.mkfifo),
+    "a link": _link,
+    "a device": lambda path: replaced(path, lambda p: p.symlink_to("/dev/zero")),
+    "a folder": lambda path: replaced(path, os.mkdir),
+    "empty": lambda path: path.write_bytes(b""),
+    "deep": lambda path: path.write_text("[" * 200_000),
+    "a number of many digits": lambda path: path.write_text("9" * 100_000),
+    "huge": lambda path: os.truncate(path, 1 << 40),
+    "not text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank-000.bin", "state.json", "manifest.json"])
+@pytest.mark.parametrize("make", FILES)
+def test_a_file_that_is_no_file_is_passed_over(tmp_path: Path, name: str, make: str) -> None:
+    save_steps(tmp_path, 1, 2)
+    FILES[make](tmp_path / "step-00000002" / name)
+    assert name in passed_over(tmp_path)
+
+
+def test_a_file_that_is_not_listed_is_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "rank-001\x1b.bin").write_bytes(b"x")
+    assert "which its manifest does not list" in passed_over(tmp_path)
+
+
+def test_damage_that_is_met_while_loading_names_the_tensor(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002"
+    entries = [one for one in checkpoint.verify(path).manifest.entries if one.nbytes]
+    for entry in entries:
+        for at in (entry.offset, entry.end - 1, entry.span[1] - 1):
+            content = bytearray(good := (path / entry.file).read_bytes())
+            content[at] ^= 4
+            (path / entry.file).write_bytes(content)
+            found = checkpoint.newest_good(tmp_path, never_damaged, whole=False)
+            assert found is not None and found.step == 2
+            with pytest.raises(DamagedCheckpointError, match=f"{entry.kind} of '{entry.name}'"):
+                restore(found, *filled(9))
+            (path / entry.file).write_bytes(good)
+
+
+def test_where_the_page_cache_cannot_be_passed_over_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems that refuse O_DIRECT, or memory that is not aligned to whole blocks."""
+    real = os.pwrite
+
+    def refuses(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuses)
+    assert not save(tmp_path, 1, *filled(1), {}).direct
+    model, state = filled(2)
+    restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
+    assert same(state, filled(1)[1])

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.hardware import atomic_io
+from offloadtrain.hardware import atomic_io, direct_io
 from offloadtrain.train.checkpoint import checkpoint, disk_space
+from offloadtrain.train.checkpoint import save as save_module
 from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.checkpoint.restore import restore
+from offloadtrain.train.checkpoint.save import save
 from tests.train.faulty_os import FaultyOs, fail_with, kill
 from tests.train.toy_state import filled, same
+
+WRITES = ("posix_fallocate", "pwrite", "write", "fsync", "rename")
 
 STRIDES = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7])
 """Every call, or every seventh: the kinds of calls take turns, so that it meets all of them."""
@@ -26,21 +31,23 @@ STRIDES = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.s
 def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     for step in (1, 2):
-        checkpoint.save(folder, step, *filled(step), {"step": step}, group_bytes=300)
+        save(folder, step, *filled(step), {"step": step})
     (folder / "step-00000003.tmp-dead").mkdir()
-    (folder / "step-00000003.tmp-dead" / "tensors-00000.safetensors").write_bytes(b"half")
+    (folder / "step-00000003.tmp-dead" / "rank-000.bin").write_bytes(b"half")
     return folder
 
 
 def save_and_prune(folder: Path, fault: FaultyOs) -> None:
     """Save step 3 beside 1 and 2 and prune, with every `os` call going through `fault`."""
     real = atomic_io.os
-    atomic_io.os = checkpoint.os = disk_space.os = fault  # type: ignore[assignment]
+    for module in (atomic_io, direct_io, checkpoint, disk_space, save_module):
+        module.os = fault  # type: ignore[attr-defined]
     try:
-        checkpoint.save(folder, 3, *filled(3), {"step": 3}, group_bytes=300)
+        save(folder, 3, *filled(3), {"step": 3})
         checkpoint.prune(folder, 2)
     finally:
-        atomic_io.os = checkpoint.os = disk_space.os = real
+        for module in (atomic_io, direct_io, checkpoint, disk_space, save_module):
+            module.os = real  # type: ignore[attr-defined]
 
 
 def num_calls(two_saved: Path, scratch: Path) -> int:
@@ -64,7 +71,7 @@ def loaded_step(folder: Path) -> int:
     assert found is not None
     assert all(checkpoint.verify(path) for path in checkpoint.find(folder))
     model, state = filled(99)
-    checkpoint.restore(found, model, state)
+    restore(found, model, state)
     assert same(state, filled(found.step)[1]) and model.seen == found.step
     assert found.state == {"step": found.step}
     return found.step
@@ -88,7 +95,7 @@ def test_killed_at_every_call(two_saved: Path, tmp_path: Path, tear: bool, strid
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status)
         seen.add(loaded_step(folder))
-        checkpoint.save(folder, 4, *filled(4), {"step": 4})
+        save(folder, 4, *filled(4), {"step": 4})
         assert loaded_step(folder) == 4
         assert all(name.startswith("step-") and len(name) == 13 for name in os.listdir(folder))
     assert seen == {2, 3}
@@ -108,7 +115,7 @@ def test_disk_failing_at_every_call(
         published = (folder / "step-00000003").exists()
         assert published or isinstance(caught.value, CheckpointError)
         assert loaded_step(folder) == (3 if published else 2)
-        checkpoint.save(folder, 4, *filled(4), {"step": 4})
+        save(folder, 4, *filled(4), {"step": 4})
         assert all(name.startswith("step-") and len(name) == 13 for name in os.listdir(folder))
 
 
@@ -116,7 +123,7 @@ def test_a_failed_write_leaves_nothing_behind(two_saved: Path, tmp_path: Path) -
     folder = fresh(two_saved, tmp_path / "run")
     fault = FaultyOs()
     save_and_prune(folder, fault)
-    writes = [n for n, (name, _) in enumerate(fault.calls) if name in ("write", "fsync", "rename")]
+    writes = [n for n, (name, _) in enumerate(fault.calls) if name in WRITES]
     for at in writes[:-2]:
         folder = fresh(two_saved, tmp_path / "run")
         with pytest.raises(CheckpointError, match="No space left on device"):

@@ -16,7 +16,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train.checkpoint import checkpoint, saved_weights
+from offloadtrain.train.checkpoint import save, saved_weights
 from offloadtrain.train.saved_run import open_saved
 from tests.train.small_job import run, small_job
 
@@ -140,13 +140,13 @@ def test_saved_weights_are_the_masters(
 ) -> None:
     """As the engine decodes them, at the moment of the save."""
     masters: dict[str, Tensor] = {}
-    real = checkpoint.save
+    real = save.save
 
-    def save(folder: Path, step: int, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
+    def saved(folder: Path, step: int, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
         masters.update(optimizer.master_weights())
         return real(folder, step, model, optimizer, *rest, **more)
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(save, "save", saved)
     monkeypatch.setattr(saved_weights, "_DECODED", 256)
     job = small_job(tmp_path, "train.steps=2", "train.eval_every=0", f"offload.state={state}")
     assert run(job, tmp_path / "run") == 0

@@ -75,7 +75,7 @@ def test_room_that_the_next_save_makes_counts_as_free(
     assert run(small_job(tmp_path), path) == 0
     torn = path / "checkpoints" / "step-00000014.tmp-0123abcd"
     torn.mkdir()
-    (torn / "tensors-00000.safetensors").write_bytes(bytes(3 << 20))
+    (torn / "rank-000.bin").write_bytes(bytes(3 << 20))
     real = os.statvfs
 
     def statvfs(path: object) -> os.statvfs_result:

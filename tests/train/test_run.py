@@ -24,7 +24,8 @@ from offloadtrain.runtime import kernels
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.console import Console
-from offloadtrain.train.trainer import MAX_SKIPS, TrainingError
+from offloadtrain.train.saving import TrainingError
+from offloadtrain.train.trainer import MAX_SKIPS
 from tests import levels
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, kinds, run, small_job

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from offloadtrain.engine.saved_state import FlatState, OwnState, Piece, StateWriter
 from offloadtrain.runtime.process_group import Extent
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -36,12 +37,32 @@ class ToyState:
             if param.requires_grad
         }
 
-    def named_state(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-        yield from self.tensors.items()
-
     def extents(self) -> dict[str, Extent]:
         shapes = {name: tensors["master"].shape for name, tensors in self.tensors.items()}
         return {name: Extent(tuple(shape), 0, shape.numel()) for name, shape in shapes.items()}
+
+    def flat_states(self) -> list[FlatState]:
+        return [
+            FlatState(name, kind, "float32", x.numel(), (_piece(name, x),))
+            for name, tensors in self.tensors.items()
+            for kind, x in tensors.items()
+        ]
+
+    def write_state(self, writer: StateWriter) -> None:
+        for name, tensors in self.tensors.items():
+            writer.write(name, list(tensors.values()))
+        writer.finish()
+
+    def own_states(self) -> dict[str, OwnState]:
+        return {
+            name: OwnState(
+                tensors["master"].stride(),
+                0,
+                tensors["master"].numel(),
+                {kind: (tensor.view(-1), 1) for kind, tensor in tensors.items()},
+            )
+            for name, tensors in self.tensors.items()
+        }
 
     def load_named_state(
         self, name: str, state: Mapping[str, torch.Tensor], *, lo: int | None = None
@@ -49,6 +70,11 @@ class ToyState:
         assert lo is None
         for kind, tensor in state.items():
             self.tensors[name][kind].copy_(tensor)
+
+
+def _piece(name: str, values: torch.Tensor) -> Piece:
+    numel = values.numel()
+    return Piece(name, tuple(values.shape), values.stride(), 0, numel, 0, numel)
 
 
 def filled(step: int, width: int = 8) -> tuple[ToyModel, ToyState]:

@@ -1,5 +1,6 @@
 """Checkpoints: written durably, found, verified and loaded.
 
-`checkpoint.py` saves and loads, `manifest.py` lists files and hashes, `tensor_file.py` writes one
-file of tensors, `disk_space.py` checks the space before a save.
+`checkpoint.py` finds, verifies and prunes them; start there. `save.py` writes one, `restore.py`
+loads it. `layout.py` says where tensors lie in a rank's file, `writer.py` and `reader.py` move
+their bytes, `manifest.py` lists and checks everything. `disk_space.py` checks the space first.
 """

@@ -1,19 +1,31 @@
-"""The manifest of a checkpoint: contents and hashes of its files."""
+"""The manifest of a checkpoint: every file and every tensor of it. Nothing in it is trusted before
+it was checked."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.hardware import atomic_io
+from offloadtrain.hardware import safe_open
+from offloadtrain.train.checkpoint.layout import DTYPES, Entry, dense
 
 FORMAT = "offloadtrain-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST, STATE = "manifest.json", "state.json"
+MOST_JSON_BYTES = 64 << 20
+"""A manifest of 10 TB of state is smaller."""
+
+_TENSOR_FILE = re.compile(r"rank-\d{3,6}\.bin")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MOST = 1 << 62
 
 
 class CheckpointError(OffloadTrainError):
@@ -28,9 +40,47 @@ class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, cut short or changed; an older one may be valid."""
 
 
-def file_entry(record: atomic_io.FileRecord) -> dict[str, Any]:
-    """A manifest's entry for a file."""
-    return {"bytes": record.num_bytes, "sha256": record.sha256}
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that was checked.
+
+    Attributes:
+        sizes: tensor file → bytes.
+        state: bytes and sha256 of the state's file.
+        entries: every tensor, in the order of the files.
+    """
+
+    step: int
+    sizes: Mapping[str, int]
+    state: tuple[int, str]
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name → shape."""
+        return {entry.name: entry.shape for entry in self.entries}
+
+
+def write_manifest(
+    step: int, sizes: Mapping[str, int], state: bytes, entries: Iterable[Entry]
+) -> bytes:
+    """Return the text of a manifest.
+
+    Args:
+        state: the content of the state's file.
+    """
+    described = {"bytes": len(state), "sha256": sha256(state).hexdigest()}
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "files": {name: {"bytes": size} for name, size in sizes.items()} | {STATE: described},
+        "tensors": [_encoded(entry) for entry in entries],
+    }
+    return json.dumps(content | {"sha256": digest_of(content)}, indent=1).encode()
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
@@ -39,34 +89,204 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of the checkpoint in the folder `path`.
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of the checkpoint in `folder`, and the kind and size of every
+    file there.
 
     Raises:
-        DamagedCheckpointError: it cannot be read, or does not match its own hash.
+        DamagedCheckpointError: it cannot be read, does not match its own hash, is of no known
+            version, or contradicts itself or the folder.
+        CheckpointError: it is of a newer version of the format.
     """
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        if manifest["sha256"] == digest_of(manifest) and manifest["format"] == FORMAT:
-            return dict(manifest)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: {error!r}") from error
-    raise DamagedCheckpointError(f"{path / MANIFEST} does not match its own hash")
-
-
-def verify_file(path: Path, expected: Mapping[str, Any]) -> None:
-    """Read a file once and compare it with its entry.
-
-    Raises:
-        DamagedCheckpointError: it is missing, unreadable, cut short or changed.
-    """
-    try:
-        found = atomic_io.hash_file(path)
+        content = json.loads(safe_open.read_regular(path, max_bytes=MOST_JSON_BYTES))
+        if content["sha256"] != digest_of(content) or content["format"] != FORMAT:
+            raise DamagedCheckpointError(f"{path} does not match its own hash")
+        _check_version(path, content.get("version"))
+        manifest = _decoded(content)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if found.num_bytes != expected["bytes"]:
-        raise DamagedCheckpointError(
-            f"{path} has {found.num_bytes} bytes, the manifest says {expected['bytes']}"
+    # Whatever JSON may hold in the place of what is expected: deep nesting, wrong types, no keys.
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise DamagedCheckpointError(f"{path} cannot be read: {ascii(reason)[1:-1]}") from error
+    _check_files(folder, manifest)
+    return manifest
+
+
+def read_state(folder: Path, manifest: Manifest) -> Mapping[str, Any]:
+    """Read the state outside tensors.
+
+    Raises:
+        DamagedCheckpointError: it is missing, too large, or changed.
+    """
+    path, (num_bytes, digest) = folder / STATE, manifest.state
+    try:
+        text = safe_open.read_regular(path, max_bytes=min(num_bytes, MOST_JSON_BYTES))
+        if sha256(text).hexdigest() != digest:
+            raise DamagedCheckpointError(f"{path} has changed since it was written (sha256)")
+        state = json.loads(text)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: it is not JSON") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(f"{path} is not a table of values")
+    return state
+
+
+def _check_version(path: Path, version: object) -> None:
+    if type(version) is not int or version < VERSION:
+        shown = "no version" if version is None else f"the unknown version {ascii(version)[:40]}"
+        raise DamagedCheckpointError(f"{path} names {shown} of the checkpoint format")
+    if version > VERSION:
+        raise CheckpointError(
+            f"{path.parent} has checkpoint format version {version}; this offloadtrain reads "
+            f"version {VERSION}. Use the version of offloadtrain that wrote it, or newer."
         )
-    if found.sha256 != expected["sha256"]:
-        raise DamagedCheckpointError(f"{path} has changed since it was written (sha256 differs)")
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Compare names and sizes with the folder; what is not a regular file is not opened."""
+    expected = {**manifest.sizes, STATE: manifest.state[0]}
+    try:
+        found = set(os.listdir(folder))
+        for name in sorted(found - expected.keys() - {MANIFEST}):
+            raise DamagedCheckpointError(
+                f"{folder} holds {name!a}, which its manifest does not list"
+            )
+        owner = os.stat(folder).st_uid
+        for name, num_bytes in expected.items():
+            _check_file(folder / name, num_bytes, owner)
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"{error.filename or folder} cannot be read: {error.strerror}"
+        ) from error
+
+
+def _check_file(path: Path, num_bytes: int, owner: int) -> None:
+    try:
+        fd = safe_open.open_regular(path)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if found.st_size != num_bytes:
+        raise DamagedCheckpointError(
+            f"{path} has {found.st_size} bytes, the manifest says {num_bytes}"
+        )
+    if found.st_uid != owner:
+        raise DamagedCheckpointError(
+            f"{path} belongs to user {found.st_uid}, its folder to user {owner}"
+        )
+
+
+def _encoded(entry: Entry) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": entry.name,
+        "kind": entry.kind,
+        "dtype": entry.dtype,
+        "shape": [*entry.shape],
+        "range": [entry.lo, entry.hi],
+        "count": entry.count,
+        "file": entry.file,
+        "offset": entry.offset,
+        "span": [*entry.span],
+        "xxh3_128": [*entry.digests],
+    }
+    if entry.stride != dense(entry.shape):
+        found["stride"] = [*entry.stride]
+    return found
+
+
+def _decoded(content: Mapping[str, Any]) -> Manifest:
+    """Check everything; raises ValueError, LookupError, TypeError or AttributeError."""
+    files = dict(content["files"])
+    state = files.pop(STATE)
+    for name in files:
+        _require(_TENSOR_FILE.fullmatch(name), f"a file is called {ascii(name)[:80]}")
+    sizes = {name: _count(file["bytes"]) for name, file in files.items()}
+    entries = tuple(_entry(one) for one in _list(content["tensors"]))
+    _check_tiling(sizes, entries)
+    _check_pieces(entries)
+    kept = (_count(state["bytes"]), str(state["sha256"]))
+    return Manifest(_count(content["step"]), sizes, kept, entries)
+
+
+def _entry(one: Mapping[str, Any]) -> Entry:
+    shape = tuple(map(_count, _list(one["shape"])))
+    lo, hi = map(_count, _list(one["range"]))
+    first, last = map(_count, _list(one["span"]))
+    stride = tuple(map(_count, _list(one["stride"]))) if "stride" in one else dense(shape)
+    digests = tuple(_list(one["xxh3_128"]))
+    entry = Entry(
+        *(_name(one["name"]), _name(one["kind"]), one["dtype"], shape, stride, lo, hi),
+        *(_count(one["count"]), one["file"], _count(one["offset"]), (first, last), digests),
+    )
+    _require(entry.dtype in DTYPES, f"{entry.name} is of no known dtype")
+    _require(lo <= hi <= math.prod(shape), f"{entry.name} has elements {lo} to {hi} of {shape}")
+    _require(entry.count <= hi - lo, f"{entry.name} has more values than elements")
+    _require(_is_dense(shape, stride), f"{entry.name} has strides {stride} for shape {shape}")
+    inside = first <= entry.offset and entry.end <= last
+    _require(inside, f"{entry.name} is outside of its own bytes")
+    hashed = len(digests) == len(entry.chunks()) and all(map(_DIGEST.fullmatch, digests))
+    _require(hashed, f"{entry.name} has not one hash for each chunk")
+    return entry
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether a tensor of these strides fills the memory of its elements."""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return last + 1 == math.prod(shape) or 0 in shape
+
+
+def _check_tiling(sizes: Mapping[str, int], entries: Sequence[Entry]) -> None:
+    """Check that every byte of every file belongs to one tensor."""
+    ends = dict.fromkeys(sizes, 0)
+    for entry in entries:
+        _require(entry.span[0] == ends[entry.file], f"{entry.name} overlaps, or leaves a gap")
+        ends[entry.file] = entry.span[1]
+    for file, end in ends.items():
+        _require(end == sizes[file], f"{file} has bytes that belong to no tensor")
+
+
+def _check_pieces(entries: Iterable[Entry]) -> None:
+    """Check that every tensor is whole, and that all its kinds have the same pieces."""
+    pieces: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for entry in entries:
+        shape = (entry.shape, entry.stride)
+        _require(shapes.setdefault(entry.name, shape) == shape, f"{entry.name} has two shapes")
+        pieces.setdefault(entry.name, {}).setdefault(entry.kind, []).append((entry.lo, entry.hi))
+    for name, kinds in pieces.items():
+        first, *others = (sorted(found) for found in kinds.values())
+        _require(all(other == first for other in others), f"kinds of {name} differ in their pieces")
+        bounds = [0, *(bound for piece in first for bound in piece), math.prod(shapes[name][0])]
+        whole = all(a == b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
+        _require(whole, f"{name} is not whole, or parts of it overlap")
+
+
+def _require(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{ascii(value)[:40]} is not a count")
+    return value
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) < 1000:
+        raise ValueError(f"{ascii(value)[:80]} is not a name")
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{ascii(value)[:40]} is not a list")
+    return value

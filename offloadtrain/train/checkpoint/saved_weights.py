@@ -1,42 +1,26 @@
-"""The weights of a checkpoint, straight from its files: without an engine, one at a time.
-
-Of parameters in contiguous memory, as language models have them: shards are in memory order.
-"""
+"""The weights of a checkpoint, straight from its files: without an engine, one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from offloadtrain.optim import UpdateRule
-from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.step.formats import FP32, StateFormat, recognise
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
+from offloadtrain.train.checkpoint.layout import Entry
 from offloadtrain.train.checkpoint.manifest import CheckpointError
-from offloadtrain.train.checkpoint.tensor_file import DTYPE_NAMES
+from offloadtrain.train.checkpoint.restore import read_whole
 
 _DECODED = 1 << 18
 """Elements decoded at a time; a multiple of the formats' blocks."""
 
-_TORCH_NAMES = {name: name_of(dtype) for dtype, name in DTYPE_NAMES.items()}
-
-
-@dataclass(slots=True)
-class _Piece:
-    """What one file holds of a parameter of this shape: its elements from `lo` on."""
-
-    path: Path
-    shape: tuple[int, ...]
-    lo: int
-    dtypes: dict[str, str] = field(default_factory=dict)
-    """Kind of tensor → dtype, by torch's name."""
+_Piece = Mapping[str, Entry]
+"""A part of a parameter: kind → its tensor."""
 
 
 def saved_weights(
@@ -62,48 +46,41 @@ def saved_weights(
     """
     chosen = ((name, of) for name, of in _pieces_by_name(found).items() if wanted(name))
     for name, pieces in chosen:
-        parts = [_read(name, piece, rule, working) for piece in pieces]
+        parts = [_read(found, name, piece, rule, working) for piece in pieces]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        yield name, whole.view(pieces[0].shape)
+        entry = next(iter(pieces[0].values()))
+        yield name, whole.as_strided(entry.shape, entry.stride)
 
 
 def _pieces_by_name(found: Checkpoint) -> dict[str, list[_Piece]]:
-    by_file: dict[tuple[str, str], _Piece] = {}
-    names: dict[str, list[_Piece]] = {}
-    for entry in found.manifest["tensors"]:
-        name, key = entry["name"], (entry["name"], entry["file"])
-        if key not in by_file:
-            # The first of a parameter's tensors is its weight.
-            shape = tuple(entry.get("of", entry["shape"]))
-            lo, _ = entry.get("range", (0, None))
-            by_file[key] = _Piece(found.path / entry["file"], shape, lo)
-            names.setdefault(name, []).append(by_file[key])
-        by_file[key].dtypes[entry["kind"]] = _TORCH_NAMES[entry["dtype"]]
-    return {name: sorted(pieces, key=lambda piece: piece.lo) for name, pieces in names.items()}
+    """Return name → its pieces, in order."""
+    names: dict[str, dict[int, dict[str, Entry]]] = {}
+    for entry in found.manifest.entries:
+        names.setdefault(entry.name, {}).setdefault(entry.lo, {})[entry.kind] = entry
+    return {name: [pieces[lo] for lo in sorted(pieces)] for name, pieces in names.items()}
 
 
-def _read(name: str, piece: _Piece, rule: UpdateRule, working: bool) -> Tensor:
+def _read(found: Checkpoint, name: str, piece: _Piece, rule: UpdateRule, working: bool) -> Tensor:
     """Return the weights of a piece as (n,)."""
-    if piece.dtypes.keys() == {UNTRAINED}:
-        return _tensors(name, piece, [UNTRAINED])[0]
-    source = recognise(piece.dtypes, rule.moments, FP32)
+    if piece.keys() == {UNTRAINED}:
+        return _values(found, piece[UNTRAINED])
+    dtypes = {kind: entry.dtype for kind, entry in piece.items()}
+    source = recognise(dtypes, rule.moments, FP32)
     if source is None:
-        kinds = ", ".join(piece.dtypes)
-        raise CheckpointError(f"the state of '{name}' is of no known format: {kinds}")
+        raise CheckpointError(f"the state of '{name}' is of no known format: {', '.join(piece)}")
     if source is FP32 or (working and source.holds_weight):
-        return _tensors(name, piece, [source.master[0].name])[0]
-    return _decoded(name, piece, source, rule)
+        return _values(found, piece[source.master[0].name])
+    return _decoded(found, piece, source, rule)
 
 
-def _tensors(name: str, piece: _Piece, kinds: Sequence[str]) -> list[Tensor]:
-    # Opened for each: its pages leave the process with it.
-    with safe_open(piece.path, framework="pt") as file:
-        return [file.get_tensor(f"{kind}/{name}").reshape(-1) for kind in kinds]
+def _values(found: Checkpoint, entry: Entry) -> Tensor:
+    """Read a tensor as (n,), in the order of the parameter's memory."""
+    return read_whole(found, entry).as_strided((entry.count,), (1,))
 
 
-def _decoded(name: str, piece: _Piece, source: StateFormat, rule: UpdateRule) -> Tensor:
+def _decoded(found: Checkpoint, piece: _Piece, source: StateFormat, rule: UpdateRule) -> Tensor:
     fields = source.fields(rule.moments)
-    given = _tensors(name, piece, [one.name for one in fields])
+    given = [_values(found, piece[one.name]) for one in fields]
     whole = torch.empty(given[0].numel())
     for lo in range(0, whole.numel(), _DECODED):
         hi = min(lo + _DECODED, whole.numel())

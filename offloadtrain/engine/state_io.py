@@ -1,0 +1,130 @@
+"""The optimizer's state for those who save and load it: by buffer, and by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from offloadtrain.engine import state
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.checks import ParameterGuard
+from offloadtrain.engine.engine import Engine, EngineError
+from offloadtrain.engine.saved_state import (
+    FlatState,
+    OwnState,
+    StateWriter,
+    flat_states,
+    own_state,
+)
+from offloadtrain.optim import UpdateRule
+from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
+
+
+class StateIO:
+    """The part of `OffloadOptimizer` that checkpoints use."""
+
+    ranks: Ranks
+    _blocks: Sequence[Block]
+    _engine: Engine
+    _rule: UpdateRule
+    _seal: ParameterGuard
+    _step_tensor: Tensor
+
+    def synchronize(self) -> None:
+        raise NotImplementedError
+
+    def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
+        """Yield the entries of `state` without their steps."""
+        raise NotImplementedError
+
+    def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
+        parameters in shards yield their weights."""
+        # The caller reads views that Adam on the host lane may still write.
+        self.synchronize()
+        for slot, entry in self._own_entries():
+            yield slot.name, entry
+        for bucket, slot in [] if self.ranks.is_single else self._frozen_slots():
+            yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
+
+    def extents(self) -> dict[str, Extent]:
+        """Return this rank's part of every trained parameter, and of frozen ones of streamed
+        blocks."""
+        held = [*self._slots(), *self._frozen_slots()]
+        return {slot.name: Extent(slot.shape, *bucket.piece(slot)) for bucket, slot in held}
+
+    def flat_states(self) -> list[FlatState]:
+        """Describe every buffer that `write_state` writes, in its order."""
+        return list(flat_states(self._blocks, self._rule.moments, self.ranks.rank))
+
+    def write_state(self, writer: StateWriter) -> None:
+        """Write the state as it is after the last step."""
+        # The writer reads memory that Adam on the host lane may still write.
+        self.synchronize()
+        for block in self._blocks:
+            for bucket in block.buckets:
+                writer.write(bucket.name, [buffer.flat for buffer in bucket.state])
+            for bucket in block.frozen:
+                writer.write(bucket.name, [bucket.load_source.flat])
+        writer.finish()
+
+    def own_states(self) -> dict[str, OwnState]:
+        """Return this rank's part of every parameter of `extents`, to be read or overwritten;
+        `finish_load` makes what was written effective."""
+        # The caller reads or writes memory that Adam and uploads in flight still use.
+        self.synchronize()
+        held = [*self._slots(), *self._frozen_slots()]
+        return {slot.name: own_state(b, slot, self._rule.moments) for b, slot in held}
+
+    def load_named_state(
+        self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
+    ) -> None:
+        """Copy state of one parameter in, as far as this rank holds it; `finish_load` makes it
+        effective.
+
+        State of another format is converted, rounded to nearest where this one is narrower.
+
+        Args:
+            tensors: of the parameter's shape; or 1-D, of its elements from `lo` on, a multiple of
+                128, in the order of its memory. Scales: one value per 128 elements.
+
+        Raises:
+            EngineError: for an unknown parameter, a missing tensor or another shape.
+        """
+        # This thread writes the state, which Adam and uploads in flight still use.
+        self.synchronize()
+        frozen = next(((b, s) for b, s in self._frozen_slots() if s.name == name), None)
+        if frozen is not None:
+            state.load_frozen(*frozen, tensors[UNTRAINED], lo)
+            return
+        found = next(((b, s) for b, s in self._slots() if s.name == name), None)
+        if found is None:
+            raise EngineError(f"the model has no trainable parameter '{name}'")
+        state.load(*found, self._rule, tensors, lo)
+
+    def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
+        """Set the step count and upload the weights, after `load_named_state` of every parameter.
+
+        Raises:
+            EngineError: only one of state and optimizer has a loss scaler.
+        """
+        if (scaler is None) != (self._engine.scaler is None):
+            raise EngineError("the loss scaler's state is there in only one of state and optimizer")
+        if self._engine.scaler is not None and scaler is not None:
+            self._engine.scaler.load_state_dict(dict(scaler))
+        self._engine.step_count = step
+        self._step_tensor.fill_(step)
+        # Waits for the upload: parameters hold the loaded weights when this returns.
+        self._engine.emit()
+        # Frozen parameters may have been loaded too.
+        self._seal.renew()
+
+    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
+        pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]
+        return iter(sorted(pairs, key=lambda pair: pair[1].index))
+
+    def _frozen_slots(self) -> list[tuple[Bucket, Slot]]:
+        """List frozen parameters of streamed blocks: on the device only while in a slot."""
+        return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]

@@ -1,0 +1,147 @@
+"""Files of raw bytes, written and read past the page cache (O_DIRECT) where the disk allows it.
+
+In a container the page cache counts against the memory that training needs, and one thread that
+copies into it is slower than the disk. Offsets and lengths are multiples of `BLOCK`; memory starts
+on `MEMORY_ALIGN`, which most devices are content with.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from offloadtrain.hardware.safe_open import open_regular
+
+BLOCK = 4096
+"""Bytes."""
+MEMORY_ALIGN = 512
+"""Bytes."""
+WINDOW_BYTES = 8 << 20
+"""Bytes of one read or write: enough for the disk's full speed with `THREADS` of them at once."""
+THREADS = 4
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile:
+    """An open file. Several threads may read and write it at once.
+
+    Attributes:
+        direct: the page cache is passed over; false where the file system refuses it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & _DIRECT)
+
+    @classmethod
+    def create(cls, path: Path, num_bytes: int) -> DirectFile:
+        """Make a new file, and reserve its space.
+
+        Raises:
+            FileExistsError: `path` exists; a crash-safe writer never overwrites.
+            OSError: the disk is full or failing; the file may remain.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = cls(os.open(path, flags, 0o600))
+        try:
+            # Behind the open: a file system that refuses O_DIRECT at once has made the file.
+            file._set_direct(True)
+            if num_bytes:
+                # One extent where possible, and a full disk is noticed before the first byte.
+                os.posix_fallocate(file._fd, 0, num_bytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    @classmethod
+    def open(cls, path: Path) -> DirectFile:
+        """Open a regular file for reading; raises what `open_regular` raises."""
+        file = cls(open_regular(path))
+        file._set_direct(True)
+        return file
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data`: (n,) bytes.
+
+        Raises:
+            OSError: the disk is full or failing.
+        """
+        while len(data):
+            written = self._retried(partial(os.pwrite, self._fd, data, offset))
+            data, offset = data[written:], offset + written
+
+    def read(self, into: memoryview, offset: int) -> int:
+        """Fill `into` as far as the file goes; returns the bytes read."""
+        done = 0
+        while done < len(into):
+            found = self._retried(partial(os.preadv, self._fd, [into[done:]], offset + done))
+            done += found
+            # The end of the file; a read past it would not be aligned.
+            if not found or done % BLOCK:
+                break
+        return done
+
+    def sync(self) -> None:
+        """Make the content durable."""
+        os.fsync(self._fd)
+        if not self.direct:
+            self._drop_from_page_cache()
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _retried(self, call: Callable[[], int]) -> int:
+        """Call; without O_DIRECT again where a device refuses this memory or length."""
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+        self._set_direct(False)
+        return call()
+
+    def _set_direct(self, on: bool) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
+            self.direct = on and bool(_DIRECT)
+        except OSError as error:  # tmpfs of older kernels, some network file systems
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+
+    def _drop_from_page_cache(self) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def aligned_buffer() -> memoryview:
+    """Return a window of memory, aligned to pages."""
+    return memoryview(mmap.mmap(-1, WINDOW_BYTES))
+
+
+def windows(lo: int, hi: int) -> Iterator[tuple[int, int]]:
+    """Cut [lo, hi) of a file where its windows begin."""
+    while lo < hi:
+        end = min(hi, (lo // WINDOW_BYTES + 1) * WINDOW_BYTES)
+        yield lo, end
+        lo = end
+
+
+def padded(num_bytes: int) -> int:
+    """Round up to whole blocks."""
+    return -(-num_bytes // BLOCK) * BLOCK

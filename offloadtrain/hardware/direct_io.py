@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from offloadtrain.hardware.safe_open import open_regular
+from offloadtrain.boundary.safe_open import open_descriptor
 
 BLOCK = 4096
 """Bytes."""
@@ -62,8 +62,8 @@ class DirectFile:
 
     @classmethod
     def open(cls, path: Path) -> DirectFile:
-        """Open a regular file for reading; raises what `open_regular` raises."""
-        file = cls(open_regular(path))
+        """Open a regular file for reading; raises what `open_descriptor` raises."""
+        file = cls(open_descriptor(path))
         file._set_direct(True)
         return file
 

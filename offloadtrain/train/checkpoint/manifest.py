@@ -13,8 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from offloadtrain.boundary import safe_open
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.hardware import safe_open
 from offloadtrain.train.checkpoint.layout import DTYPES, Entry, dense
 
 FORMAT = "offloadtrain-checkpoint"
@@ -167,7 +167,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 def _check_file(path: Path, num_bytes: int, owner: int) -> None:
     try:
-        fd = safe_open.open_regular(path)
+        fd = safe_open.open_descriptor(path)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:

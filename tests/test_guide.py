@@ -12,6 +12,7 @@ from examples.toy import make_llama
 from offloadtrain.cli.main import main
 from tests.test_readme import ROOT, Captured, blocks
 
+README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "fine_tune_8b.md").read_text()
 MODEL = "models/llama-3.1-8b"
 PLAN = "offloadtrain plan examples/llama_8b_24gb.toml --machine rtx4090 --host-memory 64GiB"
@@ -41,6 +42,11 @@ def test_the_figures_of_the_guide_are_what_plan_prints(
         printed = capsys.readouterr().out
         assert f"step {host}" in printed and f"device: {device} of" in printed
         assert f"step: {time}, of which" in printed
+    main(PLAN.split()[1:])
+    printed = capsys.readouterr().out
+    said = r"([\d.]+ GiB) on the device, ([\d.]+ GiB) on the host\s+[^,]*, ([\d.]+k tokens/s)"
+    (device, host, rate) = re.findall(said, README)[0]
+    assert f"device: {device} of" in printed and f"step {host}" in printed and rate in printed
     others = re.findall(r"([\d.]+) GiB with\s+`(--set [^`]*)`", GUIDE)
     assert len(others) == 2
     for host, settings in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from tests.test_readme import ROOT, Captured, blocks
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "fine_tune_8b.md").read_text()
 MODEL = "models/llama-3.1-8b"
+JOB = [
+    f"offloadtrain prepare chats.jsonl data --tokenizer {MODEL}",
+    "offloadtrain train chats.toml",
+    "offloadtrain export runs/latest tuned-by-job",
+    'offloadtrain generate tuned-by-job --chat --prompt "Where does Adam run?" --temperature 0',
+]
 PLAN = "offloadtrain plan examples/llama_8b_24gb.toml --machine rtx4090 --host-memory 64GiB"
 NOT_RUN = {
     "pip install -c constraints.txt torch && pip install -c constraints.txt -e '.[hf,data]'",
@@ -25,7 +32,7 @@ NOT_RUN = {
 
 def test_the_guide_has_no_command_that_is_not_known() -> None:
     commands = {command for block in blocks(GUIDE) for command in block}
-    assert commands == {PLAN, "python tune.py", "python ask.py"} | NOT_RUN
+    assert commands == {PLAN, "python tune.py", "python ask.py", *JOB} | NOT_RUN
 
 
 @pytest.mark.slow
@@ -82,3 +89,25 @@ def test_the_guide_followed_literally(
     capsys.readouterr()
     exec(ask, {})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # without a GPU
+def test_the_job_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Of a tiny model, in shorter sequences and fewer steps at a higher rate."""
+    monkeypatch.chdir(tmp_path)
+    (chats,) = re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)
+    (job,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
+    # Equal conversations would all be trained on, or all be held out.
+    Path("chats.jsonl").write_text("".join(chats.replace("?", f"?{n * ' '}") for n in range(40)))
+    Path("chats.toml").write_text(job)
+    make_llama(MODEL)
+    tiny = ["data.seq_len=64", "train.steps=60", "optim.lr=0.01"]
+    for command in JOB:
+        asked = shlex.split(command)[1:]
+        capsys.readouterr()
+        assert main([*asked, *(["--set", *tiny] if asked[0] == "train" else [])]) == 0
+    # Both answers of the page are learned by heart.
+    assert capsys.readouterr().out == "On the CPU.\n"

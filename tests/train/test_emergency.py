@@ -12,6 +12,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.config.job import Config
+from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.events import schema
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.train import emergency
@@ -27,7 +28,7 @@ def arm(
 ) -> None:
     """Fail at the operation `left` of the forward ("_accumulate") or of `optimizer.step` of a
     step."""
-    owner: Any = Trainer if inside == "_accumulate" else emergency.OffloadOptimizer
+    owner: Any = Trainer if inside == "_accumulate" else OffloadOptimizer
     real = getattr(owner, inside)
     calls = 0
 

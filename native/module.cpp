@@ -2,6 +2,7 @@
 // The interpreter's lock is released during every loop.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -409,6 +410,7 @@ NB_MODULE(_native, m) {
       .def("set", &Queue::set)
       .def("wait", &Queue::wait)
       .def("wait_event", &wait_event)
+      .def("counts", &Queue::counts)
       .def("done", &Queue::done)
       .def("fail", &Queue::fail)
       .def("error", &Queue::error)

@@ -122,7 +122,9 @@ void Queue::State::attempt(const Task& task) {
 
 void Queue::State::timed(const Calls& calls, const std::string& name, double least_s) {
   const auto start = Clock::now();
+  ++begun;
   for (const auto& one : calls.all) one();
+  ++ended;
   sleep_s(least_s - seconds(Clock::now() - start));
   const auto spent = Clock::now() - start;
   busy_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();

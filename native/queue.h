@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace offloadtrain {
@@ -53,6 +54,10 @@ class Queue {
   std::uint64_t set(Flag& flag);
   std::uint64_t wait(Flag& flag);
 
+  // How many tasks of `call` have begun and ended; at rest they differ if one has thrown.
+  std::pair<std::uint64_t, std::uint64_t> counts() const {
+    return {state_->begun.load(), state_->ended.load()};
+  }
   std::uint64_t done() const { return state_->done.load(std::memory_order_acquire); }
   void fail() { state_->failed = true; }
   std::string error() const;  // the first that a call has thrown
@@ -81,6 +86,7 @@ class Queue {
     std::atomic<bool> keeping{false};
     std::atomic<bool> failed{false};
     std::atomic<std::uint64_t> done{0};
+    std::atomic<std::uint64_t> begun{0}, ended{0};  // tasks of `call`
     std::atomic<std::int64_t> busy_ns{0};
 
     void work();

@@ -7,5 +7,7 @@ USAGE = 2
 """Bad usage or configuration."""
 DOES_NOT_FIT = 4
 """The job does not fit in memory."""
+DEVICE_LOST = 74
+"""The device failed; an emergency checkpoint holds the last step: EX_IOERR of sysexits.h."""
 STOPPED = 75
 """Stopped on request, and resumable: EX_TEMPFAIL of sysexits.h."""

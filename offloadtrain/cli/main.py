@@ -18,12 +18,13 @@ from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.cli.commands.version import package_version
-from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, USAGE
+from offloadtrain.cli.exit_codes import DEVICE_LOST, DOES_NOT_FIT, DONE, FAILED, USAGE
 from offloadtrain.config.errors import OffloadTrainError
 
 # By name, because importing the classes would import torch.
 _CODES = {
     "ConfigError": USAGE,
+    "DeviceLostError": DEVICE_LOST,
     "DeviceMemoryError": DOES_NOT_FIT,
     "HostMemoryError": DOES_NOT_FIT,
     "PlanError": DOES_NOT_FIT,

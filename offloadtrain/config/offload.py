@@ -51,6 +51,7 @@ class OffloadConfig:
     warmup_steps: int = 0
     clip_norm: float | None = None
     skip_nonfinite: bool = True
+    loss_scale_hysteresis: int = 1
     grad_accum_steps: int = 1
     host_memory_limit: int | None = None
     working: Literal["device", "host"] = "device"
@@ -125,6 +126,12 @@ class OffloadConfig:
                 "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its "
                 "scale by skipping steps that overflow. Use precision = 'bf16', or set it to True"
             )
+        if self.loss_scale_hysteresis > 1 and self.precision != "fp16":
+            yield (
+                f"loss_scale_hysteresis = {self.loss_scale_hysteresis} and precision = "
+                f"{self.precision!r}: only fp16 losses are scaled: leave it out, or set precision "
+                "= 'fp16'"
+            )
         if self.precision != "auto" and self.precision not in STATE_PRECISIONS[self.state]:
             yield _cannot_keep(self.state, self.precision)
         if self.warmup_steps and self.update != "delayed":
@@ -158,6 +165,7 @@ class OffloadConfig:
 _POSITIVE = (
     "clip_norm",
     "grad_accum_steps",
+    "loss_scale_hysteresis",
     "host_memory_limit",
     "device_slots",
     "device_memory_limit",

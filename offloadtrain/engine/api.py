@@ -49,6 +49,7 @@ def offload(
     warmup_steps: int = 0,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
+    loss_scale_hysteresis: int = 1,
     grad_accum_steps: int = 1,
     host_memory_limit: int | None = None,
     working: str = "device",
@@ -116,6 +117,8 @@ def offload(
             clips.
         skip_nonfinite: skip a step whose gradient norm is not finite; three in a row log a warning.
             If False and nothing is clipped, Adam of mode "exact" runs inside backward.
+        loss_scale_hysteresis: with "fp16", the overflow since the loss scale last grew that first
+            halves it; 1, every one does, as in torch's GradScaler.
         grad_accum_steps: microbatches per step, summed in fp32 on the host; `backward` divides by
             it, see above.
         host_memory_limit: bytes that the engine may hold on the host; decides how many blocks

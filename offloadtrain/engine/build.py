@@ -106,9 +106,15 @@ def build(
         gradients=gradients,
         residency=residency,
         ranks=ranks,
-        scaler=LossScaler() if config.precision == "fp16" else None,
+        scaler=_loss_scaler(config),
     )
     return engine, blocks
+
+
+def _loss_scaler(config: OffloadConfig) -> LossScaler | None:
+    if config.precision != "fp16":
+        return None
+    return LossScaler(hysteresis=config.loss_scale_hysteresis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ The order of operations is the program's: [Note: The program] in `step.program`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -20,6 +20,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.residency import Residency
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
@@ -44,7 +45,7 @@ class _Norm:
     """
 
     value: float
-    nonfinite: tuple[str, ...]
+    nonfinite: Mapping[str, tuple[int, ...]]
     coef: float = 1.0
 
     @property
@@ -76,6 +77,8 @@ class Engine:
         self.lanes = lanes
         self.scaler = scaler
         self.step_count = 0
+        self.tries = 0
+        """Steps decided so far, skipped ones included."""
         self.last_step: StepReport | None = None
         self.program = program
         self._behind = program.behind
@@ -98,6 +101,9 @@ class Engine:
         self._norm: _Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._skipped_in_a_row = 0
+        self._unscaled: bool | None = None
+        """The step was decided and the loss scale does not know yet: whether it was skipped."""
+        self._salvaged = False
         self.warns_of_skips = True
 
     @property
@@ -241,11 +247,10 @@ class Engine:
         skipped = self._config.skip_nonfinite and not math.isfinite(norm.value)
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
+        self._decide(skipped=skipped)
         # Only launches: Adam and uploads run beside the user's code and the next forward, whose
         # blocks wait for their own upload.
         self._run(self.program.norm_known(order, decision), updates=True)
-        self.step_count += not skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._norm = None
         self._gradients.drop()
         self.program.step_ends()
@@ -256,9 +261,25 @@ class Engine:
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
-        if self.scaler is not None:
-            self.scaler.update(overflow=skipped)
+        self._update_scale()
         return self.last_step
+
+    def salvage(self, failure: BaseException) -> None:
+        """After a failure of the device: make the state on the host that of `step_count`, without
+        touching the device; see [Note: Salvage] in `engine.salvage`. Only reading the state and
+        closing make sense afterwards.
+
+        Raises:
+            SalvageError: the state is between two steps, or not on the host.
+        """
+        if not self.program.spec.offloaded:
+            raise SalvageError('the state was on the device (offload.state_on = "device")')
+        self._interpreter.salvage(failure)
+        self._update_scale()
+        self._salvaged = True
+        # The lanes are at rest: nothing writes this memory any more.
+        for block in self.residency.streamed:
+            block.expose_host_weights()
 
     def emit(self) -> None:
         """Replace the working weights by the masters, rounded; waits until they are.
@@ -271,6 +292,7 @@ class Engine:
             raise EngineError(
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
+        self._interpreter.journal.forget()
         self._run(self.program.masters_set(), updates=True)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
         self.synchronize()
@@ -288,7 +310,7 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
-        if not self._closed:
+        if not (self._closed or self._salvaged):
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
             if self.phase is Phase.FORWARD:
@@ -386,6 +408,20 @@ class Engine:
         used = self._functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.step_count + 1, skipped, coef, scale, used)
 
+    def _decide(self, *, skipped: bool) -> None:
+        """From here on the step counts: the lanes, or `salvage`, will do it."""
+        self._interpreter.require_whole()
+        self._interpreter.journal.decide()
+        self.tries += 1
+        self.step_count += not skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._unscaled = skipped
+
+    def _update_scale(self) -> None:
+        skipped, self._unscaled = self._unscaled, None
+        if self.scaler is not None and skipped is not None:
+            self.scaler.update(overflow=skipped)
+
     def _report(self, norm: _Norm, decision: Decision, micro_steps: int) -> StepReport:
         timeline: tuple[Interval, ...] = ()
         # A sampled step waits for its lanes, so that its intervals have ended; others never wait.
@@ -399,7 +435,8 @@ class Engine:
             skipped=decision.skipped,
             grad_norm=norm.value,
             skipped_in_a_row=self._skipped_in_a_row,
-            nonfinite=norm.nonfinite,
+            nonfinite=tuple(norm.nonfinite),
+            nonfinite_ranks=() if self._ranks.is_single else tuple(norm.nonfinite.values()),
             clip_coef=decision.coef,
             loss_scale=self.loss_scale,
             micro_steps=micro_steps,

@@ -59,12 +59,12 @@ class Measured:
 
     Attributes:
         squares: the sum of all squares, fp64, of gradients summed over ranks and loss-scaled.
-        nonfinite: names of the parameters whose own sums are not finite.
+        nonfinite: parameters whose own sums are not finite → the ranks in whose shards they are.
         told: (ranks, n) fp64 on the host, each rank's `beside`.
     """
 
     squares: float
-    nonfinite: tuple[str, ...]
+    nonfinite: dict[str, tuple[int, ...]]
     told: Tensor
 
 
@@ -197,15 +197,16 @@ class Gradients:
         squares = self._norms.flat.cpu()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
-        total, nonfinite = 0.0, []
+        total, nonfinite = 0.0, {}
         for index, values in enumerate(told[:, : squares.numel()].T.tolist()):
             of_parameter = 0.0
             for value in values:
                 of_parameter += value
             if not math.isfinite(of_parameter):
-                nonfinite.append(self._names[index])
+                there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
+                nonfinite[self._names[index]] = tuple(there)
             total += of_parameter
-        return Measured(total, tuple(nonfinite), told[:, squares.numel() :])
+        return Measured(total, nonfinite, told[:, squares.numel() :])
 
     def _begin(self) -> None:
         if self.micro_steps >= self._grad_accum_steps:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
-from offloadtrain.runtime.lanes import LaneEvent, Lanes
+from offloadtrain.engine.salvage import Call, UpdateJournal
+from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
+from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.step.operations import (
     Enter,
     Free,
     HostWait,
+    Kind,
     Launch,
     Leave,
     Operation,
@@ -44,6 +48,7 @@ class Interpreter:
         cut: the exception that cut operations short. The program assumes that all of them ran, so
             nothing more runs until the step is given up and both restart from memory at rest.
         torn: weights or state may be between two steps then: a restart is impossible.
+        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.salvage`.
     """
 
     def __init__(
@@ -52,6 +57,9 @@ class Interpreter:
         self._lanes = lanes
         self._memory = memory
         self._functions = functions
+        self._residents = residents
+        self._updating = False
+        self.journal = UpdateJournal()
         self.cut: BaseException | None = None
         self.torn = False
         self._how: dict[type, Callable[..., object]] = {
@@ -67,7 +75,7 @@ class Interpreter:
             Enter: lambda op: residents.enter(op.block, op.slot),
             Leave: lambda op: residents.leave(op.block),
             Renew: lambda op: residents.renew(op.block),
-            Swap: lambda op: residents.swap(op.bucket),
+            Swap: lambda op: self._swap(op.bucket),
         }
 
     def run(self, operations: Iterable[Operation], *, updates: bool = False) -> None:
@@ -79,24 +87,55 @@ class Interpreter:
         Raises:
             CutShortError: earlier operations were cut short.
         """
+        self.require_whole()
+        todo = iter(operations)
+        self._updating = updates
+        try:
+            for op in todo:
+                self._how[type(op)](op)
+        # Waits and records may be missing from here on: what is launched next could race.
+        except BaseException as error:
+            self.cut, self.torn = error, updates
+            if updates:
+                self.journal.cut(tuple(todo))
+            raise
+
+    def require_whole(self) -> None:
+        """Raises CutShortError if earlier operations were cut short."""
         if self.cut is not None:
             remedy = "close() and offload again" if self.torn else "zero_grad() gives the step up"
             raise CutShortError(
                 f"{type(self.cut).__name__} ({self.cut}) cut the operations of a step short: "
                 f"{remedy}"
             )
-        try:
-            for op in operations:
-                self._how[type(op)](op)
-        # Waits and records may be missing from here on: what is launched next could race.
-        except BaseException as error:
-            self.cut, self.torn = error, updates
-            raise
+
+    def salvage(self, failure: BaseException) -> None:
+        """Finish the updates that were decided, without the device. Nothing is launched any more.
+
+        Raises:
+            SalvageError: the state is between two steps; nothing was run.
+        """
+        self.cut, self.torn = self.cut or failure, True
+        # Waits for the host lane alone: its last operation may still write the state.
+        self._lanes.abandon()
+        self.journal.finish(self._lanes.host_progress(), self._call_of, self._residents.swap)
 
     def _launch(self, op: Launch) -> None:
         found = self._memory.__getitem__
         reads, writes = list(map(found, op.reads)), list(map(found, op.writes))
-        self._lanes.launch(op.lane, op.name, self._functions.of(op), reads, writes)
+        function = self._functions.of(op)
+        if op.kind is Kind.ADAM:
+            progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
+            self.journal.launches(op, call, progress, decided=self._updating)
+        self._lanes.launch(op.lane, op.name, function, reads, writes)
+
+    def _swap(self, bucket: str) -> None:
+        self.journal.swapped(bucket)
+        self._residents.swap(bucket)
+
+    def _call_of(self, op: Launch) -> Call:
+        reads, writes = ([self._memory[ref] for ref in refs] for refs in (op.reads, op.writes))
+        return partial(_call, self._functions.of(op), reads, writes)
 
     def _record(self, op: Record) -> None:
         # The event keeps the lanes' own one, for the waits that may name it later.
@@ -111,3 +150,7 @@ class Interpreter:
         real = op.event.real
         assert isinstance(real, LaneEvent)
         self._lanes.host_wait(real, op.why)
+
+
+def _call(function: Function, reads: Sequence[Range], writes: Sequence[Range]) -> None:
+    function(*views(reads, writes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import state
 from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.autograd.casting import attach_casts
-from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
-from offloadtrain.engine.engine import Engine, EngineError
+from offloadtrain.engine.engine import EngineError
 from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
+from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
 from offloadtrain.engine.state_io import StateIO
@@ -91,7 +90,6 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._given: Given | None = None
         self._written_before: set[nn.Parameter] = set()
         """Parameters written by others before the values of `_given` were loaded."""
-        self._clip_norm = config.clip_norm
         self._told_of_clipping = self._told_of_local_norm = False
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
@@ -99,7 +97,8 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
         layers = [part.module for part in partition(model) if part.repeated]
-        self._handles = self._hook_parameters() + attach_state_dict_hooks(model, self)
+        self._handles = hook_parameters(self._engine, self._blocks)
+        self._handles += attach_state_dict_hooks(model, self)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         self._watched = next(self._slots())[1].param
         watch_clipping(self._watched, weakref.WeakMethod(self._clipping_noticed))
@@ -364,6 +363,25 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._given = Given(self._model, values)
         self._written_before = set(self._seal.written())
 
+    @property
+    def tries(self) -> int:
+        """Steps decided so far, skipped ones included: their updates are done, or `salvage` does
+        them."""
+        return self._engine.tries
+
+    def salvage(self, failure: BaseException) -> int:
+        """After a failure of the device: finish on the host what was decided, and touch the device
+        no more. Returns the steps done. `state_dict`, `named_state` and `close` work afterwards;
+        streamed weights are views of the host's.
+
+        Raises:
+            SalvageError: the state is between two steps, or not on the host.
+        """
+        self._engine.salvage(failure)
+        self._step_tensor.fill_(self._engine.step_count)
+        self._fill_state()
+        return self._engine.step_count
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after `offload()`, which fixes the layout of host memory."""
         if hasattr(self, "_engine"):
@@ -398,7 +416,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         left = self.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
         if left and not self._told_of_clipping:
             self._told_of_clipping = True
-            warn_of_clipping(self._clip_norm)
+            warn_of_clipping(self.config.clip_norm)
 
     def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
         for _, slot in self._slots():
@@ -409,24 +427,9 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             kept = state.views(bucket, slot, self._rule.moments)
             self.state[slot.param] = {"step": self._step_tensor, **kept}
 
-    def _hook_parameters(self) -> list[Any]:
-        engine = weakref.ref(self._engine)
-        return [
-            slot.param.register_post_accumulate_grad_hook(partial(_deliver, engine, block, slot))
-            for block in self._blocks
-            for bucket in block.buckets
-            for slot in bucket.slots
-        ]
-
 
 def _release(lanes: Lanes, *arenas: Arena) -> None:
     # Drains first: copies and kernels in flight use the arenas' memory.
     lanes.close()
     for arena in arenas:
         arena.close()
-
-
-def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tensor) -> None:
-    alive = engine()
-    if alive is not None:
-        alive.deliver(block, slot)

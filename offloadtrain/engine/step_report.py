@@ -38,6 +38,8 @@ class StepReport:
         skipped: the gradient norm was not finite: no state changed.
         skipped_in_a_row: skipped steps up to this one; 0 if it was not skipped.
         nonfinite: names of the parameters with non-finite gradients, in the model's order.
+        nonfinite_ranks: of each of them, the ranks in whose shards the gradient is not finite;
+            empty on a single rank.
         grad_norm: norm of the unscaled mean gradient, before clipping.
         clip_coef: factor on the gradient, of `clip_grad_norm_` and `clip_norm` together.
         loss_scale: loss scale during the step; 1.0 without loss scaling.
@@ -70,6 +72,7 @@ class StepReport:
     comm_bytes: int
     skipped_in_a_row: int = 0
     nonfinite: tuple[str, ...] = ()
+    nonfinite_ranks: tuple[tuple[int, ...], ...] = ()
     timeline: tuple[Interval, ...] = field(default=(), repr=False)
 
     @property
@@ -78,20 +81,34 @@ class StepReport:
         The sum is `exposed_ms` without the wait at the step's end."""
         return exposed_by_lane(self.timeline)
 
+    @property
+    def named_nonfinite(self) -> str:
+        """The first parameters with non-finite gradients, and the ranks that own them, for
+        messages."""
+        owners = self.nonfinite_ranks or ((),) * len(self.nonfinite)
+        pairs = zip(self.nonfinite[:_NAMED], owners, strict=False)
+        named = ", ".join(f"'{name}'{_owned_by(ranks)}" for name, ranks in pairs)
+        more = len(self.nonfinite) - _NAMED
+        return f"{named} and {more} more" if more > 0 else named
+
+
+def _owned_by(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return ""
+    numbers = ", ".join(map(str, ranks))
+    return f" (in the shard{'s' if len(ranks) > 1 else ''} of rank {numbers})"
+
 
 def warn_of_skips(report: StepReport) -> None:
     """Warn at the third skip in a row, once a row, with the first parameters that caused it."""
     if report.skipped_in_a_row != ALARM:
         return
-    named = ", ".join(f"'{name}'" for name in report.nonfinite[:_NAMED])
-    more = len(report.nonfinite) - _NAMED
     _log.warning(
         "%d steps in a row were skipped: the gradient norm is %s, so that nothing is trained. Not "
-        "finite are the gradients of %s%s. %s last_step.skipped tells of every step.",
+        "finite are the gradients of %s. %s last_step.skipped tells of every step.",
         report.skipped_in_a_row,
         report.grad_norm,
-        named,
-        f" and {more} more" if more > 0 else "",
+        report.named_nonfinite,
         "Are the loss and the inputs finite? A lower learning rate or a longer warm-up may help."
         if report.loss_scale == 1.0
         else f"The loss scale was {report.loss_scale:g} and is halved by every skip, which is "

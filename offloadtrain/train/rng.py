@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,42 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The states of all global generators, as they come: taken in every step."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    host: torch.Tensor
+    cuda: list[torch.Tensor]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return _encoded(self)
+
+
+def snapshot() -> Snapshot:
+    """Read all states; those of GPUs are kept on the host, too."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return Snapshot(
+        random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda
+    )
+
+
 def capture() -> dict[str, Any]:
     """Return the states of all global generators."""
-    version, words, gauss = random.getstate()
-    kind, words_32, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return snapshot().as_json
+
+
+def _encoded(taken: Snapshot) -> dict[str, Any]:
+    version, words, gauss = taken.python
+    kind, words_32, position, has_gauss, cached = taken.numpy
     keys = np.asarray(words_32, np.uint32)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, _text(keys.tobytes()), int(position), int(has_gauss), float(cached)],
-        "torch": _text(bytes(torch.get_rng_state().tolist())),
-        "cuda": [_text(bytes(state.tolist())) for state in cuda],
+        "torch": _text(bytes(taken.host.tolist())),
+        "cuda": [_text(bytes(state.tolist())) for state in taken.cuda],
     }
 
 

@@ -214,7 +214,7 @@ class RunLog:
     def _compare_with_plan(self) -> None:
         if self._hindsight is None or self._optimizer is None:
             return
-        rows = self._hindsight.rows(self._memory_rows())
+        rows = self._hindsight.rows(self.memory_rows())
         message, apart = self._hindsight.told(rows)
         self._writer.emit(schema.PlanCompared(rows=rows, message=message))
         self._console.say(message)
@@ -322,7 +322,7 @@ class RunLog:
         per_token = flops_per_token(self._config.model, self._config.data.seq_len)
         return tokens_per_s * per_token / self._peak_flops
 
-    def _memory_rows(self) -> tuple[schema.MemoryRow, ...]:
+    def memory_rows(self) -> tuple[schema.MemoryRow, ...]:
         """Return the engine's Ledger and, on a GPU, torch's other memory."""
         assert self._optimizer is not None
         rows = [
@@ -346,7 +346,7 @@ class RunLog:
 
     def _tell_memory(self, number: int) -> None:
         """Read the rows, and log them if one has changed by more than half a percent."""
-        self._rows, self._rows_read_s = self._memory_rows(), time.monotonic()
+        self._rows, self._rows_read_s = self.memory_rows(), time.monotonic()
         now = {(row.owner, row.tier): row.peak_bytes for row in self._rows}
         same = now.keys() == self._memory.keys() and all(
             abs(now[key] - self._memory[key]) <= _MEMORY_CHANGE * self._memory[key] for key in now

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from offloadtrain.train.job_changes import changes_since
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.untrained import Untrained, Versions
 
 _SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
 ADVICE = {
@@ -32,6 +34,15 @@ ADVICE = {
 
 class TrainingError(OffloadTrainError):
     """Training cannot continue: values are no longer finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The end of a step: the next one begins with these random states, at this place in the
+    data."""
+
+    rng: rng.Snapshot
+    data: Mapping[str, Any]
 
 
 class Saving:
@@ -48,6 +59,17 @@ class Saving:
         self._hf_config = None if config.hf is None else read_config(config.hf.folder)
         self._tokens = context.train_tokens.header
         self._saved_step = -1
+        self.untrained = Untrained(self._model, self._optimizer)
+        self.saved_untrained: Versions = {}
+        """What was not trained, as the newest checkpoint has it."""
+
+    @property
+    def folder(self) -> Path:
+        return self._run.checkpoints
+
+    def here(self) -> Position:
+        """Return the position of the run now; between steps it is the end of the last one."""
+        return Position(rng.snapshot(), self._batches.state_dict())
 
     def check_room(self, step: int) -> None:
         """Check before the run goes on from `step` that its checkpoints fit on the disk.
@@ -91,7 +113,7 @@ class Saving:
             rng.restore(state["rng"][ranks.rank])
         else:  # a new rank: numbers that no other rank draws
             rng.seed_all(self._config.train.seed + ranks.rank + found.step * ranks.size)
-        self._saved_step = found.step
+        self._saved_step, self.saved_untrained = found.step, self.untrained.versions()
         return Progress(**state["progress"])
 
     def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
@@ -131,8 +153,11 @@ class Saving:
         except CheckpointError as error:
             self._log.checkpoint_failed(progress.step, error)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, at: Position | None = None) -> None:
         """Save the state after this step, unless it was saved already, and prune.
+
+        Args:
+            at: where the step ended; None: here.
 
         Raises:
             TrainingError: its weights are not finite.
@@ -147,12 +172,12 @@ class Saving:
                 progress.step,
                 self._model,
                 self._optimizer,
-                self._state(progress),
+                self._state(progress, at or self.here()),
                 ranks=self._ranks,
             )
         except NotFiniteError as error:
             raise self.spoilt(f"after step {progress.step} {error}") from error
-        self._saved_step = progress.step
+        self._saved_step, self.saved_untrained = progress.step, self.untrained.versions()
         progress.seconds += saved.seconds
         self._log.saved(progress.step, saved)
         if self._ranks.rank:
@@ -171,7 +196,7 @@ class Saving:
             advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
         return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
 
-    def _state(self, progress: Progress) -> Mapping[str, Any]:
+    def _state(self, progress: Progress, at: Position) -> Mapping[str, Any]:
         """Return all state outside tensors that the rest of the run depends on."""
         scaler = self._optimizer.state_dict()["scaler"]
         hyperparameters = [
@@ -181,10 +206,10 @@ class Saving:
         return {
             "optimizer": {"step": progress.step, "scaler": scaler},
             "progress": asdict(progress),
-            "data": self._batches.state_dict(),
+            "data": at.data,
             "held_out": self._held_out(),
             "tokenizer": self._tokens.tokenizer_id,
-            "rng": self._ranks.gather(rng.capture()),
+            "rng": self._ranks.gather(at.rng.as_json),
             "param_groups": hyperparameters,
             "precision": self._precision,
             "threads": torch.get_num_threads(),

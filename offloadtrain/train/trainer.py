@@ -32,6 +32,7 @@ from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.emergency import Emergency
 from offloadtrain.train.losses import LateLoss, loss_divisor, loss_of, to_device
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
@@ -78,6 +79,7 @@ class Trainer:
         self._requests: Requests | None = None
         self._loss = LateLoss(self.optimizer.device)
         self._all_stop = False
+        self._emergency = Emergency(config, context, self.saving, log)
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint; raises what `Saving.resume` raises."""
@@ -95,9 +97,12 @@ class Trainer:
             TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved. Or
                 the loss or a weight is not finite, and none was saved.
             CheckpointError: the last checkpoint could not be saved.
+            DeviceLostError: the device has failed; the last step was saved.
+            DeviceFailedError, DeviceMemoryError: it was not, and why.
         """
         config, self._requests = self.config.train, requests
-        with StopRequests() as stop:
+        self._emergency.step_ended()
+        with StopRequests() as stop, self._emergency.guarded(self.progress):
             if self.progress.step == 0:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
@@ -131,6 +136,7 @@ class Trainer:
         self.progress.count(
             tokens=self.config.batch_tokens, skipped=report.skipped, seconds=clock.total_ms / 1e3
         )
+        self._emergency.step_ended()
         self._log.step(number, self.progress, report, clock, told, lr=lr)
         self._check_finite(number, report, told.loss)
         return not report.skipped, told.asks

@@ -8,6 +8,7 @@ import torch
 
 from offloadtrain.runtime.lanes.base import (
     Buffer,
+    HostProgress,
     Interval,
     LaneError,
     LaneEvent,
@@ -17,6 +18,7 @@ from offloadtrain.runtime.lanes.base import (
     Range,
     Span,
     copy,
+    views,
 )
 from offloadtrain.runtime.lanes.cuda import CudaLanes
 from offloadtrain.runtime.lanes.exposed_time import exposed_by_lane
@@ -26,6 +28,7 @@ from offloadtrain.step.operations import Lane
 __all__ = [
     "Buffer",
     "CudaLanes",
+    "HostProgress",
     "Interval",
     "Lane",
     "LaneError",
@@ -40,6 +43,7 @@ __all__ = [
     "exposed_by_lane",
     "lanes_for",
     "on_lanes",
+    "views",
 ]
 
 _chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)

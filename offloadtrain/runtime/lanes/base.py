@@ -122,6 +122,20 @@ class LaneTotals:
         return self.minus(LaneTotals())
 
 
+@dataclass(frozen=True, slots=True)
+class HostProgress:
+    """Operations of the host lane since it was made; they run in the order of launch.
+
+    Attributes:
+        launched: put into its queue.
+        begun, ended: while the lane is at rest they differ if an operation failed in its midst.
+    """
+
+    launched: int = 0
+    begun: int = 0
+    ended: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Span:
     """User code that runs on the compute lane between `open_span` and `close_span`."""
@@ -182,6 +196,15 @@ class Lanes(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drain and end the lanes. Idempotent. Does not raise earlier failures."""
+
+    @abstractmethod
+    def host_progress(self) -> HostProgress:
+        """Tell how far the host lane has come; never waits."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """After a failure of the device: what is launched and has not begun will never run. Returns
+        when the host lane is at rest, and does not touch the device."""
 
     @abstractmethod
     def start_timeline(self) -> None:

@@ -28,6 +28,7 @@ import torch
 from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import cuda_driver
 from offloadtrain.runtime.lanes.base import (
+    HostProgress,
     Interval,
     LaneError,
     LaneEvent,
@@ -222,6 +223,17 @@ class CudaLanes(Lanes):
         for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM):
             self.host_wait(self.record(lane), "synchronize")
         self._stream(Lane.COMPUTE).synchronize()
+
+    def host_progress(self) -> HostProgress:
+        return self._host.progress()
+
+    def abandon(self) -> None:
+        self._failure.fail(LaneError("the lanes were abandoned"))
+        # Of the host lane alone: a stream's event may never happen. Its flag is set after a failure
+        # too. The device's lanes only read the state, or write memory that no update reads.
+        stopped = self._host.make_flag()
+        self._host.set(stopped)
+        stopped.wait()
 
     def close(self) -> None:
         if not self._closed:

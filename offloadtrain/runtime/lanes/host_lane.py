@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.lanes.base import Interval, Operation, now_ms
+from offloadtrain.runtime.lanes.base import HostProgress, Interval, Operation, now_ms
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
 
@@ -66,6 +66,8 @@ class HostLane(Endable, Protocol):
         address once `issued` is set, for a wait without the interpreter's lock."""
         ...
 
+    def progress(self) -> HostProgress: ...
+
     def busy_ms(self) -> float: ...
 
     def keep_intervals(self, keep: bool) -> None: ...
@@ -93,12 +95,15 @@ class _Timed:
 
     def __init__(self) -> None:
         self.busy_ms = 0.0
+        self.begun = self.ended = 0
         self.keeping = False
         self.kept: list[tuple[str, float, float]] = []
 
     def run(self, name: str, fn: Callable[[], object]) -> None:
         start_ms = now_ms()
+        self.begun += 1
         fn()
+        self.ended += 1
         spent_ms = now_ms() - start_ms
         self.busy_ms += spent_ms
         if self.keeping:
@@ -115,6 +120,7 @@ class PythonHostLane:
     def __init__(self, failure: Failure, begin: Callable[[], None] | None) -> None:
         self._worker = Worker(Lane.HOST, failure, begin)
         self._timed = _Timed()
+        self._launched = 0
 
     def make_flag(self) -> Flag:
         return threading.Event()
@@ -128,6 +134,7 @@ class PythonHostLane:
         pause_s: float = 0.0,
         least_s: float = 0.0,
     ) -> None:
+        self._launched += 1
         task = _paced(lambda: fn(*operands), least_s)
         self._worker.put(_delayed(lambda: self._timed.run(name, task), pause_s))
 
@@ -140,6 +147,9 @@ class PythonHostLane:
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
         self._worker.put(block)
+
+    def progress(self) -> HostProgress:
+        return HostProgress(self._launched, self._timed.begun, self._timed.ended)
 
     def busy_ms(self) -> float:
         return self._timed.busy_ms
@@ -173,6 +183,7 @@ class NativeHostLane:
         self._failure = failure
         self._synchronize_event = synchronize_event
         self._timed = _Timed()
+        self._launched = 0
         self._held: deque[tuple[int, object]] = deque()
         self._launching = threading.Lock()
         # The native queue stops with the other workers, and they with it.
@@ -194,6 +205,7 @@ class NativeHostLane:
         least_s: float = 0.0,
     ) -> None:
         calls = kernels.capture(fn, operands)
+        self._launched += 1
         if calls is None:
             task, timed = _paced(lambda: fn(*operands), least_s), self._timed
             self._run(_delayed(lambda: timed.run(name, task), pause_s))
@@ -214,6 +226,10 @@ class NativeHostLane:
         # `block` refers to the event: destroyed early, its handle would dangle in the native wait.
         held = (issued, handle, block)
         self._push(lambda: self._queue.wait_event(issued, address, synchronize), held)
+
+    def progress(self) -> HostProgress:
+        begun, ended = self._queue.counts()
+        return HostProgress(self._launched, begun + self._timed.begun, ended + self._timed.ended)
 
     def busy_ms(self) -> float:
         return self._timed.busy_ms + 1e3 * float(self._queue.busy_s())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offloadtrain.runtime.lanes.base import (
+    HostProgress,
     Interval,
     LaneEvent,
     Lanes,
@@ -88,6 +89,12 @@ class RecordingLanes(Lanes):
 
     def close(self) -> None:
         self.inner.close()
+
+    def host_progress(self) -> HostProgress:
+        return self.inner.host_progress()
+
+    def abandon(self) -> None:
+        self.inner.abandon()
 
     def start_timeline(self) -> None:
         self.inner.start_timeline()

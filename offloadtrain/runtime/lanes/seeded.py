@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
+    HostProgress,
     Interval,
     LaneEvent,
     Lanes,
@@ -62,6 +63,8 @@ class SeededLanes(Lanes):
         self._queues: dict[Lane, deque[_Run | _Await | _Set]] = {
             lane: deque() for lane in Lane if lane is not Lane.COMPUTE
         }
+        self._launched = self._begun = self._ended = 0
+        """Operations of the host lane."""
 
     def launch(
         self,
@@ -76,7 +79,7 @@ class SeededLanes(Lanes):
         if lane is Lane.COMPUTE:
             fn(*operands)
         else:
-            self._queues[lane].append(_Run(fn, operands))
+            self._put(lane, _Run(fn, operands))
         self._run_some()
 
     def record(self, lane: Lane) -> LaneEvent:
@@ -106,6 +109,13 @@ class SeededLanes(Lanes):
     def close(self) -> None:
         self.synchronize()
 
+    def host_progress(self) -> HostProgress:
+        return HostProgress(self._launched, self._begun, self._ended)
+
+    def abandon(self) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+
     def start_timeline(self) -> None:
         """Does nothing: there is no time here."""
 
@@ -123,7 +133,11 @@ class SeededLanes(Lanes):
         if lane is Lane.COMPUTE:
             super()._poison(lane, memory)
         else:
-            self._queues[lane].append(_Run(lambda m: m.fill_(float("nan")), [memory]))
+            self._put(lane, _Run(lambda m: m.fill_(float("nan")), [memory]))
+
+    def _put(self, lane: Lane, run: _Run) -> None:
+        self._launched += lane is Lane.HOST
+        self._queues[lane].append(run)
 
     def _run_some(self) -> None:
         while not self._late and self._draw.random() < 0.5 and self._runnable():
@@ -153,7 +167,9 @@ class SeededLanes(Lanes):
     def _advance(self, lane: Lane) -> None:
         entry = self._queues[lane].popleft()
         if isinstance(entry, _Run):
+            self._begun += lane is Lane.HOST
             entry.fn(*entry.operands)
+            self._ended += lane is Lane.HOST
         elif isinstance(entry, _Set):
             entry.event.done = True
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.runtime.lanes.base import LaneEvent, Operation, Range, now_ms, views
+from offloadtrain.runtime.lanes.base import (
+    HostProgress,
+    LaneEvent,
+    Operation,
+    Range,
+    now_ms,
+    views,
+)
 from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.step.operations import Lane
 
@@ -21,6 +28,11 @@ _DONE = _Done()
 class SequentialLanes(ClockedLanes):
     """Runs operations when they are launched. All but compute is exposed: compute waits for it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = self._ended = 0
+        """Operations of the host lane."""
+
     def launch(
         self,
         lane: Lane,
@@ -29,8 +41,10 @@ class SequentialLanes(ClockedLanes):
         reads: Sequence[Range] = (),
         writes: Sequence[Range] = (),
     ) -> None:
-        start_ms = now_ms()
+        start_ms, on_host = now_ms(), lane is Lane.HOST
+        self._begun += on_host
         fn(*views(reads, writes))
+        self._ended += on_host
         self._count(lane, name, writes)
         self._account(lane, name, start_ms)
 
@@ -45,6 +59,12 @@ class SequentialLanes(ClockedLanes):
         self._check(event)
 
     def synchronize(self) -> None:
+        """Does nothing: nothing is ever pending."""
+
+    def host_progress(self) -> HostProgress:
+        return HostProgress(self._begun, self._begun, self._ended)
+
+    def abandon(self) -> None:
         """Does nothing: nothing is ever pending."""
 
     def close(self) -> None:

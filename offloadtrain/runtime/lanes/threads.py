@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
+    HostProgress,
     Interval,
+    LaneError,
     LaneEvent,
     LaneTotals,
     Operation,
@@ -121,6 +123,16 @@ class ThreadLanes(ClockedLanes):
         # Nothing is launched meanwhile: a lane that has reached its flag is empty.
         for lane in Lane:
             self.host_wait(self.record(lane), "synchronize")
+
+    def host_progress(self) -> HostProgress:
+        return self._host.progress()
+
+    def abandon(self) -> None:
+        self._failure.fail(LaneError("the lanes were abandoned"))
+        flags = [_own(self.record(lane)) for lane in Lane]
+        # Flags are set after a failure too: a lane that has set its own runs nothing any more.
+        for flag in flags:
+            flag.happened.wait()
 
     def close(self) -> None:
         if not self._closed:

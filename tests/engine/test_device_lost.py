@@ -1,0 +1,238 @@
+"""A device that fails at any operation of a step: the state on the host is that of a whole step,
+from which training goes on with the bits of a run that never failed, or the reason is said."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step import modes
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.restore import restore
+from offloadtrain.train.checkpoint.save import save as save_checkpoint
+from tests.losing_lanes import LosingLanes
+from tests.numerics.models import Chain, batches, loss_of
+
+STEPS, FAILS_IN = 4, 2
+"""Steps of a run, and the one (0-based) from whose first operation on the device may fail."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "speculative, right": {"update": "speculative", "clip_norm": 1e9},
+    "speculative, wrong": {"update": "speculative"},
+    "delayed": {"update": "delayed", "warmup_steps": 1},
+    "streamed": {"working": "host", "activation": "recompute"},
+    "early": {"clip_norm": None, "skip_nonfinite": False},
+    "skipped": {},
+}
+STATES = ("fp32", "split16", "int8")
+BACKENDS = {
+    "sequential": SequentialLanes,
+    "seeded": lambda: SeededLanes(3),
+    "late": lambda: SeededLanes(4, late=True),
+    "threads": lambda: ThreadLanes(longest_delay_ms=0.2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: str
+    state: str
+    accum: int
+    backend: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        given = {"clip_norm": 0.5, "state": self.state, "grad_accum_steps": self.accum}
+        # Where a step is skipped the loss scale counts it; split16 keeps no fp16 weights.
+        scaled = self.mode == "skipped" and self.state != "split16"
+        return given | MODES[self.mode] | {"precision": "fp16" if scaled else "bf16"}
+
+
+@contextmanager
+def offloaded(case: Case, lanes: Lanes) -> Iterator[tuple[ot.OffloadOptimizer, Chain]]:
+    torch.manual_seed(0)
+    model = Chain(2)
+    with pytest.MonkeyPatch.context() as patch, on_lanes(lanes):
+        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", **case.options)
+        optimizer.warns_of_skips = False
+        try:
+            yield optimizer, model
+        finally:
+            optimizer.close()
+
+
+def train(
+    case: Case, optimizer: ot.OffloadOptimizer, model: Chain, steps: range, lanes: Any = None
+) -> None:
+    stream = batches(STEPS * case.accum)
+    for step in steps:
+        if lanes is not None and step == FAILS_IN:
+            lanes.seen = 0
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        for tokens in stream[step * case.accum : (step + 1) * case.accum]:
+            loss = loss_of(model, tokens)
+            # A step that overflows, and one that follows it, are skipped or not as ever.
+            optimizer.backward(loss * (float("inf") if case.mode == "skipped" and step == 2 else 1))
+        optimizer.step()
+
+
+def bits(optimizer: ot.OffloadOptimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{key}": value.clone()
+        for name, tensors in optimizer.named_state()
+        for key, value in tensors.items()
+    }
+
+
+Bits = dict[str, torch.Tensor]
+
+
+class Reference:
+    """Runs that never fail: of every number of tries, the state behind them, and the end of a run
+    that goes on from a checkpoint of it."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self._folder = case, folder
+        self._found: dict[int, tuple[Bits, Bits]] = {}
+        with offloaded(case, SequentialLanes()) as (optimizer, model):
+            train(case, optimizer, model, range(STEPS))
+            self.whole = bits(optimizer)
+
+    def after(self, tries: int) -> tuple[Bits, Bits]:
+        if tries not in self._found:
+            with offloaded(self.case, SequentialLanes()) as (optimizer, model):
+                train(self.case, optimizer, model, range(tries))
+                there = bits(optimizer)
+                folder = self._folder / f"reference-{tries}"
+                save(folder, optimizer, model)
+            self._found[tries] = there, resumed(self.case, folder, tries)
+            # A checkpoint ends the delay of mode "delayed": only there it makes a difference.
+            if self.case.mode != "delayed":
+                assert same(self._found[tries][1], self.whole)
+        return self._found[tries]
+
+
+def save(folder: Path, optimizer: ot.OffloadOptimizer, model: Chain) -> None:
+    state = {"scaler": optimizer.state_dict()["scaler"]}
+    step = int(next(iter(optimizer.state.values()))["step"])
+    save_checkpoint(folder, step, model, optimizer, state)
+
+
+def resumed(case: Case, folder: Path, tries: int) -> Bits:
+    """Load the only checkpoint of the folder into a new model, and train to the end."""
+    (path,) = checkpoint.find(folder)
+    found = checkpoint.verify(path)
+    with offloaded(case, SequentialLanes()) as (optimizer, model):
+        restore(found, model, optimizer)
+        optimizer.finish_load(step=found.step, scaler=found.state["scaler"])
+        train(case, optimizer, model, range(tries, STEPS))
+        return bits(optimizer)
+
+
+def same(found: Bits, expected: Bits) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key].view(torch.uint8), expected[key].view(torch.uint8))
+        for key in expected
+    )
+
+
+def points_of(case: Case) -> int:
+    """Operations from the beginning of the step that may fail to the end of the run."""
+    lanes = LosingLanes(SequentialLanes())
+    with offloaded(case, lanes) as (optimizer, model):
+        train(case, optimizer, model, range(STEPS), lanes)
+        return lanes.seen
+
+
+def fails_at(case: Case, point: int, reference: Reference, folder: Path) -> str:
+    """Return "before" or "behind" the decision of a step that was salvaged, or why none was."""
+    lanes = LosingLanes(BACKENDS[case.backend]())
+    with offloaded(case, lanes) as (optimizer, model):
+        train(case, optimizer, model, range(FAILS_IN))
+        lanes.left = point
+        ended = FAILS_IN
+        with pytest.raises((ot.OffloadTrainError, torch.AcceleratorError)) as raised:
+            for step in range(FAILS_IN, STEPS):
+                train(case, optimizer, model, range(step, step + 1))
+                ended = step + 1
+            # What failed on a thread in the last step shows here.
+            optimizer.synchronize()
+        used = lanes.seen
+        try:
+            optimizer.salvage(raised.value)
+        except SalvageError as error:
+            assert case.mode == "early", error
+            return str(error)
+        there = bits(optimizer)
+        save(folder, optimizer, model)
+        assert lanes.seen == used, "no operation was given to the device"
+        tries = optimizer.tries
+    assert ended <= tries <= ended + 1
+    state, end = reference.after(tries)
+    assert same(there, state)
+    assert same(resumed(case, folder, tries), end)
+    return "behind" if tries > ended else "before"
+
+
+def check(cases: Sequence[Case], tmp_path: Path, *, share: float, seed: int) -> dict[str, int]:
+    """Fail at a share of the points of each case; returns outcome → how many."""
+    draw = random.Random(seed)
+    outcomes: dict[str, int] = {}
+    for number, case in enumerate(cases):
+        reference = Reference(case, tmp_path / f"{number}")
+        count = points_of(case)
+        for point in sorted(draw.sample(range(count), max(1, round(share * count)))):
+            outcome = fails_at(case, point, reference, tmp_path / f"{number}" / f"{point}")
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    print(f"{sum(outcomes.values())} points: {outcomes}")
+    return outcomes
+
+
+ALL = [Case(*axes) for axes in itertools.product(MODES, STATES, (1, 2), BACKENDS)]
+
+
+@pytest.mark.slow
+def test_a_device_that_fails_anywhere_costs_no_step(tmp_path: Path, request: Any) -> None:
+    seed = request.config.option.seed
+    cases = random.Random(seed).sample(ALL, 12)
+    outcomes = check(cases, tmp_path, share=0.025, seed=seed)
+    assert outcomes["before"] and outcomes["behind"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_that_fails_at_every_operation(tmp_path: Path, mode: str) -> None:
+    """At every one of a plain run; in the other formats, with sums of microbatches and on the other
+    backends, at a twentieth of them."""
+    plain = Case(mode, "fp32", 1, "sequential")
+    others = [case for case in ALL if case.mode == mode and case != plain]
+    check([plain], tmp_path / "plain", share=1.0, seed=0)
+    check(others, tmp_path / "others", share=0.05, seed=0)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["exact", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "exact")],
+)
+def test_some_points_of_each_mode(tmp_path: Path, mode: str) -> None:
+    case = Case(mode, "fp32", 1, "sequential")
+    reference = Reference(case, tmp_path)
+    count = points_of(case)
+    for number in range(3):
+        fails_at(case, count * (2 * number + 1) // 6, reference, tmp_path / f"{number}")

@@ -1,0 +1,171 @@
+"""A run whose device fails: exit code 74, a checkpoint made without it, and the same bits later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadtrain.cli.main import main
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import DeviceMemoryError
+from offloadtrain.config.job import Config
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.events import schema
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.train import emergency
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.emergency import DeviceFailedError, DeviceLostError
+from offloadtrain.train.trainer import Trainer
+from tests.losing_lanes import LosingLanes
+from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
+
+
+def arm(
+    patch: pytest.MonkeyPatch, lanes: LosingLanes, step: int, *, inside: str, left: int
+) -> None:
+    """Fail at the operation `left` of the forward ("_accumulate") or of `optimizer.step` of a
+    step."""
+    owner: Any = Trainer if inside == "_accumulate" else OffloadOptimizer
+    real = getattr(owner, inside)
+    calls = 0
+
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        lanes.left = left if calls == step else lanes.left
+        return real(*given, **named)
+
+    patch.setattr(owner, inside, counted)
+
+
+def lose(
+    patch: pytest.MonkeyPatch,
+    job: Config,
+    path: Path,
+    step: int,
+    inside: str,
+    left: int,
+    **kind: Any,
+) -> BaseException:
+    lanes = LosingLanes(SequentialLanes())
+    lanes.error = kind.get("error", torch.AcceleratorError)
+    with patch.context() as armed, on_lanes(lanes):
+        arm(armed, lanes, step, inside=inside, left=left)
+        with pytest.raises(Exception, match="the device failed in step") as raised:
+            run(job, path)
+    return raised.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inside", "left", "saved", "options"),
+    [
+        ("_accumulate", 9, 7, ()),
+        ("_accumulate", 9, 7, ("offload.update=speculative",)),
+        ("step", 20, 8, ("offload.precision=fp16",)),
+        ("step", 30, 8, ()),
+    ],
+)
+def test_it_resumes_to_the_bit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    inside: str,
+    left: int,
+    saved: int,
+    options: tuple[str, ...],
+) -> None:
+    job = small_job(tmp_path, *options)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    error = lose(monkeypatch, job, parted, 8, inside, left)
+    assert isinstance(error, DeviceLostError) and f"after step {saved} was saved" in str(error)
+    (told,) = [w for w in events_of(parted, schema.Warning_) if w.code == "emergency-checkpoint"]
+    assert told.step == saved
+    assert checkpoint.step_of(checkpoint.find(parted / "checkpoints")[0]) == saved
+    assert run(job, parted, resume="auto") == 0
+    # The record of a step that was finished without the device is missing: its loss was there.
+    missing = {saved} if inside == "step" else set()
+    assert history(parted) == [line for line in history(whole) if line[0] not in missing]
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+
+
+def test_exit_code_74(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, path = tmp_path / "job.toml", tmp_path / "run"
+    file.write_text(jobs.dump(small_job(tmp_path, "train.eval_every=0", "train.steps=3")))
+    lanes = LosingLanes(SequentialLanes())
+    with monkeypatch.context() as patch, on_lanes(lanes):
+        arm(patch, lanes, 2, inside="_accumulate", left=3)
+        assert main(["train", str(file), "--run-dir", str(path)]) == 74
+    err = capsys.readouterr().err
+    assert "DeviceLostError: the device failed in step 2" in err and "Traceback" not in err
+    assert f"--resume {path}" in err
+    assert main(["train", str(file), "--resume", str(path)]) == 0
+
+
+def test_a_full_device_names_its_owners_and_the_keys_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, full = small_job(tmp_path, "train.eval_every=0"), torch.OutOfMemoryError
+    first = lose(monkeypatch, job, tmp_path / "first", 1, "_accumulate", 5, error=full)
+    assert isinstance(first, DeviceMemoryError), "exit code 4: it does not fit"
+    told = str(first)
+    assert "Largest owners of device memory: working weights" in told
+    assert "train.micro_batch = 2 with train.grad_accum_steps = 4" in told
+    assert 'offload.activation = "recompute"' in told
+    assert "No emergency checkpoint: no step is done yet. There is no checkpoint yet" in told
+    later = lose(monkeypatch, job, tmp_path / "later", 5, "_accumulate", 5, error=full)
+    assert isinstance(later, DeviceLostError) and "Largest owners" in str(later)
+
+
+@pytest.fixture
+def with_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has a persistent buffer, which is taken for one on the device."""
+    real = Trainer.__init__
+
+    def init(trainer: Trainer, config: Config, context: Any, *rest: Any) -> None:
+        context.model.module.register_buffer("seen", torch.zeros(2))
+        real(trainer, config, context, *rest)
+        context.model.module.seen.fill_(7.0)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    monkeypatch.setattr(emergency, "on_device", lambda tensor: tensor.numel() == 2)
+
+
+@pytest.mark.slow
+def test_what_is_on_the_device_only_comes_from_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_buffer: None
+) -> None:
+    job = small_job(tmp_path, "train.eval_every=0")
+    early = lose(monkeypatch, job, tmp_path / "early", 3, "_accumulate", 5)
+    assert isinstance(early, DeviceFailedError)
+    assert "'seen' is on the device only and is in no checkpoint" in str(early)
+    later = lose(monkeypatch, job, tmp_path / "later", 6, "_accumulate", 5)
+    assert isinstance(later, DeviceLostError)
+    (newest, *_) = checkpoint.find(tmp_path / "later" / "checkpoints")
+    assert checkpoint.step_of(newest) == 5
+    assert run(job, tmp_path / "later", resume="auto") == 0
+
+
+@pytest.mark.slow
+def test_a_buffer_that_the_failed_step_has_changed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_buffer: None
+) -> None:
+    real = Trainer._accumulate
+
+    def counted(trainer: Trainer, clock: Any) -> None:
+        trainer.model.seen.add_(1.0)
+        real(trainer, clock)
+
+    monkeypatch.setattr(Trainer, "_accumulate", counted)
+    for on_device, told in ((True, "has changed since"), (False, "has changed the buffer 'seen'")):
+        monkeypatch.setattr(emergency, "on_device", lambda tensor, lost=on_device: lost)
+        path = tmp_path / f"{on_device}"
+        job = small_job(tmp_path, "train.eval_every=0")
+        error = lose(monkeypatch, job, path, 6, "_accumulate", 5)
+        assert isinstance(error, DeviceFailedError) and told in str(error)
+        assert "The last checkpoint is step-00000003" in str(error)

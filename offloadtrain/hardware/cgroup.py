@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 MOUNT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -21,6 +22,63 @@ def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | Non
         if "cpu" in controllers.split(","):
             found += [_quota_v1(f) for f in _with_ancestors(mount / controllers, relative)]
     return min((quota for quota in found if quota is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A memory limit of one level.
+
+    Attributes:
+        file: that sets it.
+        free_bytes: what is left, with the page cache that the kernel gives up first.
+    """
+
+    file: Path
+    num_bytes: int
+    free_bytes: int
+
+
+def memory_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[MemoryLimit]:
+    """Return the memory limits of this process's groups and their ancestors, in both versions."""
+    v2 = (_memory_limit(folder, *_V2_MEMORY) for folder in folders(mount, membership))
+    v1 = (_memory_limit(folder, *_V1_MEMORY) for folder in _v1_folders(mount, membership))
+    return [limit for limit in (*v2, *v1) if limit is not None]
+
+
+def oom_counters(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Path]:
+    """Return the files that count processes killed for memory: this process's group's own, or the
+    machine's where groups do not count."""
+    v2 = [folder / "memory.events" for folder in folders(mount, membership)[:1]]
+    v1 = [folder / "memory.oom_control" for folder in _v1_folders(mount, membership)[:1]]
+    return [file for file in (*v2, *v1) if file.exists()] or [Path("/proc/vmstat")]
+
+
+_V2_MEMORY = ("memory.max", "memory.current", "inactive_file")
+_V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_NO_LIMIT = 1 << 62
+
+
+def _v1_folders(mount: Path, membership: Path) -> list[Path]:
+    for controllers, relative in _paths(membership).items():
+        if "memory" in controllers.split(","):
+            return _with_ancestors(mount / controllers, relative)
+    return []
+
+
+def _memory_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> MemoryLimit | None:
+    text = _text(folder / limit)
+    if not text.isdecimal() or (num_bytes := int(text)) >= _NO_LIMIT:  # "max", or none
+        return None
+    pairs = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    cache = int(dict(pair for pair in pairs if len(pair) == 2).get(reclaimable, 0))
+    return MemoryLimit(
+        folder / limit, num_bytes, num_bytes - int(_text(folder / usage) or 0) + cache
+    )
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file; the root group has none of them."""
+    return file.read_text().strip() if file.exists() else ""
 
 
 def _paths(membership: Path) -> dict[str, str]:

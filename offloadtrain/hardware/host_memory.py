@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from offloadtrain.config.errors import HostMemoryError
-from offloadtrain.config.units import parse_bytes
+from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware import cgroup
 
 HOST_MEMORY_VARIABLE = "OFFLOADTRAIN_HOST_MEMORY"
+_ALL, _RESIDENT, _DATA = 0, 1, 5
+"""Fields of /proc/self/statm, in pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory that one limit leaves to this process."""
+
+    num_bytes: int
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{format_bytes(max(self.num_bytes, 0))} is available ({self.limit})"
 
 
 def available_bytes() -> int:
-    """Return the available host memory: the kernel's estimate, or the stated size minus this
-    process's memory; capped by the cgroup's limit."""
+    """Return the host memory that is available under every limit."""
+    return least_room().num_bytes
+
+
+def least_room() -> Room:
+    """Return the tightest limit: the machine's memory (the kernel's estimate, or the stated size
+    without this process's memory), this process's cgroups at every level, or its rlimits."""
+    return min((_machine(), *_cgroups(), *_rlimits()), key=lambda room: room.num_bytes)
+
+
+def _machine() -> Room:
     stated = stated_bytes()
-    free = _meminfo_available() if stated is None else max(stated - _held_bytes(), 0)
-    return min(free, _cgroup_available(Path("/sys/fs/cgroup")))
+    if stated is None:
+        return Room(_meminfo_available(), "MemAvailable of /proc/meminfo")
+    return Room(max(stated - _held_bytes(), 0), HOST_MEMORY_VARIABLE)
+
+
+def _cgroups() -> Iterator[Room]:
+    for limit in cgroup.memory_limits():
+        yield Room(limit.free_bytes, f"{limit.file} = {limit.num_bytes}")
+
+
+def _rlimits() -> Iterator[Room]:
+    """Both count address space, of which a process has more than it has memory."""
+    fields = [int(text) for text in Path("/proc/self/statm").read_text().split()]
+    for name, pages in (("RLIMIT_AS", fields[_ALL]), ("RLIMIT_DATA", fields[_DATA])):
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != resource.RLIM_INFINITY:
+            free = limit - pages * os.sysconf("SC_PAGE_SIZE")
+            yield Room(max(free, 0), f"{name} = {limit}")
 
 
 def stated_bytes() -> int | None:
@@ -38,7 +79,7 @@ def stated_bytes() -> int | None:
 
 
 def _held_bytes() -> int:
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[_RESIDENT])
     return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,23 +88,3 @@ def _meminfo_available() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise HostMemoryError("/proc/meminfo has no MemAvailable: Linux 3.14 or newer is needed")
-
-
-def _cgroup_available(mount: Path) -> int:
-    """Return memory.max - memory.current + reclaimable cache, the least of this cgroup and its
-    ancestors."""
-    unlimited = 1 << 62
-    return min([_cgroup_room(folder) for folder in cgroup.folders(mount)] or [unlimited])
-
-
-def _cgroup_room(folder: Path) -> int:
-    unlimited = 1 << 62
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return unlimited
-        current = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:  # the root cgroup and cgroup v1 have no such files
-        return unlimited
-    return int(limit) - current + int(stat.get("inactive_file", 0))

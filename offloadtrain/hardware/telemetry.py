@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -117,8 +117,8 @@ def host_memory_bytes() -> int:
     """Return the installed or stated memory, or the least limit of the cgroups above this process;
     0: unknown."""
     total = stated_bytes() or _told(lambda: psutil.virtual_memory().total, 0)
-    limits = [int(text) for text in _cgroup_files("memory.max") if text.isdigit()]
-    return min([total, *limits])
+    limits = cgroup.memory_limits(_CGROUPS, _PROC / "self/cgroup")
+    return min([total, *(limit.num_bytes for limit in limits)])
 
 
 def own_bytes() -> int:
@@ -143,13 +143,6 @@ def _cgroup_cores() -> int:
     quota = cgroup.cpu_quota(_CGROUPS, _PROC / "self/cgroup")
     cores = os.cpu_count() or 1
     return cores if quota is None else max(min(int(quota), cores), 1)
-
-
-def _cgroup_files(name: str) -> Iterator[str]:
-    """Yield the text of a file of this process's cgroup (version 2) and of each one above it."""
-    for folder in cgroup.folders(_CGROUPS, _PROC / "self/cgroup"):
-        with suppress(OSError):  # the root has no limits, and version 1 other names
-            yield (folder / name).read_text().strip()
 
 
 def _cpu_name() -> str:

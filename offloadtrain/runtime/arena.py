@@ -11,6 +11,7 @@ release: the arena lives until `close`, which its owner calls after draining the
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, available_bytes
+from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, Room, least_room
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.step.memory import MemoryRequest, largest_owners, span_bytes
@@ -31,6 +32,16 @@ from offloadtrain.step.memory import MemoryRequest, largest_owners, span_bytes
 _log = logging.getLogger(__name__)
 
 SLAB_BYTES = 8 << 30
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether the host refused memory: Python, the kernel, or torch's allocator, which has no
+    exception of its own on the CPU."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return "DefaultCPUAllocator: can't allocate" in str(error)
+    return isinstance(error, MemoryError)
 
 
 class Tier(StrEnum):
@@ -82,12 +93,15 @@ class Ledger:
         """
         try:
             tensor = torch.empty(numel, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, RuntimeError) as error:
             asked = format_bytes(numel * dtype.itemsize)
-            raise torch.OutOfMemoryError(
-                f"{owner}: {asked} could not be allocated on the device. Held by the engine: "
-                f"{self.summary()}. {error}"
-            ) from error
+            told = f"{owner}: {asked} could not be allocated on the {device.type}. "
+            told += f"Held by the engine: {self.summary()}"
+            if isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(f"{told}. {error}") from error
+            if is_out_of_memory(error):
+                raise HostMemoryError(f"{told}. {least_room()}") from error
+            raise
         self.add(owner, Tier.DEVICE, numel * dtype.itemsize)
         return tensor
 
@@ -118,12 +132,21 @@ class Arena:
         Raises:
             HostMemoryError: before anything is mapped, if the host has too little memory.
         """
-        self._check_available(requests)
-        tensors: list[Tensor] = []
-        for group in _pack(requests):
-            slab = _Slab(group, pin=self.pin)
-            self._slabs.append(slab)
-            tensors += slab.tensors
+        room = least_room()
+        if span_bytes(requests) > room.num_bytes:
+            raise _too_little(requests, room)
+        slabs: list[_Slab] = []
+        try:
+            for group in _pack(requests):
+                slabs.append(_Slab(group, pin=self.pin))
+        except OSError as error:
+            for slab in slabs:
+                slab.close()
+            if not is_out_of_memory(error):
+                raise
+            raise _too_little(requests, least_room()) from error
+        self._slabs += slabs
+        tensors = [tensor for slab in slabs for tensor in slab.tensors]
         self._book(requests, 1)
         self._booked += requests
         self._warn_if_pageable()
@@ -141,18 +164,6 @@ class Arena:
             self._ledger.add(request.owner, Tier.HOST, sign * request.nbytes)
             padding = request.span_bytes - request.nbytes
             self._ledger.add("padding", Tier.HOST, sign * padding)
-
-    def _check_available(self, requests: Sequence[MemoryRequest]) -> None:
-        asked = span_bytes(requests)
-        available = available_bytes()
-        if asked > available:
-            raise HostMemoryError(
-                f"offloading needs {format_bytes(asked)} of host memory, but "
-                f"{format_bytes(available)} is available. Largest: {largest_owners(requests)}. "
-                "Free host memory, use a narrower state ('split16', 'int8') or a smaller model, "
-                "or set grad_accum_steps = 1 (2 bytes per parameter less). If this machine's "
-                f"memory grows on demand, set its maximum: {HOST_MEMORY_VARIABLE}=128GiB."
-            )
 
     def _warn_if_pageable(self) -> None:
         if self.pin and not self.pinned:
@@ -226,6 +237,16 @@ class _Slab:
         if self.pinned:
             cuda_driver.unregister(self._bytes)
             self.pinned = False
+
+
+def _too_little(requests: Sequence[MemoryRequest], room: Room) -> HostMemoryError:
+    return HostMemoryError(
+        f"offloading needs {format_bytes(span_bytes(requests))} of host memory, but {room}. "
+        f"Largest: {largest_owners(requests)}. "
+        "Free host memory, use a narrower state ('split16', 'int8') or a smaller model, "
+        "or set grad_accum_steps = 1 (2 bytes per parameter less). If this machine's "
+        f"memory grows on demand, set its maximum: {HOST_MEMORY_VARIABLE}=128GiB."
+    )
 
 
 def _pack(requests: Sequence[MemoryRequest]) -> list[list[MemoryRequest]]:

@@ -15,6 +15,7 @@ from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.console import Console
 from offloadtrain.train.distributed_run import DistributedRun
+from offloadtrain.train.memory_errors import NamedMemoryErrors
 from offloadtrain.train.progress_bar import ProgressBar
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_log import RunLog
@@ -52,7 +53,9 @@ def run(
         log = stack.enter_context(RunLog(folder, config, console, ranks.rank))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
+        memory = stack.enter_context(NamedMemoryErrors())
         context = _build(config, opened, distributed, console)
+        memory.ledger = context.optimizer.ledger
         trainer = Trainer(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)

@@ -18,10 +18,11 @@ from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_bytes, format_count, format_duration
 from offloadtrain.engine import OffloadOptimizer, StepReport
-from offloadtrain.events import schema
+from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
 from offloadtrain.events.writer import EventWriter
+from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
@@ -107,7 +108,8 @@ class RunLog:
         machine = probe(self._nvml)
         facts: dict[str, Any] = {"name": config.name, "num_params": config.num_params}
         if self._rank == 0:
-            self._run.write_run(facts | {"ranks": context.ranks.size})
+            killed = oom_kills.count(cgroup.oom_counters())
+            self._run.write_run(facts | {"ranks": context.ranks.size, "oom_kills": killed})
         self._writer.open(self._run.events(self._rank))
         if self._rank == 0:
             self._loggers.open(self._run.path, config, progress.step)

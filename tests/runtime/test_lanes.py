@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -80,7 +78,8 @@ def test_slabs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_memory_is_said_before_anything_is_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offloadtrain.runtime.arena.available_bytes", lambda: 1 << 20)
+    room = host_memory.Room(1 << 20, "MemAvailable")
+    monkeypatch.setattr("offloadtrain.runtime.arena.least_room", lambda: room)
     arena = Arena(Ledger(), pin=False)
     with pytest.raises(HostMemoryError, match=r"needs 4\.0 MiB .* 1\.0 MiB is .*master"):
         arena.map([MemoryRequest("master weights", 1 << 20, "float32")])
@@ -90,7 +89,7 @@ def test_too_little_memory_is_said_before_anything_is_mapped(
 def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine may have a tenth of its memory yet: the kernel tells what is there now."""
     monkeypatch.setattr(host_memory, "_meminfo_available", lambda: 1 << 20)
-    monkeypatch.setattr(host_memory, "_cgroup_available", lambda mount: 1 << 62)
+    monkeypatch.setattr(host_memory, "_cgroups", list)
     monkeypatch.delenv("OFFLOADTRAIN_HOST_MEMORY", raising=False)
     arena, asked = Arena(Ledger(), pin=False), [MemoryRequest("master", 1 << 20, "float32")]
     with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY=128GiB"):
@@ -100,17 +99,8 @@ def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPat
     held = (128 << 30) - host_memory.available_bytes()
     assert held == pytest.approx(telemetry.own_bytes(), rel=0.05)
     arena.map(asked)
-    monkeypatch.setattr(host_memory, "_cgroup_available", lambda mount: 1 << 20)
+    monkeypatch.setattr(host_memory, "_cgroups", lambda: [host_memory.Room(1 << 20, "memory.max")])
     assert host_memory.available_bytes() == 1 << 20
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "much")
     with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY: 'much' is not a size"):
         host_memory.available_bytes()
-
-
-def test_the_cgroup_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert host_memory._cgroup_room(tmp_path) == 650_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory._cgroup_room(tmp_path) > 1 << 60

@@ -38,6 +38,7 @@ class Snapshot:
         views: views by rank; rank 0, or the lowest with a log, first.
         state: one word of `runs.STATES`.
         whole: True if the logs have been read to their end.
+        out_of_memory: the run was killed, probably by the kernel for memory.
         refused: why logs are not read: they are no regular files.
     """
 
@@ -47,6 +48,7 @@ class Snapshot:
     state: str
     whole: bool = True
     refused: tuple[str, ...] = ()
+    out_of_memory: bool = False
 
     @property
     def first(self) -> View:
@@ -100,7 +102,9 @@ class RunReader:
         alive = runs.is_alive(self.run.folder) if at_s is None else None
         state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
         refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
-        return Snapshot(self.run.name, self.run.folder, views, state, self.whole, refused)
+        folder = self.run.folder
+        killed = state == "killed" and runs.killed_for_memory(folder)
+        return Snapshot(self.run.name, folder, views, state, self.whole, refused, killed)
 
     def close(self) -> None:
         for tail in self._tails.values():

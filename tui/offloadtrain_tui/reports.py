@@ -17,7 +17,7 @@ from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import requests, runs
-from offloadtrain_tui.history import LANES, History, Moment
+from offloadtrain_tui.history import LANES, History, Moment, View
 from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.log_reader import RunReader, Snapshot
 from offloadtrain_tui.runs import RunPath
@@ -169,6 +169,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "run": snapshot.name,
         "state": snapshot.state,
+        "out_of_memory": snapshot.out_of_memory,
         "step": view.step,
         "steps": view.total_steps,
         "seconds_left": view.seconds_left(),
@@ -206,6 +207,8 @@ def report(snapshot: Snapshot) -> str:
     """Return a snapshot as a few lines."""
     view = snapshot.first
     lines = [clean(snapshot.name), line(snapshot)]
+    if snapshot.out_of_memory:
+        lines.append(_death(view))
     if view.val_loss is not None:
         lines.append(f"validation loss {view.val_loss:.4f}")
     for tier in ("device", "host"):
@@ -221,6 +224,18 @@ def report(snapshot: Snapshot) -> str:
     if (end := view.end) is not None and end.message:
         lines.append(f"ended: {clean(end.message)}")
     return "\n".join(lines)
+
+
+def _death(view: View) -> str:
+    """Return the likely end of a killed run, and the memory that it last logged."""
+    text = "killed, probably out of memory: the kernel has killed a process for it since the start"
+    if (last := view.system) is None:
+        return text
+    free, total = (
+        units.format_bytes(size) for size in (last.host_available_bytes, last.host_total_bytes)
+    )
+    own = units.format_bytes(last.rss_bytes)
+    return f"{text}; last logged: {free} of {total} available, {own} held by rank 0"
 
 
 def told(moment: Moment) -> str:

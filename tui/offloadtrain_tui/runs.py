@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
+from offloadtrain.events import oom_kills
 from offloadtrain_tui.history import View
 
 SLOW_S, SLOW_FACTOR = 30.0, 4.0
@@ -117,6 +118,11 @@ def is_alive(folder: Path | None) -> bool | None:
     if not isinstance(pid, int) or not isinstance(ticks, int):
         return True  # locked, and about to write run.json
     return _runs(pid, ticks) or _owner(folder / "lock") not in (None, pid)
+
+
+def killed_for_memory(folder: Path | None) -> bool:
+    """Return whether a killed run was probably ended by the kernel, which had no more memory."""
+    return oom_kills.risen(facts(folder).get("oom_kills"))
 
 
 def state_of(view: View, alive: bool | None, now_s: float) -> str:

@@ -28,6 +28,10 @@ def headline(shown: ViewState, colors: ColorOf) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f" {clean(shown.snapshot.name)} ", "bold")
     text.append(f"{SIGNS[state]} {state}", colors.get(state, ""))
+    if shown.snapshot.out_of_memory:
+        text.append(", probably out of memory")
+    for why in shown.snapshot.refused[:1]:
+        text.append(f"  not read: {clean(why, 80)}", "bold")
     total = view.total_steps
     if total:
         text.append(f"  step {view.step}/{total} {100 * view.step / total:.1f}%")

@@ -107,19 +107,8 @@ def total_memory_bytes() -> int:
 def memory_limit(mount: Path = cgroup.MOUNT, membership: Path = cgroup.MEMBERSHIP) -> int | None:
     """Return the least memory limit of this process's cgroups, of either version; None: no
     limit."""
-    files = [folder / "memory.max" for folder in cgroup.folders(mount, membership)]
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if "memory" in controllers.split(","):
-            top = mount / controllers
-            own = top / path.lstrip("/")
-            files += [
-                folder / "memory.limit_in_bytes"
-                for folder in (own, *own.parents)
-                if folder.is_relative_to(top)
-            ]
-    texts = (file.read_text().strip() for file in files if file.exists())
-    return min((int(text) for text in texts if text.isdecimal()), default=None)
+    limits = cgroup.memory_limits(mount, membership)
+    return min((limit.num_bytes for limit in limits), default=None)
 
 
 def free_bytes(folder: Path) -> int:

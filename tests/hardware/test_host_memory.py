@@ -1,0 +1,142 @@
+"""The memory that every limit leaves: of the machine, of cgroups, of the process."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offloadtrain.hardware import cgroup, host_memory
+
+KIB, MIB = 1 << 10, 1 << 20
+MEMBERS = "4:memory:/box/inner\n0::/job/task"
+V1_NO_LIMIT = 9223372036854771712
+
+
+def put(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def v1(folder: Path, limit: int, used: int, cache: int) -> None:
+    put(folder / "memory.limit_in_bytes", limit)
+    put(folder / "memory.usage_in_bytes", used)
+    put(folder / "memory.stat", f"cache 7\ninactive_file 1\ntotal_inactive_file {cache}")
+
+
+def v2(folder: Path, limit: object, used: int, cache: int) -> None:
+    put(folder / "memory.max", limit)
+    put(folder / "memory.current", used)
+    put(folder / "memory.stat", f"anon 7\ninactive_file {cache}")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Path:
+    put(tmp_path / "membership", MEMBERS)
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup"
+
+
+def free(mount: Path) -> list[int]:
+    limits = cgroup.memory_limits(mount, mount.parent / "membership")
+    return sorted(limit.free_bytes for limit in limits)
+
+
+@pytest.mark.parametrize("level", [".", "job", "job/task"])
+def test_a_limit_of_version_2_counts_at_every_level(mount: Path, level: str) -> None:
+    for above in (".", "job", "job/task"):
+        v2(mount / above, "max", 100, 0)
+    assert free(mount) == []
+    v2(mount / level, 1000, 400, 50)
+    assert free(mount) == [650]
+
+
+@pytest.mark.parametrize("level", [".", "box", "box/inner"])
+def test_a_limit_of_version_1_counts_at_every_level(mount: Path, level: str) -> None:
+    for above in (".", "box", "box/inner"):
+        v1(mount / "memory" / above, V1_NO_LIMIT, 100, 0)
+    assert free(mount) == []
+    v1(mount / "memory" / level, 1000, 400, 50)
+    assert free(mount) == [650]
+
+
+def test_limits_of_both_versions_count(mount: Path) -> None:
+    v1(mount / "memory/box", 1000, 900, 0)
+    v2(mount / "job", 1000, 400, 0)
+    assert free(mount) == [100, 600]
+
+
+@pytest.mark.parametrize("text", ["", "max", "-1", "x", "9" * 30])
+def test_a_file_that_says_no_number_sets_no_limit(mount: Path, text: str) -> None:
+    v2(mount / "job", text, 400, 0)
+    assert free(mount) == []
+
+
+def test_a_group_without_counters_has_its_limit(mount: Path) -> None:
+    put(mount / "job/memory.max", 1000)
+    assert free(mount) == [1000]
+
+
+def test_the_least_of_all_limits_is_told_by_name(
+    mount: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v2(mount / "job", 3 * MIB, MIB, 0)
+    limits = cgroup.memory_limits(mount, mount.parent / "membership")
+    monkeypatch.setattr(cgroup, "memory_limits", lambda: limits)
+    monkeypatch.setattr(host_memory, "_meminfo_available", lambda: 10 * MIB)
+    monkeypatch.delenv("OFFLOADTRAIN_HOST_MEMORY", raising=False)
+    assert str(host_memory.least_room()) == (
+        f"2.0 MiB is available ({mount}/job/memory.max = 3145728)"
+    )
+    monkeypatch.setattr(host_memory, "_meminfo_available", lambda: MIB)
+    assert str(host_memory.least_room()) == "1.0 MiB is available (MemAvailable of /proc/meminfo)"
+
+
+@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_an_rlimit_leaves_what_this_process_has_not_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`getrlimit` is asked of Linux; only its answer is changed."""
+    limit = 1 << 45
+    none = (resource.RLIM_INFINITY,) * 2
+    kind = getattr(resource, name)
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit, 0) if asked == kind else none)
+    (room,) = host_memory._rlimits()
+    assert room.limit == f"{name} = {limit}"
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    fields = ("VmSize",) if name == "RLIMIT_AS" else ("VmData", "VmStk")
+    taken = sum(int(status[field].split()[0]) * KIB for field in fields)
+    assert limit - room.num_bytes == pytest.approx(taken, rel=0.05)
+
+
+MAPPED = """
+import resource, sys
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.hardware import host_memory
+from offloadtrain.runtime import arena
+from offloadtrain.step.memory import MemoryRequest
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (64 << 20),) * 2)
+if sys.argv[1] == "ENOMEM":  # as if another thread took the memory between look and mapping
+    arena.least_room = lambda: host_memory.Room(1 << 40, "")
+ledger = arena.Ledger()
+try:
+    arena.Arena(ledger, pin=False).map([MemoryRequest("master weights", 64 << 20, "float32")])
+except HostMemoryError as error:
+    print(error)
+assert ledger.rows() == []
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "ENOMEM"])
+def test_a_real_rlimit_is_refused_with_the_owners(when: str) -> None:
+    command = [sys.executable, "-c", MAPPED, when]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "needs 256.0 MiB of host memory" in done.stdout
+    assert "Largest: master weights 256.0 MiB" in done.stdout
+    assert ("RLIMIT_AS" in done.stdout) == (when == "before")

@@ -18,18 +18,8 @@ from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.cli.commands.version import package_version
-from offloadtrain.cli.exit_codes import DEVICE_LOST, DOES_NOT_FIT, DONE, FAILED, USAGE
+from offloadtrain.cli.exit_codes import DONE, FAILED, USAGE, of_error
 from offloadtrain.config.errors import OffloadTrainError
-
-# By name, because importing the classes would import torch.
-_CODES = {
-    "ConfigError": USAGE,
-    "DeviceLostError": DEVICE_LOST,
-    "DeviceMemoryError": DOES_NOT_FIT,
-    "HostMemoryError": DOES_NOT_FIT,
-    "PlanError": DOES_NOT_FIT,
-    "OutOfMemoryError": DOES_NOT_FIT,
-}
 
 
 def _examples(*lines: str) -> str:
@@ -279,11 +269,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _failed(error: Exception, debug: bool) -> int:
     """Print a known error as one message, an unknown one with its traceback; return the code."""
-    names = [kind.__name__ for kind in type(error).__mro__]
-    code = next((_CODES[name] for name in names if name in _CODES), FAILED)
+    code = of_error(error)
     known = isinstance(error, OffloadTrainError | UnsafeFileError) or code != FAILED
     if debug or not known:
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
     else:
-        print(f"{names[0]}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return code

@@ -85,6 +85,8 @@ class TrainConfig:
         eval_batches: microbatches of one evaluation.
         keep_last: number of checkpoints kept.
         log_every_s: seconds between plain console lines.
+        hang_timeout_s: least time without any progress that ends the run as hung; 0: never. A run
+            whose own healthy phases are silent for longer gets four times that.
         sample_tokens: length of the text generated at the end; 0: none.
     """
 
@@ -100,6 +102,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep_last: int = 2
     log_every_s: float = 5.0
+    hang_timeout_s: float = 60.0
     sample_tokens: int = 0
     sample_prompt: str = ""
     seed: int = 1234
@@ -390,6 +393,7 @@ _RULES: dict[str, _Rule] = {
     "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
     "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
     "train.log_every_s": _POSITIVE,
+    "train.hang_timeout_s": _NOT_NEGATIVE,
     "train.sample_tokens": _NOT_NEGATIVE,
     "train.seed": _NOT_NEGATIVE,
 }

@@ -10,6 +10,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.memory_map import MemoryMap
 from offloadtrain.engine.salvage import Call, UpdateJournal
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.step.operations import (
@@ -127,6 +128,7 @@ class Interpreter:
         if op.kind is Kind.ADAM:
             progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
             self.journal.launches(op, call, progress, decided=self._updating)
+        HEARTBEAT.beat()
         self._lanes.launch(op.lane, op.name, function, reads, writes)
 
     def _swap(self, bucket: str) -> None:

@@ -114,6 +114,11 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         return self._engine.program.spec.config
 
     @property
+    def lanes(self) -> Lanes:
+        """The lanes that its operations run on."""
+        return self._engine.lanes
+
+    @property
     def pinned(self) -> bool:
         """True if all host memory is page-locked: only then do transfers run beside compute."""
         return self._arena.pinned and self._inputs.pinned
@@ -140,8 +145,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
 
     @property
     def warns_of_skips(self) -> bool:
-        """True to log a warning when three steps in a row were skipped; set it to False where the
-        caller reports skips."""
+        """True to log a warning of three skips in a row; False where the caller reports skips."""
         return self._engine.warns_of_skips
 
     @warns_of_skips.setter

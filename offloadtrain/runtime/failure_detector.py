@@ -32,6 +32,7 @@ GRACE_S = 5.0
 LISTEN_S = 3.0
 """Time after a failed collective for another rank's error to arrive."""
 _FAILED = "failed"
+_STOPPED_EARLY = "stopped early"
 
 
 class Store(Protocol):
@@ -128,6 +129,7 @@ class FailureDetector:
         self._closed = threading.Event()
         self._cause: str | None = None
         self._heard = threading.Event()
+        self.stopped_early = False
         store.set(f"who{rank_info.rank}", json.dumps({"pid": os.getpid(), "home": _home()}))
         self._peers = [self._peer(rank) for rank in range(rank_info.size) if rank != rank_info.rank]
         self._thread = threading.Thread(target=self._run, name="ranks-watch", daemon=True)
@@ -145,6 +147,12 @@ class FailureDetector:
             if not self._store.check([_FAILED]):
                 self._store.set(_FAILED, f"rank {self._rank_info.rank}: {message}")
                 time.sleep(3 * LOOK_EVERY_S)  # it may host the store: let the others read it
+
+    def stop_early(self, message: str) -> None:
+        """Report that this rank was told to stop before the first step: the others stop too."""
+        with suppress(Exception):
+            self._store.set(_STOPPED_EARLY, "1")
+        self.fail(message)
 
     def close(self) -> None:
         """Report that this rank is done, so that its end is not a failure."""
@@ -186,6 +194,7 @@ class FailureDetector:
         """Return the error that a rank has reported."""
         if not self._store.check([_FAILED]):
             return ""
+        self.stopped_early = self._store.check([_STOPPED_EARLY])
         return self._store.get(_FAILED).decode(errors="replace")
 
     def _lost(self, peer: _Peer) -> str:

@@ -12,31 +12,38 @@ shard and no collective.
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
 order (`step.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process group,
 so that they never interfere.
+
+[Note: No pickles]
+torch's object collectives unpickle what arrives, and a pickle can run code. Ranks therefore
+exchange tensors and JSON only: what arrives can be wrong, but it is never executed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.failure_detector import RankInfo, Store
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_T = TypeVar("_T")
 
 
 class RankError(OffloadTrainError):
@@ -133,13 +140,15 @@ class Ranks:
         """Sum over ranks, in place: afterwards this rank's shard of `whole` (n,) holds its sum, the
         rest is undefined. In the order of the current stream."""
         lo, hi = self.shard(whole.numel())
-        reduce_scatter_single(whole[lo:hi], whole, group=self._groups[0])
+        with HEARTBEAT.collective():
+            reduce_scatter_single(whole[lo:hi], whole, group=self._groups[0])
 
     def all_gather(self, whole: Tensor) -> None:
         """All-gather in place: every rank's shard of `whole` (n,) to every rank. In the order of
         the current stream."""
         lo, hi = self.shard(whole.numel())
-        all_gather_single(whole, whole[lo:hi], group=self._groups[0])
+        with HEARTBEAT.collective():
+            all_gather_single(whole, whole[lo:hi], group=self._groups[0])
 
     def all_gather_host(self, row: Sequence[float] | Tensor) -> Tensor:
         """All-gather a few numbers.
@@ -154,7 +163,8 @@ class Ranks:
         if self.is_single:
             return own.clone()
         rows = torch.empty(self.size, own.shape[1], dtype=torch.float64, device="cpu")
-        all_gather_single(rows, own, group=self._groups[1])
+        with HEARTBEAT.collective():
+            all_gather_single(rows, own, group=self._groups[1])
         return rows
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -162,7 +172,8 @@ class Ranks:
         and contiguous."""
         if not self.is_single:
             group = self._groups[1]
-            dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+            with HEARTBEAT.collective():
+                dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
 
     def assemble(self, whole: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """Fill `whole` (n,) on the host, of which each rank has its own [lo, hi) already.
@@ -174,21 +185,32 @@ class Ranks:
             if lo < hi:
                 self.broadcast(whole[lo:hi], source)
 
-    def broadcast_object(self, value: _T) -> _T:
-        """Broadcast rank 0's `value`, which can be pickled."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Broadcast rank 0's `value`, made of JSON's types ([Note: No pickles]).
+
+        Returns:
+            The value, equal on every rank; among several, tuples have become lists.
+        """
         if self.is_single:
             return value
-        group, told = self._groups[1], [value]
-        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
-        return told[0]
+        text = _encoded(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = int(self.all_gather_host([text.numel()])[0, 0])
+        text = text if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        self.broadcast(text)
+        return _decoded(text)
 
-    def gather(self, value: _T) -> list[_T]:
-        """Gather every rank's `value`, which can be pickled, in rank order."""
+    def gather(self, value: Any) -> list[Any]:
+        """Gather every rank's `value`, made of JSON's types, in rank order; tuples become lists."""
         if self.is_single:
             return [value]
-        gathered: list[_T] = [value] * self.size
-        dist.all_gather_object(gathered, value, group=self._groups[1])
-        return gathered
+        text = _encoded(value)
+        sizes = self.all_gather_host([text.numel()])[:, 0].long().tolist()
+        texts = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
+        own = texts[self.rank].clone()
+        own[: text.numel()] = text
+        with HEARTBEAT.collective():
+            all_gather_single(texts, own[None], group=self._groups[1])
+        return [_decoded(row[:size]) for row, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Wait until every rank calls this."""
@@ -200,6 +222,19 @@ class Ranks:
             group = self._groups.pop()
             if not self._of_some and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+def _encoded(value: Any) -> Tensor:
+    """Return the value as JSON, (bytes,) uint8 on the host.
+
+    Raises:
+        TypeError: JSON has no such type.
+    """
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(text: Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
 
 
 ALONE = Ranks()
@@ -217,8 +252,17 @@ def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
     on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
+    if rank_info.local_size == rank_info.size:
+        stay_on_this_host()
     keeps = rank_info.rank == 0 and not on_agent
-    store = TCPStore(host, port, None if on_agent else rank_info.size, keeps, timeout)
+    store = TCPStore(
+        host,
+        port,
+        None if on_agent else rank_info.size,
+        keeps,
+        timeout,
+        master_listen_fd=_listen(host, port, launcher_link.store_fd()) if keeps else None,
+    )
     if on_gpu:
         torch.cuda.set_device(rank_info.local_rank)
     dist.init_process_group(
@@ -232,8 +276,36 @@ def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
     return TCPStore(host, port, None, False, timeout)
 
 
+def stay_on_this_host() -> None:
+    """Make Gloo and NCCL listen on the loopback interface only, unless the user named another."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+def _listen(host: str, port: int, inherited_fd: int | None) -> int:
+    """Return a listening socket for the store at this address only: torch's own listens on all.
+
+    Args:
+        inherited_fd: the launcher's, which listens already.
+
+    Raises:
+        ConfigError: the address is not this host's, or the port is taken.
+    """
+    if inherited_fd is not None:
+        return inherited_fd
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family).detach()
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen at MASTER_ADDR = {host}, MASTER_PORT = {port}: "
+            f"{error.strerror}. Set them to an address of the host of rank 0 and a free port"
+        ) from error
+
+
 def join_through(file: Path, rank: int, size: int, *, on_gpu: bool) -> None:
     """Make the default process group of processes of this host that share a file, which is new."""
+    stay_on_this_host()
     if on_gpu:
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

@@ -325,9 +325,9 @@ def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: R
         name, rates = find(config.device.machine)
         machine = _rates_of(rates, machine)
     machine = replace(machine, gpus=rank_info.local_size)
-    chosen = ranks.broadcast_object(
-        settled(config, name, machine, ranks.size)
-    )  # by rank 0's memory
+    options = asdict(settled(config, name, machine, ranks.size).offload)
+    # By rank 0's memory.
+    chosen = replace(config, offload=OffloadConfig(**ranks.broadcast_object(options)))
     found = make(chosen, name, machine, ranks.size)
     if problems := found.certain_problems:
         raise PlanError(

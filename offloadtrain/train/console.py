@@ -18,6 +18,7 @@ from typing import TextIO
 
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.config.units import format_bytes, format_duration, format_rate
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 _RAMP = "▁▂▃▄▅▆▇█"
 
@@ -113,6 +114,7 @@ class Console:
 
     def doing(self, what: str) -> None:
         """Set the current activity."""
+        HEARTBEAT.enter(what)
         self._doing, self._doing_since_s = what, self._clock()
 
     def spoken(self) -> None:
@@ -155,8 +157,10 @@ class Console:
         if self._quiet:
             return
         with suppress(OSError, ValueError):  # the pipe's reader has left, or the stream is closed
-            self._stream.write(text)
-            self._stream.flush()
+            # A paused terminal, or the full pipe of a pager, holds the run up: that is no hang.
+            with HEARTBEAT.outside():
+                self._stream.write(text)
+                self._stream.flush()
 
 
 def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:

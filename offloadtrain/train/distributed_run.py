@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.signals import StoppedEarlyError, told_early
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Timeout of last resort: `failure_detector.FailureDetector` notices a failed rank much earlier."""
@@ -28,8 +31,13 @@ class DistributedRun:
     """Context of every rank. A rank that leaves with an error reports it to the others, and
     ends."""
 
-    def __init__(self, rank_info: RankInfo, config: Config) -> None:
+    def __init__(
+        self, rank_info: RankInfo, config: Config, code_of: Callable[[BaseException], int]
+    ) -> None:
         """
+        Args:
+            code_of: exit code of a process that an error ends.
+
         Raises:
             ConfigError: there are more ranks on this host than GPUs.
         """
@@ -41,8 +49,10 @@ class DistributedRun:
                 f"{rank_info.local_size} ranks on this host and {torch.cuda.device_count()} GPUs: "
                 "start one rank per GPU"
             )
-        self.rank_info = rank_info
-        self._store = connect(rank_info, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self.rank_info, self._code_of = rank_info, code_of
+        HEARTBEAT.enter("connecting the ranks")
+        with HEARTBEAT.collective():
+            self._store = connect(rank_info, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
         self._failures = FailureDetector(
             attempt_store(self._store, rank_info), rank_info, self._lost
         )
@@ -71,12 +81,15 @@ class DistributedRun:
 
         Raises:
             RankError: another rank has failed first.
+            StoppedEarlyError: another rank was told to stop while it was building.
         """
         self._log = log
         try:
             yield
         except Exception as error:
             cause = self._failures.cause()
+            if self._failures.stopped_early:
+                raise StoppedEarlyError(cause) from error
             if cause is not None:
                 raise RankError(_blamed(cause)) from error
             self._failures.fail(f"{type(error).__name__}: {error}")
@@ -102,25 +115,32 @@ class DistributedRun:
     def _end(self, error: BaseException) -> None:
         """End the process at once: lanes may hang in a collective that others have left, and so
         would an orderly end."""
+        if isinstance(error, StoppedEarlyError):
+            self._failures.stop_early(str(error))
+            self._leave("" if self.rank_info.rank else told_early(error), self._code_of(error))
         self._failures.fail(f"{type(error).__name__}: {error}")
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, OffloadTrainError):
             text = "".join(traceback.format_exception(error))
-        self._leave(text)
+        self._leave(f"rank {self.rank_info.rank}: {text}", self._code_of(error))
 
     def _lost(self, cause: str) -> None:
-        """Handle, on the detector's thread, a failed rank while the training thread does not
-        end."""
+        """Handle, on the detector's thread, a rank that has left while the training thread does
+        not end."""
+        early = self._failures.stopped_early
+        error = StoppedEarlyError(cause) if early else RankError(_blamed(cause))
         if self._log is not None:
-            self._log.ended("failed", _blamed(cause))
+            self._log.ended("stopped" if early else "failed", str(error))
         if self._run is not None:
             self._run.close()
-        self._leave(f"RankError: {_blamed(cause)}")
+        text = "" if early else f"rank {self.rank_info.rank}: RankError: {error}"
+        self._leave(text, self._code_of(error))
 
-    def _leave(self, text: str) -> None:
-        print(f"rank {self.rank_info.rank}: {text}", file=sys.stderr, flush=True)
+    def _leave(self, text: str, code: int) -> NoReturn:
+        if text:
+            print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(code)
 
 
 def _blamed(cause: str) -> str:

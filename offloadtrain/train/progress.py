@@ -71,16 +71,18 @@ class StepStats:
         loss: mean over ranks.
         own_ms: step time by rank without its waits for slower ranks in collectives.
         asks: rank 0 has requests.
+        saves: a rank has been asked for a checkpoint.
     """
 
     loss: float
     own_ms: tuple[float, ...]
     asks: bool
+    saves: bool
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> StepStats:
-        """Combine (loss, step_ms, comm_ms, stop, asks) of each rank."""
-        losses, steps, comms, _, asks = zip(*(map(float, row) for row in rows), strict=True)
+        """Combine (loss, step_ms, comm_ms, stop, asks, saves) of each rank."""
+        losses, steps, comms, _, asks, saves = zip(*(map(float, row) for row in rows), strict=True)
         least = min(comms)
         own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
-        return cls(sum(losses) / len(losses), own, any(asks))
+        return cls(sum(losses) / len(losses), own, any(asks), any(saves))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
@@ -88,7 +89,7 @@ class Opened:
         """
         if ranks.rank == 0:
             self.run.begin(resolved, None if self.found else job)
-        path = ranks.broadcast_object(self.run.path.resolve())
+        path = Path(ranks.broadcast_object(str(self.run.path.resolve())))
         if ranks.rank:
             self.run.join(path)
             return []
@@ -113,6 +114,17 @@ class _Choice:
     skipped: tuple[str, ...] = ()
     over: Path | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON's types; `of` reads them."""
+        over = None if self.over is None else str(self.over)
+        return asdict(self) | {"candidates": list(map(str, self.candidates)), "over": over}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> _Choice:
+        over = None if plain["over"] is None else Path(plain["over"])
+        candidates = tuple(map(Path, plain["candidates"]))
+        return cls(candidates, plain["required"], tuple(plain["skipped"]), over)
+
 
 def open_run(
     job: Config, *, run_dir: Path | None, resume: str, say: Say, ranks: Ranks = ALONE
@@ -129,9 +141,8 @@ def open_run(
         RunFolderError: the folder is in use, or contains a run that must not be mixed with a new
             one.
     """
-    choice = ranks.broadcast_object(
-        _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
-    )
+    own = _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
+    choice = _Choice.of(ranks.broadcast_object(own.plain()))
     skipped = list(choice.skipped)
     for path in choice.candidates:
         opened = _opened(path, ranks)

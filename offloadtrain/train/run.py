@@ -15,6 +15,7 @@ from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.console import Console
 from offloadtrain.train.distributed_run import DistributedRun
+from offloadtrain.train.guards import Guards
 from offloadtrain.train.memory_errors import NamedMemoryErrors
 from offloadtrain.train.progress_bar import ProgressBar
 from offloadtrain.train.resume import Opened, open_run
@@ -30,6 +31,7 @@ def run(
     distributed: DistributedRun | None,
     waiting: str,
     console: Console,
+    guards: Guards,
 ) -> str:
     """Train to the end, or until a stop is requested; rank 0 prints the summary.
 
@@ -51,11 +53,13 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(folder)
         log = stack.enter_context(RunLog(folder, config, console, ranks.rank))
+        stack.enter_context(guards.reporting(log.hung))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         memory = stack.enter_context(NamedMemoryErrors())
         context = _build(config, opened, distributed, console)
         memory.ledger = context.optimizer.ledger
+        guards.watchdog.watch_lanes(context.optimizer.lanes.state)
         trainer = Trainer(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)
@@ -63,10 +67,12 @@ def run(
             log.warn("checkpoint-damaged", told)
         if distributed is not None:
             distributed.began(folder)
+        guards.watchdog.run = str(folder.path.resolve())
         # Only now: earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
         log.started(context, trainer.progress, waiting)
-        outcome = trainer.train(requests)
+        guards.stop.defer()
+        outcome = trainer.train(requests, guards.stop)
         log.ended(outcome.status)
         context.optimizer.close()
         if ranks.rank == 0:

@@ -29,6 +29,7 @@ from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.step.formats import FORMATS
 from offloadtrain.train.build import TrainingContext, update_rule
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -39,6 +40,7 @@ from offloadtrain.train.loggers.row import Source
 from offloadtrain.train.plan_vs_actual import Hindsight
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.signals import StoppedEarlyError
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled
@@ -81,7 +83,9 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if isinstance(error, StoppedEarlyError):
+            self.ended("stopped", str(error))
+        elif error is not None:
             self.ended("failed", f"{type(error).__name__}: {error}")
         self._console.end_line()
         self._sampler.close()
@@ -200,8 +204,12 @@ class RunLog:
         self._sampler.close()  # before a wait that is no stalled step
         if self._config.log.to:
             self.doing("ending the loggers")
-        self._loggers.close(failed=status == "failed")
+        with HEARTBEAT.outside():  # a service takes as long as it takes
+            self._loggers.close(failed=status == "failed")
         self._writer.emit(self._sampler.sample())
+        self._emit_end(status, message)
+
+    def _emit_end(self, status: str, message: str) -> None:
         self._writer.emit(
             schema.RunEnded(
                 status=status,
@@ -412,6 +420,12 @@ class RunLog:
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         self._writer.emit(schema.Sample(step=step, prompt=prompt, text=text))
+
+    def hung(self, report: str) -> None:
+        """Log the report of a hang, and the end. Called from another thread."""
+        step = self._progress.step
+        self._writer.emit(schema.Warning_(code="hung", message=report, step=step))
+        self._emit_end("failed", report.partition("\n")[0])
 
     def warn(self, code: str, message: str, step: int | None = None) -> None:
         """Log and print a warning; `code` is short and stable."""

@@ -1,4 +1,5 @@
-"""Requests to stop a run: Ctrl-C, or SIGTERM from Slurm, Kubernetes or systemd."""
+"""Requests by signal: Ctrl-C, or SIGTERM from Slurm, Kubernetes or systemd, SIGHUP of a lost
+terminal: stop; SIGUSR1: save a checkpoint and go on."""
 
 from __future__ import annotations
 
@@ -7,25 +8,51 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
 
 
-class StopRequests:
-    """While entered, the first signal is only noted and the second ends the process at once.
+class StoppedEarlyError(BaseException):
+    """A stop was requested before the first step: there is nothing to save.
 
-    The loop checks `requested` between two steps, where the state is consistent. A run that is
-    ended at once (status 1, nothing is saved) keeps its last checkpoint, which is never half
-    written. Outside the main thread signals are not handled, because Python does not allow it.
+    No Exception: code that building calls may take those for its own failures.
     """
 
-    def __init__(self) -> None:
+
+class StopRequests:
+    """While entered, signals are requests; the second stop ends the process at once.
+
+    Until `defer` a stop raises StoppedEarlyError: building ends where it is. From then on it is
+    only noted: the loop checks `requested` between two steps, where the state is consistent. A run
+    that is ended at once (status 1, nothing is saved) keeps its last checkpoint, which is never
+    half written. Outside the main thread signals are not handled: Python does not allow it.
+
+    Attributes:
+        requested: the name of the signal that requested a stop.
+        wants_checkpoint: SIGUSR1 has come; whoever saves sets it back.
+    """
+
+    def __init__(self, *, aborts: bool = True, quiet: bool = False) -> None:
+        """`aborts`: a second stop ends the process; false for ranks, whose launcher does that: a
+        scheduler may signal all of them and the launcher too. `quiet`: another rank says it."""
         self.requested: str | None = None
+        self.wants_checkpoint = False
+        self._aborts, self._quiet, self._deferred = aborts, quiet, False
         self._before: dict[int, object] = {}
+
+    def defer(self) -> None:
+        """From now on only note stops."""
+        self._deferred = True
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            # nohup ignores SIGHUP, and means it.
+            ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            numbers = [n for n in _STOPS if n != signal.SIGHUP or not ignored]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+            self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_checkpoint)
+            # A launcher has blocked them until here.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
 
     def __exit__(
@@ -40,8 +67,24 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         # os.write, not print: the signal may have come in the middle of a print.
         if self.requested:
-            os.write(_STDERR, b"\nended at once; the last checkpoint is intact\n")
-            os._exit(1)
+            if self._aborts:
+                _write("ended at once; the last checkpoint is intact")
+                os._exit(1)
+            return
         self.requested = signal.Signals(number).name
-        note = f"{self.requested}: stopping after this step, with a checkpoint; repeat: end at once"
-        os.write(_STDERR, f"\n{note}\n".encode())
+        if not self._deferred:
+            raise StoppedEarlyError(self.requested)
+        if not self._quiet:
+            name = self.requested
+            _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")
+
+    def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        self.wants_checkpoint = True
+
+
+def told_early(error: StoppedEarlyError) -> str:
+    return f"{error}: stopped before the first step; the same command starts again"
+
+
+def _write(note: str) -> None:
+    os.write(_STDERR, f"\n{note}\n".encode())

@@ -16,7 +16,7 @@ counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -26,10 +26,11 @@ from offloadtrain.config.job import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
-from offloadtrain.events.control import Requests
+from offloadtrain.events.control import Request, Requests
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.emergency import Emergency
@@ -87,11 +88,12 @@ class Trainer:
 
     # ---- the loop
 
-    def train(self, requests: Requests | None) -> Outcome:
+    def train(self, requests: Requests | None, stop: StopRequests) -> Outcome:
         """Train from `progress.step` to the job's last step.
 
         Args:
             requests: requests from outside, answered by rank 0.
+            stop: signals.
 
         Raises:
             TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved. Or
@@ -101,8 +103,10 @@ class Trainer:
             DeviceFailedError, DeviceMemoryError: it was not, and why.
         """
         config, self._requests = self.config.train, requests
+        # A thread that waits for the device computes nothing, though its processor may spin.
+        HEARTBEAT.cpu_counts = self.optimizer.device.type == "cpu"
         self._emergency.step_ended()
-        with StopRequests() as stop, self._emergency.guarded(self.progress):
+        with self._emergency.guarded(self.progress):
             if self.progress.step == 0:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
@@ -116,13 +120,13 @@ class Trainer:
             self._finish()
         return Outcome("done", self.progress.step, self.progress.val_loss)
 
-    def _step(self, stop: StopRequests) -> tuple[bool, bool]:
-        """Try one optimizer step; return whether it was not skipped, and whether there are
-        requests."""
+    def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
+        """Try one optimizer step; return whether it was not skipped, and what ranks exchanged."""
         clock = StepClock()
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
         self._accumulate(clock)
+        HEARTBEAT.enter(f"update of step {self.progress.step + 1}")
         try:
             self.optimizer.step()
         except LossScaleError:
@@ -139,16 +143,17 @@ class Trainer:
         self._emergency.step_ended()
         self._log.step(number, self.progress, report, clock, told, lr=lr)
         self._check_finite(number, report, told.loss)
-        return not report.skipped, told.asks
+        return not report.skipped, told
 
     def _exchange(
         self, loss: float, clock: StepClock, report: StepReport, stop: StopRequests
     ) -> StepStats:
-        """Exchange the figures of a step among ranks; any rank may request a stop."""
+        """Exchange the figures of a step among ranks; any rank may request a stop or a save."""
         comm_ms = report.busy_ms["comm"]
         asks = self._requests is not None and self._requests.waiting()
         noted = not self._ranks.is_single and stop.requested is not None
-        of_ranks = self._ranks.all_gather_host([loss, clock.total_ms, comm_ms, noted, asks])
+        row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
+        of_ranks = self._ranks.all_gather_host(row)
         self._all_stop = bool(of_ranks[:, 3].any())
         return StepStats.of(of_ranks)
 
@@ -176,6 +181,7 @@ class Trainer:
         total = torch.zeros((), device=self.optimizer.device)
         divisor = loss_divisor(self.batches, count, self._ranks.size)
         for number in range(count):
+            HEARTBEAT.enter(f"forward of step {self.progress.step + 1}")
             batch = to_device(self.batches.next(), self.optimizer.device)
             clock.lap("data")
             loss = loss_of(self.language_model, batch, divisor)
@@ -183,6 +189,7 @@ class Trainer:
             if number == count - 1:
                 self._loss.launch(total / count if divisor is None else total)
             clock.lap("forward")
+            HEARTBEAT.enter(f"backward of step {self.progress.step + 1}")
             self.optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
 
@@ -207,18 +214,20 @@ class Trainer:
 
     # ---- between steps
 
-    def _answer(self, stop: StopRequests, asked: bool) -> None:
-        """Serve rank 0's requests from outside, here where the state is consistent.
+    def _answer(self, stop: StopRequests, told: StepStats) -> None:
+        """Serve SIGUSR1 and rank 0's requests, here where the state is consistent.
 
         Raises:
             AbortedError: an abort was requested.
         """
-        if not asked:
+        if told.saves:
+            stop.wants_checkpoint = False
+            self.saving.save_or_warn(self.progress)
+        if not told.asks:
             return
-        for request in self._ranks.broadcast_object(
-            self._requests.poll() if self._requests else []
-        ):
-            step = self.progress.step
+        polled = self._requests.poll() if self._requests else []
+        for entry in self._ranks.broadcast_object([asdict(request) for request in polled]):
+            request, step = Request(**entry), self.progress.step
             if request.refused:
                 self._log.control(request, "refused", step)
                 continue
@@ -262,7 +271,10 @@ class Trainer:
         self.model.eval()
         divisor = loss_divisor(batches, count, ranks.size)
         device, model = self.optimizer.device, self.language_model
-        losses = [loss_of(model, to_device(batches.next(), device), divisor) for _ in range(count)]
+        losses = []
+        for _ in range(count):
+            losses.append(loss_of(model, to_device(batches.next(), device), divisor))
+            HEARTBEAT.beat()
         self.model.train()
         of_all = torch.stack(losses).double()
         mean = (of_all.mean() if divisor is None else of_all.sum()).item()  # waits for the device

@@ -1,14 +1,18 @@
-"""`python -m tests.distributed.faulty_job POINT STEP RANK train …`: offloadtrain, but in the first
-attempt one rank kills itself in a step: as the kernel would, without a word."""
+"""`python -m tests.distributed.faulty_job POINT[:ACTION] STEP RANK train …`: offloadtrain, but in
+the first attempt one rank fails at a point of a step, without a word: it is killed as the kernel
+would, stopped, or hangs. The time of the fault goes to the file that $FAULT_AT names."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +22,7 @@ from offloadtrain.hardware import atomic_io
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.train import build
 from offloadtrain.train.trainer import Trainer
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -29,19 +34,59 @@ POINTS: dict[str, tuple[Any, str]] = {
     "checkpoint": (atomic_io, "write_file"),
     "error": (Transformer, "forward"),
 }
+MORE_POINTS: dict[str, tuple[Any, str]] = {
+    "building": (build, "open_tokens"),
+    "evaluation": (Trainer, "_evaluate"),
+}
 
 
-def arm(point: str, step: int) -> None:
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _wait() -> None:
+    threading.Event().wait()
+
+
+def _read() -> None:
+    """A read that nobody answers."""
+    os.read(os.pipe()[0], 1)
+
+
+def _lock() -> None:
+    """A call that keeps the interpreter's lock: no thread of Python runs any more."""
+    ctypes.PyDLL(None).pause()
+
+
+def _fail() -> NoReturn:
+    raise FloatingPointError("something of its own")
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "wait": _wait,
+    "read": _read,
+    "lock": _lock,
+    "error": _fail,
+}
+
+
+def arm(point: str, action: str, step: int) -> None:
     """The first call of the point in the step after `step` is the last thing that happens."""
-    owner, name = POINTS[point]
+    owner, name = (POINTS | MORE_POINTS)[point]
     whole: Callable[..., Any] = getattr(owner, name)
-    live = False
+    live = point == "building"
 
     def last(*args: Any, **kwargs: Any) -> Any:
-        if live and point == "error":
-            raise FloatingPointError("something of its own")
         if live:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if "FAULT_AT" in os.environ:
+                Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+            ACTIONS[action]()
         return whole(*args, **kwargs)
 
     setattr(owner, name, last)
@@ -58,7 +103,8 @@ def arm(point: str, step: int) -> None:
 def main(arguments: list[str]) -> int:
     point, step, rank, *rest = arguments
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        arm(point, int(step))
+        point, _, action = point.partition(":")
+        arm(point, "error" if point == "error" else action or "kill", int(step))
     return command_line.main(rest)
 
 

@@ -56,7 +56,7 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
             trainer.resume(opened.found)
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []
         log.started(context, trainer.progress)
-        outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None)
+        outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
         log.ended(outcome.status)
         context.optimizer.close()
     told = [record.event for record in schema.read(run.events(ranks.rank))]

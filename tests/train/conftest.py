@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.train import trainer
+from offloadtrain.train import guards
 from tests.train.small_job import run, small_job
 
 StopAfter = Callable[[int | None], None]
@@ -20,6 +20,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> StopAfter:
     class Counted:
         def __init__(self, limit: int | None) -> None:
             self._left = limit
+
+        wants_checkpoint = False
+
+        def defer(self) -> None:
+            return None
 
         def __enter__(self) -> Counted:
             return self
@@ -35,7 +40,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> StopAfter:
             return self._left < 0
 
     def arm(limit: int | None) -> None:
-        monkeypatch.setattr(trainer, "StopRequests", lambda: Counted(limit))
+        monkeypatch.setattr(guards, "StopRequests", lambda **_: Counted(limit))
 
     return arm
 

@@ -1,35 +1,82 @@
-"""The first signal is noted, and what was there before comes back afterwards."""
+"""What a signal means before the first step and after it, and what was there comes back."""
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.signals import StoppedEarlyError, StopRequests
+
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_the_first_signal_is_only_noted(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     with StopRequests() as stop:
+        stop.defer()
         assert stop.requested is None
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.requested == signal.Signals(number).name
     assert signal.getsignal(number) is before
-    assert "stopping after this step" in capfd.readouterr().err
+    assert "repeat: end at once" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_before_the_first_step_ends_building(number: int) -> None:
+    with StopRequests() as stop, pytest.raises(StoppedEarlyError, match="SIG"):
+        signal.raise_signal(number)
+    assert stop.requested == signal.Signals(number).name
+
+
+def test_usr1_asks_for_a_checkpoint() -> None:
+    with StopRequests() as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.wants_checkpoint and stop.requested is None
+
+
+def test_a_rank_leaves_the_second_signal_to_its_launcher(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with StopRequests(aborts=False, quiet=True) as stop:
+        stop.defer()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
+def test_blocked_signals_arrive_once_they_are_handled() -> None:
+    """A launcher starts its ranks with signals blocked."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+    with StopRequests() as stop:
+        assert stop.wants_checkpoint
+
+
+def test_nohup_is_respected() -> None:
+    code = """
+import signal
+from offloadtrain.train.signals import StopRequests
+with StopRequests() as stop:
+    signal.raise_signal(signal.SIGHUP)
+    print(stop.requested)
+"""
+    command = ["nohup", sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "None\n"
 
 
 def test_outside_the_main_thread_signals_are_left_alone() -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 
-    def enter() -> None:
+    def elsewhere() -> None:
         with StopRequests() as stop:
             seen.append((stop.requested, signal.getsignal(signal.SIGTERM)))
 
-    thread = threading.Thread(target=enter)
+    thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
     assert seen == [(None, before)]

@@ -17,6 +17,7 @@ import pytest
 from offloadtrain_tui.listing import list_runs
 from torch import Tensor
 
+from offloadtrain.cli.exit_codes import HUNG
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
@@ -27,6 +28,7 @@ from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.guards import guarded
 from offloadtrain.train.run_folder import RunFolderError
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
@@ -48,7 +50,8 @@ def started(job: Config, *, resume: str = "never", run_dir: Path | None = None) 
     """As the command does it, in a dated folder if none is named."""
     from offloadtrain.cli.commands.train import run_job
 
-    return run_job(job, jobs.dump(job), run_dir=run_dir, resume=resume)
+    with guarded(job, hung_code=HUNG) as guards:
+        return run_job(job, jobs.dump(job), guards, run_dir=run_dir, resume=resume)
 
 
 @pytest.fixture

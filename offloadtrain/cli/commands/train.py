@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
-from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, STOPPED
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, HUNG, STOPPED, of_error
 from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.train.guards import Guards, guarded
+from offloadtrain.train.signals import StoppedEarlyError, told_early
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
@@ -36,8 +40,9 @@ def train(
 ) -> int:
     """Train a job and print the run folder.
 
-    Ctrl-C or SIGTERM stops after the current step with a checkpoint (exit code 75). A second one
-    ends the process at once (exit code 1); the last checkpoint stays intact.
+    Ctrl-C, SIGTERM or SIGHUP stops after the current step with a checkpoint (exit code 75). A
+    second one ends the process at once (exit code 1); the last checkpoint stays intact. SIGUSR1
+    saves a checkpoint after the current step.
 
     Parameters
     ----------
@@ -57,7 +62,8 @@ def train(
         job. With --dry-run: plan for this number of ranks. On several hosts: torchrun ... -m
         offloadtrain train JOB.
     max_restarts
-        With --nproc: number of restarts from the newest checkpoint after a rank has failed.
+        With --nproc: number of restarts from the newest checkpoint after a rank has failed or
+        hung.
     dry_run
         Do not train. Print the plan, lay out every buffer without allocating it, prove the program
         of a step free of races, and print the resolved job. Exit code 4 if the job does not fit.
@@ -65,6 +71,7 @@ def train(
     from offloadtrain.config import job as jobs
     from offloadtrain.config.log_options import check_packages
 
+    link = launcher_link.attach()
     path = find_job(job)
     rank_info = RankInfo.of(os.environ)
     say = say_on_stderr if rank_info.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
@@ -81,18 +88,22 @@ def train(
 
         if waiting:
             print(f"torch's threads: {waiting}", file=sys.stderr)
-        arguments = ["train", str(path), "--resume", resume]
-        arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
-        arguments += ["--set", *overrides] if overrides else []
-        return launch(_ranks_wanted(nproc, config), max_restarts, arguments)
+        arguments = ["train", str(path), *(["--set", *overrides] if overrides else [])]
+        opening = ["--resume", resume, *(["--run-dir", str(run_dir)] if run_dir else [])]
+        count, timeout_s = _ranks_wanted(nproc, config), config.train.hang_timeout_s
+        return launch(count, max_restarts, arguments, opening, timeout_s)
     if rank_info.size == 1 and max_restarts:
         raise ConfigError("--max-restarts restarts ranks: it needs --nproc")
     text = toml.read(path)
-    if rank_info.size == 1:
-        return run_job(config, text, run_dir=run_dir, resume=resume, waiting=waiting)
-    return _run_distributed(
-        config, text, rank_info, run_dir=run_dir, resume=resume, waiting=waiting
-    )
+    alone = rank_info.size == 1
+    try:
+        with guarded(config, hung_code=HUNG, rank_info=rank_info, link=link) as guards:
+            run = run_job if alone else partial(_run_distributed, rank_info)
+            return run(config, text, guards, run_dir=run_dir, resume=resume, waiting=waiting)
+    except StoppedEarlyError as error:  # also a rank, before it knew the others
+        if rank_info.rank == 0:
+            print(told_early(error), file=sys.stderr)
+        return STOPPED if alone else _code_of_rank(error)
 
 
 def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
@@ -137,9 +148,10 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
 
 
 def _run_distributed(
+    rank_info: RankInfo,
     config: Config,
     job_text: str,
-    rank_info: RankInfo,
+    guards: Guards,
     *,
     run_dir: Path | None,
     resume: str,
@@ -147,10 +159,11 @@ def _run_distributed(
 ) -> int:
     from offloadtrain.train.distributed_run import DistributedRun
 
-    with DistributedRun(rank_info, config) as distributed:
+    with DistributedRun(rank_info, config, _code_of_rank) as distributed:
         return run_job(
             config,
             job_text,
+            guards,
             run_dir=run_dir,
             resume=resume,
             distributed=distributed,
@@ -158,9 +171,16 @@ def _run_distributed(
         )
 
 
+def _code_of_rank(error: BaseException) -> int:
+    """torchrun takes any code other than 0 for a failure, and restarts."""
+    code = of_error(error)
+    return DONE if code == STOPPED and not launcher_link.is_attached() else code
+
+
 def run_job(
     config: Config,
     job_text: str,
+    guards: Guards,
     *,
     run_dir: Path | None,
     resume: str,
@@ -177,6 +197,7 @@ def run_job(
     with console.never_silent("loading torch"):
         from offloadtrain.train.run import run
 
-        status = run(config, job_text, run_dir, resume, distributed, waiting, console)
-    # torchrun treats any code other than 0 as a failure, and restarts
-    return STOPPED if status == "stopped" and distributed is None else DONE
+        status = run(config, job_text, run_dir, resume, distributed, waiting, console, guards)
+    if status != "stopped":
+        return DONE
+    return STOPPED if distributed is None else _code_of_rank(StoppedEarlyError())

@@ -157,6 +157,7 @@ class Lanes(ABC):
     def __init__(self) -> None:
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
+        self._last: dict[Lane, str] = {}
         self.counts_bus = True
         """Gradients and weights cross the bus; false where all of them stay on the device."""
         self.poison = False
@@ -238,8 +239,21 @@ class Lanes(ABC):
         """Fill with NaN, in the order of the lane."""
         memory.fill_(float("nan"))
 
+    def state(self) -> str:
+        """Say of each lane what was launched last and how much of it waits; from any thread."""
+        pending = self._pending()
+        return "; ".join(
+            f"{lane.value}: {name} launched last, {pending.get(lane, 0)} in the queue"
+            for lane, name in list(self._last.items())
+        )
+
+    def _pending(self) -> dict[Lane, int]:
+        """Return the number of tasks in the queue of each lane that has one."""
+        return {}
+
     def _count(self, lane: Lane, name: str, writes: Sequence[Range]) -> None:
         """Count a launched operation."""
+        self._last[lane] = name
         if lane in (Lane.COMPUTE, Lane.HOST):
             return
         nbytes = sum(range_.nbytes for range_ in writes)

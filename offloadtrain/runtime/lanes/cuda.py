@@ -316,6 +316,11 @@ class CudaLanes(Lanes):
         while self._waits and self._waits[0].is_over():
             self.totals.exposed_ms += self._waits.popleft().elapsed_ms()
 
+    def _pending(self) -> dict[Lane, int]:
+        found = {lane: worker.pending() for lane, worker in self._workers.items()}
+        host = self._host.progress()
+        return found | {Lane.HOST: host.launched - host.ended}
+
     def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
         def fill(memory: torch.Tensor) -> None:
             memory.fill_(float("nan"))

@@ -157,6 +157,11 @@ class ThreadLanes(ClockedLanes):
         host = self._host.take_intervals(self._origin_ms)
         return sorted([*rest, *host], key=lambda interval: interval.start_ms)
 
+    def _pending(self) -> dict[Lane, int]:
+        found = {lane: worker.pending() for lane, worker in self._workers.items()}
+        host = self._host.progress()
+        return found | {Lane.HOST: host.launched - host.ended}
+
     def _poison(self, lane: Lane, memory: Tensor) -> None:
         if lane is Lane.COMPUTE:
             super()._poison(lane, memory)

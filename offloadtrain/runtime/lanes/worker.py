@@ -49,6 +49,7 @@ class Worker:
         """`begin`: run first on the thread."""
         self._failure = failure
         self._begin = begin
+        self._runs = False
         self._tasks: queue.SimpleQueue[tuple[_Task, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"offloadtrain-{name}", daemon=True)
         self._thread.start()
@@ -57,6 +58,10 @@ class Worker:
         """Queue a task; `always`: run it after a failure, too (it sets an event)."""
         # The queue owns the task, and with it the tensors that it uses, until it has run.
         self._tasks.put((task, always))
+
+    def pending(self) -> int:
+        """Return the number of queued tasks, with the one that runs."""
+        return self._tasks.qsize() + self._runs
 
     def end(self) -> None:
         """Run the queued tasks, then stop the thread."""
@@ -71,7 +76,9 @@ class Worker:
         while (entry := self._tasks.get()) is not None:
             task, always = entry
             if self._failure.error is None or always:
+                self._runs = True
                 self._try(task)
+                self._runs = False
 
     def _try(self, task: _Task) -> None:
         # The next call of the launching thread raises it.

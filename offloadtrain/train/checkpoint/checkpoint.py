@@ -114,7 +114,8 @@ def newest_good(
         CheckpointError: the newest was written by a newer version of the format. It may be valid,
             so it is not skipped for an older one.
     """
-    for path in ranks.broadcast_object(find(folder)):
+    for name in ranks.broadcast_object([path.name for path in find(folder)]):
+        path = folder / name
         if before is not None and step_of(path) >= before:
             continue
         try:

@@ -78,7 +78,7 @@ def write_manifest(
         "version": VERSION,
         "step": step,
         "files": {name: {"bytes": size} for name, size in sizes.items()} | {STATE: described},
-        "tensors": [_encoded(entry) for entry in entries],
+        "tensors": [encoded_entry(entry) for entry in entries],
     }
     return json.dumps(content | {"sha256": digest_of(content)}, indent=1).encode()
 
@@ -184,7 +184,7 @@ def _check_file(path: Path, num_bytes: int, owner: int) -> None:
         )
 
 
-def _encoded(entry: Entry) -> dict[str, Any]:
+def encoded_entry(entry: Entry) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": entry.name,
         "kind": entry.kind,
@@ -209,14 +209,14 @@ def _decoded(content: Mapping[str, Any]) -> Manifest:
     for name in files:
         _require(_TENSOR_FILE.fullmatch(name), f"a file is called {ascii(name)[:80]}")
     sizes = {name: _count(file["bytes"]) for name, file in files.items()}
-    entries = tuple(_entry(one) for one in _list(content["tensors"]))
+    entries = tuple(decoded_entry(one) for one in _list(content["tensors"]))
     _check_tiling(sizes, entries)
     _check_pieces(entries)
     kept = (_count(state["bytes"]), str(state["sha256"]))
     return Manifest(_count(content["step"]), sizes, kept, entries)
 
 
-def _entry(one: Mapping[str, Any]) -> Entry:
+def decoded_entry(one: Mapping[str, Any]) -> Entry:
     shape = tuple(map(_count, _list(one["shape"])))
     lo, hi = map(_count, _list(one["range"]))
     first, last = map(_count, _list(one["span"]))

@@ -32,6 +32,8 @@ from offloadtrain.train.checkpoint.manifest import (
     STATE,
     CheckpointError,
     NotFiniteError,
+    decoded_entry,
+    encoded_entry,
     write_manifest,
 )
 from offloadtrain.train.checkpoint.writer import TensorWriter
@@ -97,7 +99,7 @@ class Save:
         self._state = json.dumps(state, indent=1).encode()
         self._final = folder / f"step-{step:08d}"
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
-        self._unfinished = ranks.broadcast_object(folder / name)
+        self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
         self._others = untrained(model, optimizer) if ranks.rank == 0 else {}
         self._regions = lay_out(self._file, optimizer.flat_states(), self._others)
@@ -144,12 +146,13 @@ class Save:
         try:
             with _together(self._ranks, self._final):
                 entries = self._writer.entries()
-            own = (self._file, self._own_bytes, entries, self._writer.direct)
-            of_ranks = self._ranks.gather(own)
+            told = [encoded_entry(entry) for entry in entries]
+            of_ranks = self._ranks.gather((self._file, self._own_bytes, told, self._writer.direct))
             with _together(self._ranks, self._final):
                 if self._ranks.rank == 0:
                     sizes = {file: size for file, size, _, _ in of_ranks}
-                    self._publish(sizes, [e for _, _, found, _ in of_ranks for e in found])
+                    found = [decoded_entry(one) for _, _, told, _ in of_ranks for one in told]
+                    self._publish(sizes, found)
         except BaseException:
             self._give_up()
             raise
@@ -215,11 +218,11 @@ def _together(ranks: Ranks, final: Path) -> Iterator[None]:
         failed, message = error, str(error)
     except OSError as error:
         failed, message = error, _failure(final, error)
-    kind = NotFiniteError if isinstance(failed, NotFiniteError) else CheckpointError
-    for rank, (other, kind_there) in enumerate(ranks.gather((message, kind))):
+    of_ranks = ranks.gather((message, isinstance(failed, NotFiniteError)))
+    for rank, (other, not_finite) in enumerate(of_ranks):
         if other is not None:
             where = "" if ranks.is_single else f"rank {rank}: "
-            raise kind_there(where + other) from failed
+            raise (NotFiniteError if not_finite else CheckpointError)(where + other) from failed
 
 
 def _make(unfinished: Path) -> None:

@@ -1,0 +1,352 @@
+"""The launcher of `offloadtrain train --nproc`: starts ranks on this host, watches them, ends them.
+
+[Note: Supervision]
+One loop waits for four things: a rank ends, a rank says how it does, a rank other than 0 prints, a
+signal arrives. Rank 0 has the launcher's own output. A rank that fails takes the others with it:
+they get a few seconds to log the cause, and are killed. So are all after a hang, once they have
+reported. What a rank has started itself is in its process group, and ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import FrameType
+
+from offloadtrain.boundary.sanitize import sanitize
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, HUNG, STOPPED, USAGE
+from offloadtrain.runtime.heartbeat import CPU_MOVES_S
+from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
+from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, REPORT_S, judge
+
+GRACE_S = 10.0
+"""Time for the other ranks to end, after one has failed."""
+STALE_S = 2.0
+"""Silence of a rank's watchdog after which the launcher looks at the process itself."""
+_LOOPBACK = "127.0.0.1"
+_FINAL = (DONE, STOPPED, USAGE, DOES_NOT_FIT)
+"""Codes after which a restart would end the same, or is not wanted."""
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_OUTPUT_BYTES = 1 << 16
+
+Command = Callable[[str], Sequence[str]]
+"""From the run folder to go on in ("": none has begun) to the arguments of a rank's process."""
+
+
+class _Rank:
+    """The process of one rank, as its launcher sees it."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], link: Link, limit_s: float):
+        self.rank, self.process, self.link = rank, process, link
+        self.end = os.pidfd_open(process.pid)
+        self.said = Pulse(
+            phase="starting", silent_s=0.0, limit_s=limit_s, collectives=0, waits=False
+        )
+        self.code: int | None = None
+        self._rest = b""
+        self._cpu_s, self._stale_s = 0.0, 0.0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+    @property
+    def pulse(self) -> Pulse:
+        """What it has said last; if it says nothing any more, its silence since."""
+        if self._stale_s < STALE_S:
+            return self.said
+        return replace(self.said, silent_s=self._stale_s, waits=False)
+
+    def listen(self, passed_s: float) -> None:
+        """Read what it has said; it may compute without saying so (its interpreter is locked)."""
+        heard = None
+        with suppress(EOFError):
+            while (message := self.link.receive()) is not None:
+                heard = Pulse(**message)
+        cpu_s = _cpu_s(self.process.pid)
+        if heard is not None or cpu_s - self._cpu_s >= CPU_MOVES_S:
+            self.said, self._stale_s = heard or self.said, 0.0
+            self._cpu_s = cpu_s
+        else:
+            self._stale_s += passed_s
+
+    def state(self) -> str:
+        """Say what it does, for the report of a hang."""
+        if _state(self.process.pid) in "Tt":
+            doing = "stopped by a signal (SIGSTOP, SIGTSTP)"
+        elif self._stale_s >= STALE_S:
+            doing = "it does not answer"
+        else:
+            doing = "waiting for other ranks" if self.said.waits else "running"
+        return f"{doing}; last phase: {self.said.phase}"
+
+    def answers(self) -> bool:
+        return self._stale_s < STALE_S
+
+    def forward(self) -> None:
+        """Print its new output, labelled; whole lines."""
+        if self.process.stdout is None:
+            return
+        while new := _read_some(self.process.stdout.fileno()):
+            *lines, self._rest = (self._rest + new).split(b"\n")
+            for line in lines:
+                self._print(line)
+
+    def reap(self) -> None:
+        """Take its exit code; what it has started ends with it."""
+        self.kill()  # before it is waited for: its number is not given to another process yet
+        self.code = self.process.wait()
+        self.forward()
+        if self._rest:
+            self._print(self._rest)
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End it and its process group."""
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.end)
+        self.link.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _print(self, line: bytes) -> None:
+        say(f"[rank {self.rank}] {line.decode(errors='replace')}")
+
+
+class Supervisor:
+    """Runs a job on ranks of this host."""
+
+    def __init__(
+        self,
+        ranks: int,
+        command: Command,
+        *,
+        max_restarts: int = 0,
+        least_limit_s: float = 0.0,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`least_limit_s`: least silence of a rank in seconds that is a hang; 0: none is."""
+        self._size, self._command, self._max_restarts = ranks, command, max_restarts
+        self._least_limit_s = least_limit_s or NEVER_S
+        self._environ = environ
+        self._ranks: list[_Rank] = []
+        self._run = ""
+        self._stopping = False
+        self._hung = False
+        self._kill_at_s: float | None = None
+
+    def run(self) -> int:
+        """Return the exit code of the job. Signals reach the ranks through this process."""
+        with self._passing_signals():
+            for attempt in range(self._max_restarts + 1):
+                code = self._attempt(attempt)
+                if code in _FINAL or self._stopping or attempt == self._max_restarts:
+                    break
+                say(f"restart {attempt + 1} of {self._max_restarts}")
+        return code
+
+    def _attempt(self, attempt: int) -> int:
+        self._ranks, self._hung, self._kill_at_s = [], False, None
+        try:
+            self._start(attempt)
+            looked_s = time.monotonic()
+            while any(rank.code is None for rank in self._ranks):
+                self._wait()
+                now_s = time.monotonic()
+                # A launcher that was stopped itself has missed what ranks said meanwhile.
+                self._look(now_s, min(now_s - looked_s, 4 * LOOK_EVERY_S))
+                looked_s = now_s
+            return self._code()
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+                if rank.code is None:
+                    rank.reap()
+                rank.close()
+
+    # ---- start
+
+    def _start(self, attempt: int) -> None:
+        with socket.create_server((_LOOPBACK, 0)) as store, _blocked():
+            shared = {
+                "WORLD_SIZE": str(self._size),
+                "LOCAL_WORLD_SIZE": str(self._size),
+                "MASTER_ADDR": _LOOPBACK,
+                "MASTER_PORT": str(store.getsockname()[1]),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            }
+            for rank in range(self._size):
+                self._ranks.append(self._spawn(rank, store, shared))
+
+    def _spawn(self, rank: int, store: socket.socket, shared: Mapping[str, str]) -> _Rank:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        store_fd = store.fileno() if rank == 0 else None
+        told = {"pid": os.getpid(), "link": theirs.fileno(), "store": store_fd}
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: json.dumps(told)}
+        with theirs:
+            process = subprocess.Popen(
+                self._command(self._run),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if rank else None,
+                stderr=subprocess.STDOUT if rank else None,
+                pass_fds=[fd for fd in (theirs.fileno(), store_fd) if fd is not None],
+                # A session of its own: Ctrl-C in the terminal reaches the launcher alone.
+                start_new_session=True,
+                env={**self._environ, **shared, **of_rank},
+            )
+        if process.stdout is not None:
+            os.set_blocking(process.stdout.fileno(), False)
+        return _Rank(rank, process, Link(ours), self._least_limit_s)
+
+    # ---- the loop
+
+    def _wait(self) -> None:
+        """Sleep until something happens, or for one look."""
+        waited: list[int] = []
+        for rank in self._ranks:
+            if rank.code is None:
+                waited += [rank.end, rank.link.fileno()]
+                waited += [] if rank.process.stdout is None else [rank.process.stdout.fileno()]
+        select.select(waited, [], [], LOOK_EVERY_S)
+
+    def _look(self, now_s: float, passed_s: float) -> None:
+        for rank in self._ranks:
+            if rank.code is None:
+                rank.listen(passed_s)
+                self._run = rank.said.run or self._run
+                rank.forward()
+                if select.select([rank.end], [], [], 0)[0]:
+                    rank.reap()
+                    self._ended(rank)
+        alive = {rank.rank: rank.pulse for rank in self._ranks if rank.code is None}
+        if self._kill_at_s is None and (hung := judge(alive)):
+            self._report(hung)
+        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+            for rank in self._ranks:
+                rank.kill()
+
+    def _ended(self, rank: _Rank) -> None:
+        """Give the others a while to end, if this one has failed."""
+        if rank.code in (DONE, STOPPED) or self._kill_at_s is not None or self._stopped(rank):
+            return
+        if rank.code is not None and rank.code < 0:
+            name = signal.Signals(-rank.code).name
+            say(f"{rank} was killed by {name}; last phase: {rank.said.phase}")
+        self._kill_at_s = time.monotonic() + GRACE_S
+
+    def _stopped(self, rank: _Rank) -> bool:
+        """Tell whether the rank was asked to stop before it could handle that."""
+        return self._stopping and rank.code is not None and -rank.code in _STOPS
+
+    def _report(self, hung: list[int]) -> None:
+        """Name who hangs, and have every rank report."""
+        self._hung = True
+        self._kill_at_s = time.monotonic() + REPORT_S + STALE_S
+        first = self._ranks[hung[0]]
+        cause = f"{first} makes no progress for {first.pulse.silent_s:.0f} s: {first.state()}"
+        others = [rank for rank in self._ranks if rank is not first and rank.code is None]
+        say("\n".join([cause, *(f"{rank}: {rank.state()}" for rank in others)]))
+        for rank in self._ranks:
+            rank.link.send({"hung": cause})
+            if not rank.answers():
+                rank.signal(STACKS)
+
+    def _code(self) -> int:
+        codes = [FAILED if rank.code is None else rank.code for rank in self._ranks]
+        if STOPPED in codes or (self._stopping and any(map(self._stopped, self._ranks))):
+            return STOPPED
+        if self._hung:
+            return HUNG
+        # The error that a rank has had itself, before those of ranks that have lost it.
+        own = [code for code in codes if code not in (DONE, FAILED) and code > 0]
+        return own[0] if own else FAILED if any(codes) else DONE
+
+    # ---- signals
+
+    @contextmanager
+    def _passing_signals(self) -> Iterator[None]:
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+        numbers = [n for n in (*_STOPS, signal.SIGUSR1) if n != signal.SIGHUP or not ignored]
+        before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            for rank in self._ranks[:1]:
+                rank.signal(number)
+        elif self._stopping:
+            self._abort()
+        else:
+            self._stopping = True
+            for rank in self._ranks:
+                rank.signal(number)
+
+    def _abort(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        os.write(2, b"\nended at once; the last checkpoint is intact\n")
+        os._exit(FAILED)
+
+
+def say(text: str) -> None:
+    """Print a message; a closed terminal ends the output, not the run."""
+    with suppress(OSError):
+        print(sanitize(text), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Start processes in which these signals wait until they are handled."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _read_some(fd: int) -> bytes:
+    try:
+        return os.read(fd, _OUTPUT_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of stat(5) of the main thread after its name; [] if it has ended.
+
+    Other threads that wait for the interpreter's lock wake up now and then: that is no progress.
+    """
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state(pid: int) -> str:
+    return (_stat(pid) or ["?"])[0]
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor time of the main thread, in seconds."""
+    fields = _stat(pid)
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0

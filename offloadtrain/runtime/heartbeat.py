@@ -1,0 +1,175 @@
+"""What this process is doing, and whether it makes progress, for whoever watches it.
+
+[Note: Progress]
+A hang is silence: nothing moves for longer than any healthy silence. What moves is one of five:
+
+* beats: a phase begins, an operation is launched, a progress bar moves;
+* the queues of the lanes;
+* collectives: this rank enters one, or returns from it;
+* bytes that the process reads or writes, by the kernel's count: a long save, a long verification;
+* processor time of the training thread: a long forward on the CPU, or building. On a GPU it does
+  not count once training has begun, because a thread that waits for the device spins.
+
+A healthy run sets its own limit: four times the longest silence that it ended by itself in the same
+phase, and never less than `train.hang_timeout_s`. Time in which the watching thread did not run
+either (Ctrl-Z, a suspended machine) is no silence.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+CPU_MOVES_S = 0.02
+IO_MOVES_BYTES = 4 << 20
+LONGEST = 4.0
+"""Times the longest healthy silence of a phase."""
+
+
+class Heartbeat:
+    """The progress of this process. Every thread may call every method.
+
+    Attributes:
+        phase: the current activity, in words.
+        cpu_counts: whether processor time of the training thread is progress.
+        held_up: something outside takes its time, which is no hang.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.cpu_counts = True
+        self.held_up = False
+        self._beats = 0
+        # Keyed by thread: each writes its own key only, so that no count is lost without a lock.
+        self._entered: dict[int, int] = {}
+        self._inside: set[int] = set()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self._beats += 1
+
+    def beat(self) -> None:
+        """Note progress within a phase. Threads may lose each other's: any change is progress."""
+        self._beats += 1
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Note that this thread waits for other ranks."""
+        thread = threading.get_ident()
+        self._entered[thread] = self._entered.get(thread, 0) + 1
+        self._inside.add(thread)
+        try:
+            yield
+        finally:
+            self._inside.discard(thread)
+            self._beats += 1
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Note that something outside takes its time: a paused terminal, a logger's server."""
+        self.held_up = True
+        try:
+            yield
+        finally:
+            self.held_up = False
+
+    @property
+    def collectives(self) -> int:
+        """Collectives that this rank has entered: the rank with the fewest holds the others up."""
+        return sum(list(self._entered.values()))
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        return bool(self._inside)
+
+    @property
+    def marks(self) -> tuple[int, int]:
+        """A value that changes with every beat and collective."""
+        return self._beats, self.collectives
+
+
+HEARTBEAT = Heartbeat()
+"""This process's, like its signal handlers: a process trains one model at a time."""
+
+
+class Silence:
+    """Measures how long nothing has moved. One thread looks, every second or more often."""
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        least_limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`least_limit_s`: the limit of a phase without longer healthy silences.
+
+        Attributes:
+            lanes: describes the engine's lanes: their queues move too.
+        """
+        self._heartbeat, self._least_limit_s, self._clock = heartbeat, least_limit_s, clock
+        self.lanes: Callable[[], str] = str
+        self._queues = ""
+        self._thread = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._marks = heartbeat.marks
+        self._cpu_s, self._io_bytes = self._cpu(), moved_bytes()
+        self._looked_s = clock()
+        self._longest_s: dict[str, float] = {}
+        self.seconds = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        longest_s = self._longest_s.get(_kind(self._heartbeat.phase), 0.0)
+        return max(self._least_limit_s, LONGEST * longest_s)
+
+    def look(self, most_s: float) -> float:
+        """Return the length of the silence, in seconds.
+
+        Args:
+            most_s: the longest time since the last look that counts; this thread slept no longer.
+        """
+        now_s = self._clock()
+        passed_s, self._looked_s = min(now_s - self._looked_s, most_s), now_s
+        if self._has_moved():
+            kind = _kind(self._heartbeat.phase)
+            self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), self.seconds)
+            self.seconds = 0.0
+        else:
+            self.seconds += passed_s
+        return self.seconds
+
+    def _has_moved(self) -> bool:
+        marks, cpu_s, io_bytes = self._heartbeat.marks, self._cpu(), moved_bytes()
+        queues = self.lanes()
+        moved = (
+            marks != self._marks
+            or queues != self._queues
+            or io_bytes - self._io_bytes >= IO_MOVES_BYTES
+            or (self._heartbeat.cpu_counts and cpu_s - self._cpu_s >= CPU_MOVES_S)
+            or self._heartbeat.held_up
+        )
+        if moved:
+            self._marks, self._queues = marks, queues
+            self._cpu_s, self._io_bytes = cpu_s, io_bytes
+        return moved
+
+    def _cpu(self) -> float:
+        return time.clock_gettime(self._thread)
+
+
+def _kind(phase: str) -> str:
+    """Return the phase without its numbers: every step is the same phase."""
+    return phase.rstrip("0123456789 ")
+
+
+def moved_bytes() -> int:
+    """Return the bytes that this process has read and written; 0 where the kernel does not
+    count."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            counts = dict(line.split(": ") for line in file.read().splitlines())
+    except OSError:
+        return 0
+    return int(counts["rchar"]) + int(counts["wchar"])

@@ -26,7 +26,7 @@ from offloadtrain.boundary.sanitize import sanitize
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, HUNG, STOPPED, USAGE
 from offloadtrain.runtime.heartbeat import CPU_MOVES_S
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
-from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, REPORT_S, judge
+from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, NO_PROGRESS, REPORT_S, judge
 
 GRACE_S = 10.0
 """Time for the other ranks to end, after one has failed."""
@@ -258,7 +258,7 @@ class Supervisor:
         self._hung = True
         self._kill_at_s = time.monotonic() + REPORT_S + STALE_S
         first = self._ranks[hung[0]]
-        cause = f"{first} makes no progress for {first.pulse.silent_s:.0f} s: {first.state()}"
+        cause = f"{first} {NO_PROGRESS} for {first.pulse.silent_s:.0f} s: {first.state()}"
         others = [rank for rank in self._ranks if rank is not first and rank.code is None]
         say("\n".join([cause, *(f"{rank}: {rank.state()}" for rank in others)]))
         for rank in self._ranks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -88,11 +89,20 @@ def _executor(
 
 def _start(reading: Reading) -> None:
     """Begin a worker process: one thread of it encodes, and Ctrl-C is left to the parent, which
-    ends the workers in its own time."""
+    ends the workers in its own time. If the parent is killed, they end too: they hold the other end
+    of their queue themselves, and would wait on it for ever."""
     global _reading
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _reading = reading
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # waits for its end, however it ends
+        os._exit(1)
 
 
 def _read(task: Task) -> Encoded:

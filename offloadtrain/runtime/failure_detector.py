@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.runtime.launcher_link import Pulse
+from offloadtrain.runtime.watchdog import NO_PROGRESS, Watchdog, judge
 
 LOOK_EVERY_S = 0.5
 SILENT_S = 20.0
@@ -122,14 +124,20 @@ class FailureDetector:
         rank_info: RankInfo,
         on_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """`on_lost`: called with the cause if the training thread has not ended in time."""
+        """
+        Args:
+            on_lost: called with the cause if the training thread has not ended in time.
+            watchdog: of this rank, which reports a hang of any rank and ends the process; None: a
+                launcher of ours judges hangs.
+        """
         self._store, self._rank_info, self._clock = store, rank_info, clock
-        self._on_lost = on_lost
+        self._on_lost, self._watchdog = on_lost, watchdog
         self._closed = threading.Event()
         self._cause: str | None = None
         self._heard = threading.Event()
-        self.stopped_early = False
+        self.stopped_early = self._hangs = False
         store.set(f"who{rank_info.rank}", json.dumps({"pid": os.getpid(), "home": _home()}))
         self._peers = [self._peer(rank) for rank in range(rank_info.size) if rank != rank_info.rank]
         self._thread = threading.Thread(target=self._run, name="ranks-watch", daemon=True)
@@ -174,17 +182,22 @@ class FailureDetector:
                 with suppress(Exception):
                     if not self._store.check([_FAILED]):
                         self._store.set(_FAILED, self._cause)
+                if self._watchdog is not None and self._hangs:
+                    self._watchdog.end_hung(self._cause)
                 if not self._closed.wait(GRACE_S):
                     self._on_lost(self._cause)
                 return
 
     def _look(self) -> str | None:
         try:
-            self._store.set(f"beat{self._rank_info.rank}", str(time.time_ns()))
+            pulse = self._watchdog.pulse() if self._watchdog is not None else None
+            beat = {"at": time.time_ns(), "pulse": pulse and asdict(pulse)}
+            self._store.set(f"beat{self._rank_info.rank}", json.dumps(beat))
             said = self._said()
             lost = [why for peer in self._peers if (why := self._lost(peer))]
             # A rank may have reported its error just before it ended.
-            return said or (lost and (self._said() or lost[0])) or None
+            cause = said or (lost and (self._said() or lost[0])) or None
+            return cause or (self._hung(pulse) if pulse is not None else None)
         except Exception as error:
             ended = [f"{_name(peer)} has ended" for peer in self._peers if _has_ended(peer)]
             keeper = "rank 0, or the launcher that hosts it, has ended"
@@ -195,20 +208,48 @@ class FailureDetector:
         if not self._store.check([_FAILED]):
             return ""
         self.stopped_early = self._store.check([_STOPPED_EARLY])
-        return self._store.get(_FAILED).decode(errors="replace")
+        said = self._store.get(_FAILED).decode(errors="replace")
+        self._hangs = NO_PROGRESS in said
+        return said
 
     def _lost(self, peer: _Peer) -> str:
         """Return why a rank counts as lost; "" if it does not."""
         if self._store.check([f"done{peer.rank}"]):
             return ""
+        silent_s = self._listen(peer)
         if peer.life is not None:
             return f"{_name(peer)} has ended" if _has_ended(peer) else ""
+        return f"{_name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
+
+    def _listen(self, peer: _Peer) -> float:
+        """Read the peer's heartbeat; return the seconds since the last new one."""
         key = f"beat{peer.rank}"
         beat = self._store.get(key) if self._store.check([key]) else b""
         if beat != peer.beat:
             peer.beat, peer.heard_s = beat, self._clock()
-        silent_s = self._clock() - peer.heard_s
-        return f"{_name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
+        return self._clock() - peer.heard_s
+
+    def _hung(self, own: Pulse) -> str | None:
+        """Return which rank hangs, if one does: every rank finds the same."""
+        pulses = {self._rank_info.rank: own}
+        names = {self._rank_info.rank: f"rank {self._rank_info.rank} (pid {os.getpid()})"}
+        for peer in self._peers:
+            if peer.beat and not self._store.check([f"done{peer.rank}"]):
+                pulses[peer.rank] = _pulse(peer, self._clock())
+                names[peer.rank] = _name(peer)
+        if not (hung := judge(pulses)):
+            return None
+        self._hangs, pulse = True, pulses[hung[0]]
+        return f"{names[hung[0]]} {NO_PROGRESS} for {pulse.silent_s:.0f} s: {pulse.phase}"
+
+
+def _pulse(peer: _Peer, now_s: float) -> Pulse:
+    """Return what a rank says of itself; a stopped one says nothing any more."""
+    said = Pulse(**json.loads(peer.beat)["pulse"])
+    silent_s = now_s - peer.heard_s
+    if silent_s < SILENT_S / 2:
+        return said
+    return replace(said, silent_s=max(silent_s, said.silent_s), waits=False)
 
 
 def _has_ended(peer: _Peer) -> bool:

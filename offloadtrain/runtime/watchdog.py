@@ -25,6 +25,7 @@ NEVER_S = 1e9
 """A limit that no silence reaches."""
 REPORT_S = 4.0
 """Time for a report."""
+NO_PROGRESS = "makes no progress"
 
 
 class Watchdog:

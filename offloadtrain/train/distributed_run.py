@@ -17,6 +17,7 @@ from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
+from offloadtrain.runtime.watchdog import Watchdog
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
@@ -32,11 +33,16 @@ class DistributedRun:
     ends."""
 
     def __init__(
-        self, rank_info: RankInfo, config: Config, code_of: Callable[[BaseException], int]
+        self,
+        rank_info: RankInfo,
+        config: Config,
+        code_of: Callable[[BaseException], int],
+        watchdog: Watchdog | None = None,
     ) -> None:
         """
         Args:
             code_of: exit code of a process that an error ends.
+            watchdog: reports hangs of ranks; None: a launcher of ours judges them.
 
         Raises:
             ConfigError: there are more ranks on this host than GPUs.
@@ -54,7 +60,7 @@ class DistributedRun:
         with HEARTBEAT.collective():
             self._store = connect(rank_info, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
         self._failures = FailureDetector(
-            attempt_store(self._store, rank_info), rank_info, self._lost
+            attempt_store(self._store, rank_info), rank_info, self._lost, watchdog=watchdog
         )
         self._log: RunLog | None = None
         self._run: RunFolder | None = None

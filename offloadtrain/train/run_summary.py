@@ -11,19 +11,6 @@ from offloadtrain.events import schema
 from offloadtrain.train.console import loss_curve
 
 
-def ended_as(log: Path, since_s: float) -> str | None:
-    """Return the status of the last start in an event log since a Unix time; None if no end was
-    logged since then."""
-    if not log.exists():
-        return None
-    ends = [
-        record.event
-        for record in schema.read(log)
-        if isinstance(record.event, schema.RunEnded) and record.time_s >= since_s
-    ]
-    return ends[-1].status if ends else None
-
-
 def words(run: Path, log: Path, config: Config, seconds: float, step: int, *, stopped: bool) -> str:
     """Return the text printed at the end of a run.
 

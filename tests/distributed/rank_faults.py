@@ -150,3 +150,23 @@ def none_left(run: Path, within_s: float = 30.0) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+"""127.0.0.1 and ::1 as the kernel writes them."""
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Return the addresses at which these processes listen, as /proc/net/tcp writes them."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}

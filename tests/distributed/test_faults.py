@@ -3,6 +3,7 @@ again, the job loses no more than the steps since the last checkpoint."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,17 +12,28 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
+from benchmarks import rank_faults
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
-from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo
+from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, _home
+from offloadtrain.runtime.launcher_link import Pulse
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
+from tests.distributed.rank_faults import (
+    HANG_S,
+    LOOPBACK,
+    Job,
+    listening,
+    none_left,
+    processes_of,
+)
 from tests.distributed.test_jobs import job_of
 from tests.train.small_job import events_of, tensor_hashes, write_text
 
@@ -162,6 +174,96 @@ def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
     assert events_of(tmp_path / "run", schema.Step)[-1].step == stopped.step + 2
 
 
+@pytest.mark.slow
+def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
+    """The store, Gloo's pairs, and whatever else the processes of a job open."""
+    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
+    started.wait_for_step(ranks=2)
+    found = listening(processes_of(tmp_path / "run"))
+    started.process.terminate()
+    assert started.ended() == 75, started.text
+    assert found and found <= LOOPBACK
+
+
+@pytest.mark.slow
+def test_ranks_without_a_launcher_listen_where_they_are_told(job: Path) -> None:
+    """MASTER_ADDR is the address of the store, and not only its name."""
+    with started(job, "backward", 1, step=100000) as processes:
+        logs = [job.parent / "run" / "events" / f"rank00{rank}.jsonl" for rank in range(2)]
+        deadline = time.monotonic() + WITHIN_S
+        while not all(log.exists() and b'"k":"step"' in log.read_bytes() for log in logs):
+            assert all(p.is_alive() for p in processes) and time.monotonic() < deadline
+            time.sleep(0.05)
+        found = listening([process.pid for process in processes if process.pid])
+    assert found and found <= LOOPBACK
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_the_job_comes_back(job: Path, tmp_path: Path) -> None:
+    least = ("--set", f"train.hang_timeout_s={HANG_S}")
+    arguments = ("--nproc", "2", "--max-restarts", "1", *least)
+    started = Job.start(job, tmp_path / "run", *arguments, fault=("adam:stop", "5", "0"))
+    assert started.ended() == 0, started.text
+    assert started.named_after_s(0) < HANG_S + 5
+    assert started.steps()[-1] == 9
+    ends = [e for e in events_of(tmp_path / "run", schema.RunEnded)]
+    assert ends[-1].status == "done"
+    told = [
+        record.event
+        for record in schema.read(tmp_path / "run" / "events" / "rank001.jsonl")
+        if isinstance(record.event, schema.Warning_) and record.event.code == "hung"
+    ]
+    assert "rank 0 (pid" in told[0].message and "stopped by a signal" in told[0].message
+    assert "lanes: " in told[0].message and "all_gather" in told[0].message, "stacks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_stop_while_building_leaves_nothing_and_starts_again(
+    job: Path, tmp_path: Path, ranks: str
+) -> None:
+    started = Job.start(job, tmp_path / "run", "--nproc", ranks)
+    assert started.handles_signals()
+    time.sleep(1.0)
+    started.process.send_signal(signal.SIGHUP)
+    assert started.ended() == 75, started.text
+    assert "stopped before the first step" in started.text and "Traceback" not in started.text
+    assert not (tmp_path / "run").exists()
+    assert none_left(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_usr1_saves_and_goes_on(job: Path, tmp_path: Path) -> None:
+    never = ("train.steps=5000", "train.checkpoint_every=0", "train.eval_every=0")
+    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", *never)
+    started.wait_for_step(ranks=2)
+    started.process.send_signal(signal.SIGUSR1)
+    saved = tmp_path / "run" / "checkpoints"
+    started.wait(lambda: any(saved.glob("step-????????")))
+    (first,) = saved.glob("step-????????")
+    steps = len(started.steps())
+    started.wait(lambda: len(started.steps()) > steps + 2)
+    started.process.terminate()
+    assert started.ended() == 75, started.text
+    assert first.exists()
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_ranks_along(job: Path, tmp_path: Path) -> None:
+    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
+    started.wait_for_step(ranks=2)
+    assert len(processes_of(tmp_path / "run")) == 3
+    started.process.kill()
+    assert none_left(tmp_path / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", list(rank_faults.CASES))
+def test_random_faults(tmp_path: Path, what: str) -> None:
+    """A slice of `python -m benchmarks.rank_faults`."""
+    assert rank_faults.main([what, "--count", "20"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -215,6 +317,54 @@ def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.02)
     assert "rank 1 (pid 7 on elsewhere) is silent" in lost[0]
     assert failures.cause() == lost[0] == board.get("failed").decode()
+
+
+class Reporter:
+    """Of a rank that waits for another one."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self.ended: list[str] = []
+
+    def pulse(self) -> Pulse:
+        return self._pulse
+
+    def end_hung(self, cause: str) -> None:
+        self.ended.append(cause)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_of_torchrun_find_who_hangs(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """A stopped rank says nothing any more, a hung one that it is silent."""
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.GRACE_S", 0.01)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector._open_pid", lambda _: 0)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector._has_ended", lambda _: False)
+    home = json.dumps({"pid": 7, "home": _home()})
+    board, now = Board(), [0.0]
+    board.set("who1", home)
+    says = Pulse(phase="update of step 3", silent_s=0, limit_s=60, collectives=4, waits=False)
+    waits = replace(says, silent_s=61, waits=True)
+    reporter = Reporter(waits)
+    failures = FailureDetector(
+        board,
+        RankInfo(0, 2),
+        lambda _: None,
+        lambda: now[0],
+        reporter,  # type: ignore[arg-type]
+    )
+    deadline = time.monotonic() + WITHIN_S
+    for beat in range(3):
+        board.set("beat1", json.dumps({"at": beat, "pulse": asdict(says)}))
+        time.sleep(0.05)
+    assert failures.cause(0.0) is None, "rank 1 works"
+    if not stopped:
+        board.set("beat1", json.dumps({"at": 9, "pulse": asdict(replace(says, silent_s=60))}))
+    while not reporter.ended and time.monotonic() < deadline:
+        now[0] += 5.0 if stopped else 0.0
+        time.sleep(0.02)
+    assert "rank 1 (pid 7) makes no progress for 6" in reporter.ended[0]
+    assert "update of step 3" in reporter.ended[0]
 
 
 def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

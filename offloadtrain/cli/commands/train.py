@@ -159,7 +159,8 @@ def _run_distributed(
 ) -> int:
     from offloadtrain.train.distributed_run import DistributedRun
 
-    with DistributedRun(rank_info, config, _code_of_rank) as distributed:
+    judge = None if launcher_link.is_attached() else guards.watchdog
+    with DistributedRun(rank_info, config, _code_of_rank, judge) as distributed:
         return run_job(
             config,
             job_text,

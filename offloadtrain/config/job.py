@@ -84,6 +84,11 @@ class TrainConfig:
             validation loss; with `chunked_loss` only.
         eval_batches: microbatches of one evaluation.
         keep_last: number of checkpoints kept.
+        on_spike: what becomes of a step whose loss is a spike: its update is made, and an alert
+            tells; or it is skipped; or it is skipped, and the run goes back to its last checkpoint
+            and on from there with other data.
+        spike_score: robust standard deviations above the last losses that make a spike.
+        max_rollbacks: rollbacks of the whole run; one more spike ends it.
         log_every_s: seconds between plain console lines.
         hang_timeout_s: least time without any progress that ends the run as hung; 0: never. A run
             whose own healthy phases are silent for longer gets four times that.
@@ -101,6 +106,9 @@ class TrainConfig:
     eval_batches: int = 8
     checkpoint_every: int = 0
     keep_last: int = 2
+    on_spike: Literal["report", "skip", "rollback"] = "report"
+    spike_score: float = 8.0
+    max_rollbacks: int = 3
     log_every_s: float = 5.0
     hang_timeout_s: float = 60.0
     sample_tokens: int = 0
@@ -392,6 +400,8 @@ _RULES: dict[str, _Rule] = {
     "train.eval_batches": _at_least(1),
     "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
     "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
+    "train.spike_score": _POSITIVE,
+    "train.max_rollbacks": _at_least(1),
     "train.log_every_s": _POSITIVE,
     "train.hang_timeout_s": _NOT_NEGATIVE,
     "train.sample_tokens": _NOT_NEGATIVE,
@@ -449,5 +459,13 @@ def _contradictions(config: Config) -> Iterator[str]:
     for key in ("label_smoothing", "z_loss"):
         if (value := getattr(train, key)) and not train.chunked_loss:
             yield f"train.{key} = {value} needs train.chunked_loss = true"
+    if train.on_spike != "report" and config.offload.updates_early:
+        yield (
+            f'train.on_spike = "{train.on_spike}" decides before the update, but with '
+            "offload.skip_nonfinite = false and no offload.clip_norm Adam runs inside backward: "
+            "set one of them"
+        )
+    if train.on_spike == "rollback" and not train.checkpoint_every:
+        yield 'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every'
     if train.sample_prompt and not train.sample_tokens:
         yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"

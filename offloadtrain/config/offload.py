@@ -99,6 +99,11 @@ class OffloadConfig:
         """Return whether repeated blocks may be streamed, from the host or from shards."""
         return self.working == "host" or self.zero_stage_among(ranks) == 3
 
+    @property
+    def updates_early(self) -> bool:
+        """In mode "exact": nothing global has to be known before a bucket is updated."""
+        return self.update == "exact" and self.clip_norm is None and not self.skip_nonfinite
+
     def _unknown_choices(self) -> Iterator[str]:
         for key, allowed in {**_choices(), "state": tuple(STATE_PRECISIONS)}.items():
             if (value := getattr(self, key)) not in allowed:

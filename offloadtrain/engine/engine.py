@@ -102,7 +102,7 @@ class Engine:
         """The norm of the step in progress, where it was measured before step()."""
         self._skipped_in_a_row = 0
         self._unscaled: bool | None = None
-        """The step was decided and the loss scale does not know yet: whether it was skipped."""
+        """The step was decided and the loss scale does not know yet: whether it overflowed."""
         self._salvaged = False
         self.warns_of_skips = True
 
@@ -225,16 +225,25 @@ class Engine:
         norm.clip(max_norm)
         return before
 
-    def step(self) -> StepReport:
+    def step(self, *, skip: bool = False) -> StepReport:
         """Measure the norm, skip or clip, then launch Adam and uploads; returns before these are
         done.
 
+        Args:
+            skip: skip the step in any case.
+
         Raises:
-            EngineError: without a backward since the last step.
+            EngineError: without a backward since the last step, or `skip` where Adam runs inside
+                backward.
             RankError: ranks disagree about the step.
             UpdateError: hyperparameters changed after updates inside backward.
         """
         self._require_open("step")
+        if skip and not self.program.waits_for_norm:
+            raise EngineError(
+                "step(skip=True) after Adam: with skip_nonfinite = False and no clip_norm, Adam "
+                "runs inside backward. Offload with clip_norm, or with skip_nonfinite = True"
+            )
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self._norm is not None and not self._ranks.is_single:
             self._check_agreement(self._ranks.all_gather_host(self._intent(self._norm.coef)))
@@ -244,10 +253,11 @@ class Engine:
         if self._config.clip_norm is not None:
             norm.clip(self._config.clip_norm)
         micro_steps = self._gradients.micro_steps
-        skipped = self._config.skip_nonfinite and not math.isfinite(norm.value)
+        overflow = self._config.skip_nonfinite and not math.isfinite(norm.value)
+        skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
-        self._decide(skipped=skipped)
+        self._decide(skipped=skipped, overflow=overflow)
         # Only launches: Adam and uploads run beside the user's code and the next forward, whose
         # blocks wait for their own upload.
         self._run(self.program.norm_known(order, decision), updates=True)
@@ -408,19 +418,20 @@ class Engine:
         used = self._functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.step_count + 1, skipped, coef, scale, used)
 
-    def _decide(self, *, skipped: bool) -> None:
+    def _decide(self, *, skipped: bool, overflow: bool) -> None:
         """From here on the step counts: the lanes, or `salvage`, will do it."""
         self._interpreter.require_whole()
         self._interpreter.journal.decide()
         self.tries += 1
         self.step_count += not skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        self._unscaled = skipped
+        # A step that was skipped without an overflow says nothing about the loss scale.
+        self._unscaled = overflow if overflow or not skipped else None
 
     def _update_scale(self) -> None:
-        skipped, self._unscaled = self._unscaled, None
-        if self.scaler is not None and skipped is not None:
-            self.scaler.update(overflow=skipped)
+        overflow, self._unscaled = self._unscaled, None
+        if self.scaler is not None and overflow is not None:
+            self.scaler.update(overflow=overflow)
 
     def _report(self, norm: _Norm, decision: Decision, micro_steps: int) -> StepReport:
         timeline: tuple[Interval, ...] = ()

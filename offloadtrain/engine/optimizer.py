@@ -206,7 +206,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, skip: bool = False) -> Any:
         """Update from what backward has delivered; waits only for the gradient norm.
 
         A non-finite gradient norm skips the step: no state, no weight and no step count changes
@@ -214,9 +214,11 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
 
         Args:
             closure: recomputes the loss and calls backward; its result is returned.
+            skip: skip the step in any case, on every rank: its loss says that it does harm.
 
         Raises:
-            EngineError: without a backward since the last step.
+            EngineError: without a backward since the last step, or `skip` where Adam runs inside
+                backward.
             ModelError: if a parameter was changed by others since `offload()`.
         """
         if self._accumulating:
@@ -228,7 +230,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._seal.check()
         for group in self.param_groups:
             self._rule.check(group)
-        report = self._engine.step()
+        report = self._engine.step(skip=skip)
         self._step_tensor.fill_(report.step)
         return loss
 

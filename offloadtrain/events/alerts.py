@@ -10,13 +10,13 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from offloadtrain.config.units import format_bytes, format_duration
 from offloadtrain.events.schema import Alert, GpuSample, Step, System
 
-SPIKE_SCORE, SPIKE_HISTORY = 8.0, 100
+SPIKE_SCORE, SPIKE_AFTER, SPIKE_HISTORY = 8.0, 30, 100
 SLOWER_THAN, WELL_AGAIN = 0.8, 0.9
 STALL_S, STALL_FACTOR = 30.0, 4.0
 LOW_MEMORY, ENOUGH_MEMORY = 0.05, 0.08
@@ -76,8 +76,14 @@ class _Steps:
 class Alerts:
     """The rules of one run. Steps and samples may come from two threads."""
 
-    def __init__(self, emit: Callable[[Alert], None], clock: Callable[[], float]) -> None:
-        """`clock`: monotonic seconds."""
+    def __init__(
+        self,
+        emit: Callable[[Alert], None],
+        clock: Callable[[], float],
+        spike_score: float = SPIKE_SCORE,
+    ) -> None:
+        """`clock`: monotonic seconds. `spike_score`: see `spike`."""
+        self._spike_score = spike_score
         self.calibrated_gbps: dict[str, float] = {}
         """Lane ("h2d", "d2h") → measured bandwidth of a large copy alone on the bus."""
         self._emit = emit
@@ -123,7 +129,7 @@ class Alerts:
         yield from self._switch("not-finite", "error", 10).report(_not_finite(step), number)
         yield from self._switch("skips", patience=1).report(_skips(steps.skipped), number)
         yield from self._switch("loss-scale-floor", "error").report(_floor(step), number)
-        yield from self._switch("loss-spike", patience=20).report(_spike(step, steps), number)
+        yield from self._switch("loss-spike", patience=20).report(self._spike(step), number)
         steps.rates.append(step.tokens_per_s)
         yield from self._throughput(number)
         for lane, most in self.calibrated_gbps.items():
@@ -131,6 +137,13 @@ class Alerts:
         yield from self._skew(step)
         steps.step_ms.append(step.step_ms)
         steps.last, steps.last_s = step, self._clock()
+
+    def _spike(self, step: Step) -> str:
+        losses = self._steps.losses
+        problem = spike(step.loss, step.step, losses, self._spike_score)
+        if math.isfinite(step.loss):
+            losses.append(step.loss)
+        return problem
 
     def _throughput(self, number: int) -> Iterable[Alert]:
         rates = list(self._steps.rates)
@@ -266,20 +279,23 @@ def _floor(step: Step) -> str:
     return f"the loss scale has fallen to {step.loss_scale:g}: fp16 is too narrow for this run"
 
 
-def _spike(step: Step, steps: _Steps) -> str:
-    """Check for a spike by a robust score against the last losses, then add this one."""
-    losses = list(steps.losses)
-    if math.isfinite(step.loss):
-        steps.losses.append(step.loss)
-    if len(losses) < 30 or not math.isfinite(step.loss):
+def spike(loss: float, step: int, losses: Collection[float], limit: float) -> str:
+    """Tell whether the loss of a step is a spike: the problem, or "".
+
+    Args:
+        losses: of earlier steps, finite; with fewer than SPIKE_AFTER nothing is one.
+        limit: a spike lies so many standard deviations above their median, estimated from the
+            median of distances to it.
+    """
+    if len(losses) < SPIKE_AFTER or not math.isfinite(loss):
         return ""
     middle = statistics.median(losses)
-    spread = statistics.median(abs(loss - middle) for loss in losses) * _MAD_TO_SIGMA
+    spread = statistics.median(abs(one - middle) for one in losses) * _MAD_TO_SIGMA
     spread = max(spread, 1e-3 * abs(middle))
-    score = (step.loss - middle) / spread if spread else 0.0
-    if score < SPIKE_SCORE:
+    score = (loss - middle) / spread if spread else 0.0
+    if score < limit:
         return ""
-    return f"loss {step.loss:.4g} at step {step.step}, {middle:.4g} before (score {score:.0f})"
+    return f"loss {loss:.4g} at step {step}, {middle:.4g} before (score {score:.0f})"
 
 
 def _narrow(gpu: GpuSample) -> str:

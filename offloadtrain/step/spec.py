@@ -141,8 +141,7 @@ class StepSpec:
     @property
     def updates_early(self) -> bool:
         """In mode "exact": nothing global has to be known before a bucket is updated."""
-        config = self.config
-        return config.update == "exact" and config.clip_norm is None and not config.skip_nonfinite
+        return self.config.updates_early
 
     @property
     def updates_in_backward(self) -> bool:

@@ -39,6 +39,12 @@ class Progress:
             self.step += 1
             self.skipped_in_a_row = 0
 
+    def go_back(self, earlier: Progress) -> None:
+        """Go back to an earlier step; the time was spent all the same."""
+        self.step, self.tokens = earlier.step, earlier.tokens
+        self.skipped, self.skipped_in_a_row = earlier.skipped, earlier.skipped_in_a_row
+        self.val_loss = earlier.val_loss
+
 
 @dataclass(slots=True)
 class StepClock:

@@ -62,7 +62,7 @@ class RunLog:
             None, rank, on_error=self._cannot_write, on_recovery=self._writes_again
         )
         self._loggers = Loggers(lambda told: self.warn("logger-failed", told))
-        self._alerts = Alerts(self._alert, time.monotonic)
+        self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._progress = Progress()
         self._peak_flops: float | None = None

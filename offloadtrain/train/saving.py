@@ -15,12 +15,17 @@ from offloadtrain.config.job import Config, as_tables
 from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, disk_space, save
-from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
+from offloadtrain.train.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NotFiniteError,
+)
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.job_changes import changes_since
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.spikes import Spikes
 from offloadtrain.train.untrained import Untrained, Versions
 
 _SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
@@ -39,10 +44,11 @@ class TrainingError(OffloadTrainError):
 @dataclass(frozen=True, slots=True)
 class Position:
     """The end of a step: the next one begins with these random states, at this place in the
-    data."""
+    data, and compares its loss with these."""
 
     rng: rng.Snapshot
     data: Mapping[str, Any]
+    spikes: Mapping[str, Any]
 
 
 class Saving:
@@ -59,6 +65,7 @@ class Saving:
         self._hf_config = None if config.hf is None else read_config(config.hf.folder)
         self._tokens = context.train_tokens.header
         self._saved_step = -1
+        self.spikes = Spikes(config.train, context.ranks)
         self.untrained = Untrained(self._model, self._optimizer)
         self.saved_untrained: Versions = {}
         """What was not trained, as the newest checkpoint has it."""
@@ -69,7 +76,7 @@ class Saving:
 
     def here(self) -> Position:
         """Return the position of the run now; between steps it is the end of the last one."""
-        return Position(rng.snapshot(), self._batches.state_dict())
+        return Position(rng.snapshot(), self._batches.state_dict(), self.spikes.state_dict())
 
     def check_room(self, step: int) -> None:
         """Check before the run goes on from `step` that its checkpoints fit on the disk.
@@ -109,6 +116,7 @@ class Saving:
         state, ranks = found.state, self._ranks
         self._optimizer.finish_load(**state["optimizer"])
         self._batches.load_state_dict(state["data"])
+        self.spikes.load_state_dict(state["spikes"])
         if ranks.rank < len(state["rng"]):
             rng.restore(state["rng"][ranks.rank])
         else:  # a new rank: numbers that no other rank draws
@@ -143,6 +151,55 @@ class Saving:
             )
         if changed:
             self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
+
+    def roll_back(self, spike: str, progress: Progress) -> None:
+        """Go back to the newest good checkpoint, and on from it behind the batches used so far. See
+        [Note: Spikes] in `spikes.py`. Every rank calls this, between steps.
+
+        Raises:
+            TrainingError: no rollback is left, or there is no checkpoint.
+        """
+        if self.spikes.last_rollback_is_used:
+            most = self._config.train.max_rollbacks
+            raise self._no_rollback(spike, f"train.max_rollbacks = {most} rollbacks are used up")
+        behind, at = self._batches.state_dict(), progress.step
+        earlier = self._resume_newest()
+        if earlier is None:
+            raise self._no_rollback(spike, "there is no checkpoint to go back to")
+        self._batches.load_state_dict(behind)
+        progress.go_back(earlier)
+        self.spikes.rollbacks.append((at + 1, progress.step))
+        self._log.warn(
+            "rolled-back",
+            f"{spike}: back to step {progress.step}; the data goes on at sample "
+            f"{behind['sample']} of epoch {behind['epoch']}, behind the batches that led to it "
+            f"(rollback {len(self.spikes.rollbacks)} of {self._config.train.max_rollbacks})",
+            at + 1,
+        )
+
+    def _resume_newest(self) -> Progress | None:
+        """Load the newest checkpoint whose tensors verify; None if there is none."""
+        before: int | None = None
+        while True:
+            found = checkpoint.newest_good(
+                self.folder, self._warn_of_damage, self._ranks, whole=False, before=before
+            )
+            if found is None:
+                return None
+            try:
+                return self.resume(found)
+            except DamagedCheckpointError as damage:
+                self._warn_of_damage(found.path, damage)
+                before = found.step
+
+    def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
+        self._log.warn("checkpoint-damaged", f"{damage}. An earlier one is used.")
+
+    def _no_rollback(self, spike: str, why: str) -> TrainingError:
+        return TrainingError(
+            f"{spike}, and {why}. {ADVICE[self._precision]}, raise train.spike_score, or set "
+            'train.on_spike = "skip"'
+        )
 
     # ---- save
 
@@ -207,6 +264,7 @@ class Saving:
             "optimizer": {"step": progress.step, "scaler": scaler},
             "progress": asdict(progress),
             "data": at.data,
+            "spikes": at.spikes,
             "held_out": self._held_out(),
             "tokenizer": self._tokens.tokenizer_id,
             "rng": self._ranks.gather(at.rng.as_json),

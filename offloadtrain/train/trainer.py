@@ -126,12 +126,15 @@ class Trainer:
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
         self._accumulate(clock)
+        spike = self.saving.spikes.found(self._loss, self.progress.step + 1)
         HEARTBEAT.enter(f"update of step {self.progress.step + 1}")
         try:
-            self.optimizer.step()
-        except LossScaleError:
+            self.optimizer.step(skip=bool(spike))
+        except LossScaleError as error:
             self.saving.save(self.progress)  # of the previous step: an overflow changes nothing
-            raise
+            last = self.optimizer.last_step
+            named = last.named_nonfinite if last else "no parameter"
+            raise LossScaleError(f"{error}. Not finite: the gradients of {named}") from error
         clock.lap("optimizer")
         report = self.optimizer.last_step
         assert report is not None
@@ -142,7 +145,10 @@ class Trainer:
         )
         self._emergency.step_ended()
         self._log.step(number, self.progress, report, clock, told, lr=lr)
-        self._check_finite(number, report, told.loss)
+        self._check_step(number, report, told.loss, spike)
+        if spike and self.saving.spikes.goes_back:
+            self.saving.roll_back(spike, self.progress)
+            self._emergency.step_ended()
         return not report.skipped, told
 
     def _exchange(
@@ -193,23 +199,31 @@ class Trainer:
             self.optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
 
-    def _check_finite(self, number: int, report: StepReport, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _check_step(self, number: int, report: StepReport, loss: float, spike: str) -> None:
+        """Report a step that was skipped; `spike`: what was wrong with its loss, if that was
+        finite."""
+        if spike:
+            self._log.warn("step-skipped", f"step {number} was skipped: {spike}", number)
+        elif not math.isfinite(loss):
             self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
             if not report.skipped:
                 raise self.saving.spoilt(f"the loss of step {number} is {loss}")
         elif report.skipped and self._precision != "fp16":
             self._log.warn(
                 "step-skipped",
-                f"step {number} was skipped: the gradient norm is {report.grad_norm}",
+                f"step {number} was skipped: the gradient norm is {report.grad_norm}, not finite "
+                f"are the gradients of {report.named_nonfinite}",
                 number,
             )
         if self.progress.skipped_in_a_row >= MAX_SKIPS:
             self.saving.save(self.progress)
+            why = spike or (
+                f"in step {number} the gradients of {report.named_nonfinite} are not finite (loss "
+                f"{loss}, loss scale {report.loss_scale:g})"
+            )
             raise TrainingError(
-                f"{MAX_SKIPS} steps in a row were skipped: the gradients of step {number} are not "
-                f"finite (loss {loss}, loss scale {report.loss_scale:g}). The state before them is "
-                f"in the last checkpoint. {ADVICE[self._precision]}."
+                f"{MAX_SKIPS} steps in a row were skipped: {why}. The state before them is in the "
+                f"last checkpoint. {ADVICE[self._precision]}."
             )
 
     # ---- between steps

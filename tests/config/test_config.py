@@ -555,6 +555,7 @@ def _configs(draw: st.DrawFn) -> Config:
     state, precision = draw(st.sampled_from(kept))
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
     working = draw(st.sampled_from(("device", "host")))
+    skips = precision == "fp16" or draw(st.booleans())
     state_on = draw(st.sampled_from(_tiers(state, update, working)))
     offload = {
         "precision": st.just(precision),
@@ -562,7 +563,8 @@ def _configs(draw: st.DrawFn) -> Config:
         "state_on": st.just(state_on),
         "update": st.just(update),
         "warmup_steps": st.integers(0, 9 if update == "delayed" else 0),
-        "skip_nonfinite": st.just(True) if precision == "fp16" else st.booleans(),
+        "skip_nonfinite": st.just(skips),
+        "loss_scale_hysteresis": st.integers(1, 9 if precision == "fp16" else 1),
         "working": st.just(working),
         "resident_blocks": st.none() | st.integers(0, 9 if working == "host" else 0),
         "zero_stage": st.integers(0, 3),
@@ -598,6 +600,7 @@ def _configs(draw: st.DrawFn) -> Config:
             _section(
                 TrainConfig,
                 steps=st.just(steps),
+                on_spike=st.sampled_from(("report", "skip") if skips else ("report",)),
                 micro_batch=st.just(micro_batch),
                 grad_accum_steps=st.just(accumulation[0]),
                 global_batch_tokens=st.just(accumulation[1]),

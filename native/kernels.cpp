@@ -8,6 +8,7 @@
 #include "fp32.h"
 #include "gradients.h"
 #include "int8.h"
+#include "masters.h"
 #include "split16.h"
 
 namespace offloadtrain {
@@ -39,6 +40,7 @@ void traffic(const Fp32State& state, const u16* grad, u16* working, i64 lo, i64 
 
 extern const Kernels OT_TABLE;
 const Kernels OT_TABLE = {OT_NAME,    update_fp32, update_split16, update_int8,
-                          accumulate, cast,        segment,        traffic};
+                          accumulate, cast,        segment,        traffic,
+                          encode_split16, encode_int8};
 
 }  // namespace offloadtrain

@@ -81,6 +81,11 @@ struct Kernels {
   // The memory traffic of Adam on fp32 state with 16-bit gradients and weights, and next to no arithmetic.
   void (*traffic)(const Fp32State& state, const std::uint16_t* grad, std::uint16_t* working,
                   std::int64_t lo, std::int64_t hi);
+  // Masters into a state's weights and what they lack, rounded to nearest.
+  void (*encode_split16)(const float* master, std::uint16_t* weight, std::int16_t* low,
+                         std::int64_t lo, std::int64_t hi);
+  void (*encode_int8)(const float* master, std::uint16_t* weight, std::int8_t* correction,
+                      DType weight_dtype, std::int64_t lo, std::int64_t hi);
 };
 
 }  // namespace offloadtrain

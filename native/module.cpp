@@ -330,6 +330,27 @@ void traffic(const Fields& state, Address grad, Address working, std::int64_t n)
   });
 }
 
+void encode_split16(Address master, Address weight, Address low, std::int64_t n) {
+  const Kernels* kernels = active;
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->encode_split16(at<const float>(master), at<std::uint16_t>(weight),
+                              at<std::int16_t>(low), lo, hi);
+    });
+  });
+}
+
+void encode_int8(Address master, const Grad& weight, Address correction, std::int64_t n) {
+  const Kernels* kernels = active;
+  const auto [to, dtype] = weight;
+  submit([=, to = to, dtype = dtype] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->encode_int8(at<const float>(master), at<std::uint16_t>(to),
+                           at<std::int8_t>(correction), static_cast<DType>(dtype), lo, hi);
+    });
+  });
+}
+
 // Zero a fresh buffer, each part by the thread that will work on it: that places its pages.
 void first_touch(Address memory, std::int64_t n, std::int64_t itemsize) {
   running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
@@ -391,6 +412,8 @@ NB_MODULE(_native, m) {
   m.def("copy", &copy, unlocked);
   m.def("zero", &zero, unlocked);
   m.def("traffic", &traffic, unlocked);
+  m.def("encode_split16", &encode_split16, unlocked);
+  m.def("encode_int8", &encode_int8, unlocked);
   m.def("first_touch", &first_touch, unlocked);
 
   nb::class_<Calls>(m, "Calls", "Kernel calls to be made later.")

@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def _ranks(kind: str, stage: int) -> Case:
 
 
 def cases() -> list[Case]:
-    found = [
+    return [
         _trainer("Trainer", "clipping"),
         _trainer("Trainer", "accumulation over masked tokens, cosine", **MASKED),
         _trainer("Trainer", "an epoch's last step is shorter", **ACCUM),
@@ -131,13 +130,11 @@ def cases() -> list[Case]:
         _ranks("Trainer", 2),
         _ranks("Trainer", 3),
         _ranks("Accelerate", 2),
+        _lightning("gradient_clip_val"),
+        _lightning("accumulation", accumulate_grad_batches=2),
+        _ranks("Lightning", 2),
+        _ranks("Lightning", 3),
     ]
-    if find_spec("lightning"):
-        found += [
-            _lightning("gradient_clip_val"),
-            _lightning("accumulation", accumulate_grad_batches=2),
-        ]
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:

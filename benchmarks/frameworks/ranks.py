@@ -21,11 +21,13 @@ TRAINER: dict[str, Any] = {"gradient_accumulation_steps": ACCUM}
 
 def run(kind: str, offload: Mapping[str, Any] | None, folder: Path, ranks: int) -> Logged:
     """Train on this rank of `ranks`, at the same global batch for any number of them."""
-    from benchmarks.frameworks import accelerated, trainers
+    from benchmarks.frameworks import accelerated, trainers, with_lightning
 
     batch = GLOBAL_BATCH // ranks
     if kind == "Accelerate":
         return accelerated.train(offload, accum=ACCUM, batch=batch, steps=3)
+    if kind == "Lightning":
+        return with_lightning.train_and_resume(offload, folder, ranks, batch, ACCUM)
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     arguments = {**TRAINER, **saving, "per_device_train_batch_size": batch}
     once = trainers.train(kind, folder, offload, arguments=arguments)

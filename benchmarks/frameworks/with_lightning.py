@@ -32,7 +32,9 @@ def make(offload: Mapping[str, Any] | None, folder: Path, **trainer: Any) -> tup
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(**batch).loss
-            self.losses.append(loss.item())
+            # The mean over ranks; of one, its own.
+            mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean")
+            self.losses.append(float(mean))
             return loss
 
         def validation_step(self, batch: Any, index: int) -> None:
@@ -65,16 +67,51 @@ def make(offload: Mapping[str, Any] | None, folder: Path, **trainer: Any) -> tup
     return lightning.Trainer(**{**quiet, **own, "max_steps": 6, **trainer}), Module()
 
 
+def check_ranks(runner: Any, module: Any) -> None:
+    """Nothing has wrapped the module, and each rank has had its share of the samples, once."""
+    assert runner.strategy.model is module, type(runner.strategy.model)
+    assert runner.world_size * len(runner.train_dataloader.sampler) == data.SAMPLES
+
+
 def train(
-    offload: Mapping[str, Any] | None, folder: Path, *, resume: Path | None = None, **trainer: Any
+    offload: Mapping[str, Any] | None,
+    folder: Path,
+    *,
+    resume: Path | None = None,
+    batch: int = BATCH,
+    sampler: Any = None,
+    **trainer: Any,
 ) -> Logged:
     """Losses of all microbatches, with the norms of all steps."""
     runner, module = make(offload, folder, **trainer)
-    loader: Any = torch.utils.data.DataLoader(data.Texts(), batch_size=BATCH)
+    loader: Any = torch.utils.data.DataLoader(data.Texts(), batch, sampler=sampler)
     runner.fit(module, loader, ckpt_path=resume)
+    check_ranks(runner, module)
     count, accum = int(runner.num_training_batches), runner.accumulate_grad_batches
     epochs = [module.losses[at : at + count] for at in range(0, len(module.losses), count)]
     steps = [losses[at : at + accum] for losses in epochs for at in range(0, len(losses), accum)]
     means = [sum(losses) / len(losses) for losses in steps]
     pairs = zip(means, module.norms, strict=True)
     return [(round(loss, 4), round(norm, 4)) for loss, norm in pairs]
+
+
+def train_and_resume(
+    offload: Mapping[str, Any] | None, folder: Path, ranks: int, batch: int, accum: int
+) -> Logged:
+    """Train on one of several ranks, and again from the checkpoint of an epoch.
+
+    On several, Lightning shuffles and shares out the samples; the one has their order from torch.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data.distributed import DistributedSampler
+
+    run: dict[str, Any] = dict(devices=ranks, batch=batch, accumulate_grad_batches=accum)
+    run |= {"limit_train_batches": 2 * accum, "max_steps": 4}
+    if ranks == 1:
+        run["sampler"] = DistributedSampler(data.Texts(), 1, 0)
+    kept = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    once = train(offload, folder, callbacks=[kept], **run)
+    if offload is not None:
+        again = train(offload, folder, resume=folder / "step=2.ckpt", **run)
+        assert again == once[2:], f"resumed {again}, and once {once}"
+    return once

@@ -151,6 +151,18 @@ void limit(std::int64_t count, int shift) {
   kTested.traffic({a.get(), b.get(), c.get()}, grad.get(), working.get(), 0, count);
 }
 
+void masters(std::int64_t count, int shift) {
+  Exact<float> master(count, shift);
+  Exact<std::uint16_t> weight(count, shift);
+  Exact<std::int16_t> low(count, shift);
+  Exact<std::int8_t> correction(count, shift);
+  fill(master.get(), count * 4);
+  kTested.encode_split16(master.get(), weight.get(), low.get(), 0, count);
+  for (const DType dtype : {DType::bfloat16, DType::float16}) {
+    kTested.encode_int8(master.get(), weight.get(), correction.get(), dtype, 0, count);
+  }
+}
+
 void all(std::int64_t count, int shift) {
   for (const DType grad : kFloats) {
     for (const bool doubled : {false, true}) {
@@ -166,6 +178,7 @@ void all(std::int64_t count, int shift) {
     gradients(count, shift, grad);
   }
   limit(count, shift);
+  masters(count, shift);
 }
 
 }  // namespace

@@ -22,8 +22,8 @@ from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.partition import Part
 from offloadtrain.optim import UpdateRule
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)
@@ -160,10 +160,26 @@ def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> 
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
     fields = bucket.format.fields(rule.moments)
-    # In chunks, as narrow formats encode in wide temporaries.
+    # In chunks that a cache holds, in one buffer: new memory costs more than what is done in it.
+    wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32, device=state[0].device)
     for lo in range(0, flat.numel(), _CHUNK):
-        piece = flat[lo : lo + _CHUNK].float()
-        rule.set_master(bucket.format, cut(fields, state, lo, lo + piece.numel()), piece)
+        piece = flat[lo : lo + _CHUNK]
+        masters = _widened(piece, wide[: piece.numel()])
+        rule.set_master(bucket.format, kernels.cut(fields, state, lo, lo + piece.numel()), masters)
+
+
+def _widened(values: Tensor, buffer: Tensor) -> Tensor:
+    """Return host values in fp32 on the buffer's device: in the buffer, unless they are so already.
+
+    By the kernels' threads where they can: torch's spin while they wait for each other, which costs
+    ten times the conversion where other processes want the cores.
+    """
+    if values.dtype is torch.float32 and values.device == buffer.device:
+        return values
+    if buffer.is_cpu and values.dtype in PRECISIONS.values():
+        kernels.accumulate(buffer, values, first=True)
+        return buffer
+    return buffer.copy_(values)
 
 
 def _adopt(bucket: Bucket, rule: UpdateRule) -> None:

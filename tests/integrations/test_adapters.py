@@ -137,7 +137,6 @@ def test_merged_as_peft_merges(folder: Path, kind: str) -> None:
 
 @pytest.mark.slow
 def test_qlora(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     from peft import LoraConfig, PeftModel, get_peft_model
 
     config = transformers.LlamaConfig(  # rows of whole blocks, as its kernels want them

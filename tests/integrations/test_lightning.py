@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-lightning = pytest.importorskip("lightning")
-
-from benchmarks.frameworks import data, with_lightning  # noqa: E402
-from benchmarks.frameworks.accelerated import BATCH  # noqa: E402
+from benchmarks.frameworks import data, with_lightning
+from benchmarks.frameworks.accelerated import BATCH
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels import on_device
+from offloadtrain.runtime.kernels import codec, on_device
 from offloadtrain.runtime.kernels.arguments import (
     check_alive,
     check_disjoint,
@@ -24,7 +24,7 @@ from offloadtrain.runtime.kernels.arguments import (
     check_update,
     describe,
 )
-from offloadtrain.runtime.kernels.codec import master_of, set_master, to_fp32
+from offloadtrain.runtime.kernels.codec import master_of, to_fp32
 from offloadtrain.runtime.kernels.command_capture import KernelCalls, capture, native_lane
 from offloadtrain.runtime.kernels.formats import (
     Change,
@@ -242,6 +242,23 @@ def zero(memory: Tensor) -> None:
         return
     check_operand("memory", memory, _FLOATS)
     active_backend().zero_flat(memory)
+
+
+def set_master(state: State, master: Tensor) -> None:
+    """Set the master weights, rounded to nearest if the format is narrower.
+
+    Args:
+        master: (n,) fp32, of the state's device.
+    """
+    if isinstance(state, Fp32State) or not state[0].is_cpu or backend().name != "native":
+        codec.set_master(state, master)
+        return
+    check_operand("master", master, _FP32)
+    halves = {field.name: tensor for field, tensor in zip(state.format.master, state, strict=False)}
+    for name, tensor in halves.items():
+        check_operand(name, tensor, (tensor.dtype,), master.numel())
+    check_disjoint({"master": master} | halves)
+    active_backend().set_master(state, master)
 
 
 def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:

@@ -95,6 +95,13 @@ class Native:
     def traffic(self, state: Fp32State, grad: Tensor, working: Tensor) -> None:
         self._module.traffic(_addresses(state), grad.data_ptr(), working.data_ptr(), grad.numel())
 
+    def set_master(self, state: State, master: Tensor) -> None:
+        source, (weight, rest), numel = master.data_ptr(), state[:2], master.numel()
+        if isinstance(state, Split16State):
+            self._module.encode_split16(source, weight.data_ptr(), rest.data_ptr(), numel)
+        elif isinstance(state, Int8State):
+            self._module.encode_int8(source, _described(weight), rest.data_ptr(), numel)
+
     def first_touch(self, memory: Tensor) -> None:
         self._module.first_touch(memory.data_ptr(), memory.numel(), memory.element_size())
 

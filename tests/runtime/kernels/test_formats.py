@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import Backend, Fp32State, Layout
+from offloadtrain.runtime.kernels import Backend, Fp32State, Layout, codec
 from tests.runtime.kernels.format_cases import (
     NARROW,
     SCALARS,
@@ -244,6 +244,29 @@ def test_split16_keeps_every_master() -> None:
     nearest = (values[~nan].bfloat16().double() - values[~nan].double()).abs()
     finite = rounding.isfinite()
     assert torch.equal(rounding[finite], nearest[finite])
+
+
+@pytest.mark.parametrize(
+    "backend", [one for one in BACKENDS if one.name == "native"], ids=lambda b: b.isa
+)
+@each_state
+def test_native_masters_are_those_of_torch(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """Bit for bit, a NaN and its sign too, at lengths around those of vectors and of threads."""
+    values = patterns()[::31]
+    for used in threaded(backend):
+        for numel in (*LENGTHS, values.numel()):
+            found, expected = (zero_state(name, numel, dtype) for _ in range(2))
+            with kernels.use(used):
+                kernels.set_master(found, values[-numel:].clone() if numel else values[:0])
+            codec.set_master(expected, values[-numel:].clone() if numel else values[:0])
+            for x, y in zip(found, expected, strict=True):
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@each_state
+def test_masters_of_another_size_are_refused(name: str, dtype: torch.dtype) -> None:
+    with kernels.use(BACKENDS[0]), pytest.raises(ValueError, match="128 elements, 127 are needed"):
+        kernels.set_master(zero_state(name, 128, dtype), torch.zeros(127))
 
 
 def test_ties_of_split16_go_away_from_zero() -> None:

@@ -5,8 +5,9 @@
 
 A row is an architecture with random weights, a cell the dtype of the folder and the state format of
 the engine. A cell passes if the exported folder has the tensors of the first one, under the same
-names, in the same dtype and with the same bits, the same configuration, and, read by transformers,
-the same outputs. Exit status 1: a cell failed.
+names, in the same dtype and with the same bits, the same configuration, and, read by transformers
+in this process and in eval mode, the same outputs to the bit. The last column names these. Exit
+status 1: a cell failed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CELLS = ("fp32-fp32", "fp32-split16", "bf16-fp32", "bf16-split16")
-ELSEWHERE = ("unet", "sd3", "lstm", "encoder", "llama_padded")
-"""Not of transformers, or a second row of one."""
 KEPT_FP32 = {
     "whisper": ("*embed_positions*",),  # frozen ones have no master: they are what forward reads
 }
@@ -42,29 +42,44 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
-    from benchmarks.architectures.models import ARCHITECTURES
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    names = [name for name in ARCHITECTURES if name not in ELSEWHERE]
+    architectures = of_transformers()
+    names = list(architectures)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.round_trip")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS, metavar="CELL")
     asked = parser.parse_args(argv)
-    print(f"| architecture | {' | '.join(asked.cells)} |\n|---|{'---|' * len(asked.cells)}")
+    columns = [*asked.cells, "outputs"]
+    print(f"| architecture | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     failed: list[str] = []
     for name in asked.only:
-        row = [difference(name, ARCHITECTURES[name], cell) for cell in asked.cells]
-        print(
-            f"| {name} | {' | '.join(f'**{x}**' if x else 'same bits' for x in row)} |", flush=True
-        )
-        failed += [name for found in row if found]
+        row = [round_trip(name, architectures[name], cell) for cell in asked.cells]
+        shown = [f"**{one.difference}**" if one.difference else "same bits" for one in row]
+        print(f"| {name} | {' | '.join(shown)} | {' '.join(row[0].outputs)} |", flush=True)
+        failed += [name for one in row if one.difference]
     return 1 if failed else 0
 
 
-def difference(name: str, architecture: Architecture, cell: str) -> str:
-    """Describe the first difference after a round trip, "" if there is none."""
+def of_transformers() -> dict[str, Architecture]:
+    """Return a row for each class of transformers."""
+    from benchmarks.architectures.models import ARCHITECTURES, DIFFUSION
+
+    elsewhere = {*DIFFUSION, "lstm", "encoder", "llama_padded"}
+    return {name: one for name, one in ARCHITECTURES.items() if name not in elsewhere}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """The first difference, "" if there is none, and the names of the outputs compared."""
+
+    difference: str
+    outputs: tuple[str, ...] = ()
+
+
+def round_trip(name: str, architecture: Architecture, cell: str) -> RoundTrip:
+    """Load what transformers saved, train no step, export, compare."""
     dtype, state = cell.split("-")
     torch.manual_seed(0)
     model: Any = architecture.build()
@@ -78,14 +93,11 @@ def difference(name: str, architecture: Architecture, cell: str) -> str:
             first, device="cpu", state=state, keep_fp32=KEPT_FP32.get(name, ())
         )
         if type(loaded) is not type(model):
-            return f"a {type(loaded).__name__}"
+            return RoundTrip(f"a {type(loaded).__name__}")
         ot.save_pretrained(optimizer, second, dtype=dtype, max_shard_size=SHARD)
         optimizer.close()
-        return (
-            different_weights(first, second)
-            or different_configuration(first, second)
-            or different_outputs(type(model), architecture, first, second)
-        )
+        written = different_weights(first, second) or different_configuration(first, second)
+        return RoundTrip(written) if written else compared(type(model), architecture, first, second)
 
 
 def different_weights(first: Path, second: Path) -> str:
@@ -109,12 +121,16 @@ def different_configuration(first: Path, second: Path) -> str:
 
 
 @torch.no_grad()
-def different_outputs(made: Any, architecture: Architecture, first: Path, second: Path) -> str:
+def compared(made: Any, architecture: Architecture, first: Path, second: Path) -> RoundTrip:
+    """Compare what the models of both folders compute, bit for bit."""
     batch = architecture.batch(torch.Generator().manual_seed(1))
-    found = [outputs(made.from_pretrained(folder), batch) for folder in (first, second)]
-    same = found[0].keys() == found[1].keys() and found[0]
-    differ = [key for key, x in found[0].items() if not torch.equal(x, found[1][key])]
-    return "" if same and not differ else f"outputs: {', '.join(differ) or 'none'}"
+    one, other = (outputs(made.from_pretrained(folder), batch) for folder in (first, second))
+    if one.keys() != other.keys():
+        return RoundTrip(f"outputs: {', '.join(one.keys() ^ other.keys())}")
+    differ = [key for key, value in one.items() if not torch.equal(value, other[key])]
+    if differ or not one:
+        return RoundTrip(f"outputs: {', '.join(differ) or 'none'}")
+    return RoundTrip("", tuple(one))
 
 
 def outputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

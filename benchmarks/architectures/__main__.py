@@ -2,6 +2,7 @@
 
     python -m benchmarks.architectures
     python -m benchmarks.architectures --only llama t5 --cells fp32 host --steps 4 --json found.json
+    python -m benchmarks.architectures --json found.json --resume   # without the rows it has
 
 What each cell holds and must show: docs/architectures.md. Exit status 1: a cell failed.
 """
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         import diffusers  # noqa: F401  # missing is said before anything is trained
         import transformers
 
-        from benchmarks.architectures.cells import CELLS, Case
+        from benchmarks.architectures.cells import CELLS, Case, Cell
         from benchmarks.architectures.models import ARCHITECTURES
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "diffusers"):
@@ -45,19 +46,22 @@ def main(argv: list[str] | None = None) -> int:
     asked = _parse(argv, list(ARCHITECTURES), list(CELLS))
     columns = asked.cells
     print(f"| architecture | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}", flush=True)
-    cells: list[Cell] = []
+    cells = _known(asked, Cell) if asked.resume else []
     for name in asked.only:
-        architecture = ARCHITECTURES[name]
-        if asked.defaults:
-            architecture = replace(architecture, options={})
-        case = Case(name, asked.steps, architecture)
-        row = [case.fill(cell) for cell in columns]
+        row = [cell for cell in cells if cell.architecture == name]
+        if not row:
+            architecture = ARCHITECTURES[name]
+            if asked.defaults:
+                architecture = replace(architecture, options={})
+            case = Case(name, asked.steps, architecture)
+            row = [case.fill(cell) for cell in columns]
+            cells += row
         print(f"| {name} | {' | '.join(map(_shown, row))} |", flush=True)
-        cells += row
-    _explain(cells)
-    if asked.json:
-        asked.json.write_text(json.dumps(_record(cells, asked.steps), indent=1) + "\n")
-    return 0 if all(cell.passed for cell in cells) else 1
+        if asked.json:
+            asked.json.write_text(json.dumps(_record(cells, asked), indent=1) + "\n")
+    shown = [cell for cell in cells if cell.architecture in asked.only]
+    _explain(shown)
+    return 0 if all(cell.passed for cell in shown) else 1
 
 
 def _parse(argv: list[str] | None, names: list[str], cells: list[str]) -> argparse.Namespace:
@@ -69,10 +73,31 @@ def _parse(argv: list[str] | None, names: list[str], cells: list[str]) -> argpar
         "--defaults", action="store_true", help="without the options that docs name for a row"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument(
+        "--resume", action="store_true", help="take the rows that FILE has from there"
+    )
     asked = parser.parse_args(argv)
     if asked.steps < 1:
         parser.error(f"--steps {asked.steps}: at least one step must be trained")
+    if asked.resume:
+        _check_resume(parser, asked)
     return asked
+
+
+def _check_resume(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    if asked.json is None:
+        parser.error("--resume needs --json FILE: the rows are taken from there")
+    if asked.json.exists():
+        there, now = json.loads(asked.json.read_text())["run"], _run(asked)
+        for key in (key for key in now if there.get(key) != now[key]):
+            parser.error(f"--resume: {asked.json} has {key} {there.get(key)}; asked is {now[key]}")
+
+
+def _known(asked: argparse.Namespace, made: type[Cell]) -> list[Cell]:
+    """Return the cells of the record of a run that ended early."""
+    if not asked.json.exists():
+        return []
+    return [made(**cell) for cell in json.loads(asked.json.read_text())["cells"]]
 
 
 def _shown(cell: Cell) -> str:
@@ -90,13 +115,19 @@ def _explain(cells: list[Cell]) -> None:
         print(f"{cell.architecture} {cell.cell}: {cell.shown}: {why[:LONGEST_REASON]}")
 
 
-def _record(cells: list[Cell], steps: int) -> dict[str, object]:
+def _record(cells: list[Cell], asked: argparse.Namespace) -> dict[str, object]:
+    return {"run": _run(asked), "cells": [asdict(cell) for cell in cells]}
+
+
+def _run(asked: argparse.Namespace) -> dict[str, object]:
+    """What rows of one table have in common."""
     packages = ("torch", "transformers", "diffusers", "offloadtrain")
     return {
         "machine": {"cpu": probe().cpu, "system": platform.platform()},
         "versions": {name: version(name) for name in packages},
-        "steps": steps,
-        "cells": [asdict(cell) for cell in cells],
+        "steps": asked.steps,
+        "defaults": asked.defaults,
+        "columns": list(asked.cells),
     }
 
 

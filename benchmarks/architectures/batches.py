@@ -56,6 +56,15 @@ def draw_labelled_image(source: Generator) -> Batch:
     return {"pixel_values": draw_images(source, IMAGES), "labels": labels}
 
 
+def draw_image(source: Generator) -> Batch:
+    return {"pixel_values": draw_images(source)}
+
+
+def draw_segmented_image(source: Generator) -> Batch:
+    labels = torch.randint(CLASSES, (BATCH, IMAGE, IMAGE), generator=source)
+    return {"pixel_values": draw_images(source), "labels": labels}
+
+
 def draw_captioned_image(source: Generator) -> Batch:
     """So many pairs that some loss is left: of nothing, no relative deviation can be told."""
     tokens = draw_tokens(source, count=PAIRS)
@@ -72,9 +81,30 @@ def draw_image_in_text(source: Generator) -> Batch:
     return {"input_ids": tokens, "pixel_values": draw_images(source), "labels": labels}
 
 
+def draw_image_beside_text(source: Generator) -> Batch:
+    """As `draw_image_in_text`, for models that take several images per text."""
+    drawn = draw_image_in_text(source)
+    return {**drawn, "pixel_values": drawn["pixel_values"][:, None]}
+
+
 def draw_spectrogram(source: Generator) -> Batch:
     features = torch.randn(BATCH, 8, 2 * SEQUENCE, generator=source)
     return {"input_features": features, "labels": draw_tokens(source)}
+
+
+def draw_image_to_caption(source: Generator) -> Batch:
+    return {**draw_text(source), "pixel_values": draw_images(source)}
+
+
+def draw_spectrogram_frames(source: Generator) -> Batch:
+    """Time before frequency."""
+    features = torch.randn(BATCH, 2 * SEQUENCE, 8, generator=source)
+    return {"input_features": features, "labels": draw_tokens(source)}
+
+
+def draw_labelled_spectrogram(source: Generator) -> Batch:
+    labels = torch.randint(CLASSES, (IMAGES,), generator=source)
+    return {"input_values": torch.randn(IMAGES, 32, 16, generator=source), "labels": labels}
 
 
 def draw_speech(source: Generator) -> Batch:
@@ -92,6 +122,40 @@ def draw_noisy_latents(source: Generator) -> Batch:
         "condition": torch.randn(BATCH, 8, WIDTH, generator=source),
         "pooled": torch.randn(BATCH, WIDTH, generator=source),
         "noise": draw_latents(source),
+    }
+
+
+def draw_labelled_latents(source: Generator) -> Batch:
+    """Whole timesteps, which select rows of a table, and a class to draw."""
+    return {
+        "hidden_states": draw_latents(source),
+        "timestep": torch.randint(CLASSES, (BATCH,), generator=source),
+        "class_labels": torch.randint(CLASSES, (BATCH,), generator=source),
+        "noise": draw_latents(source),
+    }
+
+
+def draw_noisy_tokens(source: Generator) -> Batch:
+    """Latents as a sequence, with the place of each in an image."""
+    rows, columns = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+    places = torch.stack([torch.zeros(16), rows.flatten(), columns.flatten()], dim=1)
+    return {
+        "hidden_states": torch.randn(BATCH, 16, 4, generator=source),
+        "encoder_hidden_states": torch.randn(BATCH, 8, WIDTH, generator=source),
+        "pooled_projections": torch.randn(BATCH, WIDTH, generator=source),
+        "timestep": torch.rand(BATCH, generator=source),
+        "img_ids": places,
+        "txt_ids": torch.zeros(8, 3),
+        "noise": torch.randn(BATCH, 16, 4, generator=source),
+    }
+
+
+def draw_noisy_video(source: Generator) -> Batch:
+    return {
+        "hidden_states": torch.randn(BATCH, 2, 4, 8, 8, generator=source),
+        "encoder_hidden_states": torch.randn(BATCH, 8, WIDTH, generator=source),
+        "timestep": 1000 * torch.rand(BATCH, generator=source),
+        "noise": torch.randn(BATCH, 2, 4, 8, 8, generator=source),
     }
 
 

@@ -2,8 +2,9 @@
 
 * fp32: losses of the plain loop, to FP32_LIMIT.
 * bf16: losses of the plain fp32 loop, to BF16_LIMIT, or to a little more than what torch.autocast
-  over fp32 weights makes of them.
-* host, recompute, offload, speculative: losses, norms and masters of the bf16 run, bit for bit.
+  over fp32 weights makes of them, where it runs.
+* host, recompute, offload, speculative: losses, norms, masters and buffers of the bf16 run, bit for
+  bit.
 
 A cell may also refuse an architecture, by a ModelError, for the reason that `models.py` gives.
 """
@@ -59,8 +60,12 @@ class Case:
         return train_plain(self.architecture, self.steps)
 
     @cached_property
-    def autocast(self) -> list[float]:
-        return train_autocast(self.architecture, self.steps)
+    def autocast(self) -> list[float] | None:
+        """None where a forward raises an error under torch.autocast."""
+        try:
+            return train_autocast(self.architecture, self.steps)
+        except RuntimeError:
+            return None
 
     @cached_property
     def base(self) -> Trained:
@@ -96,12 +101,12 @@ def fp32(case: Case, cell: str) -> Cell:
 def bf16(case: Case, cell: str) -> Cell:
     """Beside it what torch.autocast makes of the same steps."""
     found = deviation(case.base.losses, case.plain)
-    autocast = deviation(case.autocast, case.plain)
-    allowed = max(BF16_LIMIT, AUTOCAST_MARGIN * autocast)
+    autocast = None if case.autocast is None else deviation(case.autocast, case.plain)
+    allowed = max(BF16_LIMIT, AUTOCAST_MARGIN * (autocast or 0.0))
     why = "" if found <= allowed else f"allowed are {allowed:.1e} off the plain fp32 loop"
     return case.found(
         cell,
-        f"{found:.1e} ({autocast:.1e})",
+        f"{found:.1e} ({'-' if autocast is None else f'{autocast:.1e}'})",
         not why,
         why=why,
         deviation=found,
@@ -132,6 +137,9 @@ def first_difference(trained: Trained, base: Trained) -> str:
     for name, master in trained.masters.items():
         if not torch.equal(master, base.masters[name]):
             return f"the master weights of {name} differ after the last step"
+    for name, buffer in trained.buffers.items():
+        if not torch.equal(buffer, base.buffers[name]):
+            return f"the buffer {name} differs after the last step"
     return ""
 
 

@@ -25,11 +25,13 @@ class SkippedError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Losses of all microbatches, norms of all steps before clipping, masters after the last."""
+    """Losses of all microbatches, norms of all steps before clipping, masters and buffers after the
+    last."""
 
     losses: list[float]
     norms: list[float]
     masters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -105,8 +107,9 @@ def train_offloaded(architecture: Architecture, steps: int, **options: Any) -> T
         norms.append(_norm_of_step(optimizer))
         optimizer.zero_grad()
     masters = {name: state["master"].clone() for name, state in optimizer.named_state()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     optimizer.close()
-    return Trained(losses, norms, masters)
+    return Trained(losses, norms, masters, buffers)
 
 
 def _norm_of_step(optimizer: ot.OffloadOptimizer) -> float:

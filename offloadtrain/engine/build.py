@@ -22,7 +22,7 @@ from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks import ModelError, check_runs_twice, keeps_fp32
+from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
@@ -271,10 +271,7 @@ def _buckets(
 
 
 def _recomputed(parts: Sequence[Part], config: OffloadConfig) -> list[nn.Module]:
-    chosen = [part for part in parts if part.repeated and config.activation != "keep"]
-    for part in chosen:
-        check_runs_twice(part.name, part.module)
-    return [part.module for part in chosen]
+    return [part.module for part in parts if part.repeated and config.activation != "keep"]
 
 
 def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> Staging:

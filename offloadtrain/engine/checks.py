@@ -209,22 +209,6 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
     return kept
 
 
-def check_runs_twice(name: str, module: nn.Module) -> None:
-    """Refuse a repeated module whose forward cannot run again in backward.
-
-    Raises:
-        ModelError: naming the module that keeps running statistics.
-    """
-    for inner_name, inner in module.named_modules():
-        norm = isinstance(inner, nn.modules.batchnorm._NormBase) and inner.track_running_stats
-        if norm:
-            full = f"{name}.{inner_name}" if inner_name else name
-            raise ModelError(
-                f"'{full}' keeps running statistics, which a forward that runs again in backward "
-                "would update twice: set activation = 'keep'"
-            )
-
-
 def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
     """Warn of clipping by the norm of a process group that is a part of the world."""
     if ranks.size < ranks.world_size:

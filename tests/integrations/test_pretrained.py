@@ -21,26 +21,24 @@ import offloadtrain as ot
 from benchmarks.architectures.models import ARCHITECTURES
 from benchmarks.round_trip import (
     CELLS,
-    ELSEWHERE,
     KEPT_FP32,
-    difference,
     different_weights,
+    of_transformers,
+    round_trip,
     tensors,
 )
 from offloadtrain.engine import ModelError
 from offloadtrain.integrations import deferred, export
 from offloadtrain.runtime.dtypes import PRECISIONS
+from tests.benchmarks.rows import by_level
 
 QUICK = ["llama", "mixtral"]
 """One without and one with a conversion of weights."""
-NAMES = [name for name in ARCHITECTURES if name not in ELSEWHERE]
+NAMES = list(of_transformers())
 
 
 def slow(case: str) -> Any:
     return pytest.param(case, marks=pytest.mark.slow)
-
-
-SLOW = [slow(name) for name in NAMES if name not in QUICK]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +75,7 @@ def assert_equal_to(reference: Any, model: Any, optimizer: ot.OffloadOptimizer) 
 # ---- loading ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("name", by_level(NAMES, QUICK))
 def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, name: str) -> None:
     saved(tmp_path, name, max_shard_size="60KB")
     model, optimizer = load(tmp_path, keep_fp32=KEPT_FP32.get(name, ()))
@@ -326,10 +324,11 @@ def test_what_offload_decides_is_no_argument_of_transformers(tmp_path: Path) -> 
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("name", by_level(NAMES, QUICK))
 @pytest.mark.parametrize("cell", CELLS)
 def test_no_step_changes_no_bit(name: str, cell: str) -> None:
-    assert difference(name, ARCHITECTURES[name], cell) == ""
+    found = round_trip(name, ARCHITECTURES[name], cell)
+    assert found.difference == "" and found.outputs
 
 
 def train(model: nn.Module, optimizer: ot.OffloadOptimizer, steps: int = 2) -> None:

@@ -271,6 +271,32 @@ def test_losses_that_run_again_are_those_of_a_resident_model(options: dict[str, 
     assert optimizer.grad_norm == pytest.approx(gradients.norm().item(), rel=1e-9)
 
 
+class Routed(nn.Module):
+    """Casts a layer of its own in forward, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        found: Tensor = self.router(self.up(x).float())
+        return found
+
+
+def test_weights_that_a_forward_casts_are_told_and_may_be_kept() -> None:
+    model, x = Routed(), torch.ones(3, WIDTH)
+    ot.offload(model, device="cpu")
+    with pytest.raises(ModelError, match=r"'router' from torch.bfloat16 .* keep_fp32=\["):
+        model(x)
+    model = Routed()
+    optimizer = ot.offload(model, device="cpu", keep_fp32=["router.*"])
+    optimizer.backward(model(x).square().mean())
+    optimizer.step()
+    assert optimizer.last_step is not None and not optimizer.last_step.skipped
+
+
 def test_fp32_inputs_inside_of_vmap() -> None:
     model = make(Layer)
     ot.offload(model, device="cpu")

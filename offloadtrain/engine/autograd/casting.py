@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel
 from offloadtrain.engine.autograd.saved_tensor_hooks import in_checkpoint
+from offloadtrain.engine.checks import ModelError
 
 _REFUSE = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
@@ -80,11 +81,11 @@ def _attach_matrices(
 ) -> list[RemovableHandle]:
     given, refusing = _Given(dtype), {kind.forward for kind in _REFUSE}
     handles = [model.register_forward_pre_hook(given, with_kwargs=True)]
-    for module in model.modules():
+    for name, module in model.named_modules():
         hook: Any = None
         if type(module).forward in refusing:
             if own := {p.dtype for p in module.parameters(recurse=False)}:
-                hook = _CastRefused(dtype if dtype in own else torch.float32)
+                hook = _CastRefused(dtype if dtype in own else torch.float32, name)
         elif module in repeated:
             hook = _CastGiven(given, None)
         elif sizes := _matrix_sizes(module, dtype):
@@ -119,10 +120,11 @@ class _CastRefused(OfOneModel):
     """Hook of a module that refuses: if its first input has another dtype than its weights, casts
     all inputs to the weights' dtype."""
 
-    __slots__ = ("_dtype",)
+    __slots__ = ("_dtype", "_name")
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, name: str) -> None:
         self._dtype = dtype
+        self._name = name
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # Nearly always.
@@ -131,6 +133,7 @@ class _CastRefused(OfOneModel):
         first = next(_floating(args, kwargs), None)
         if first is None or first.dtype is self._dtype:
             return None
+        self._check(module)
 
         def cast(leaf: Any) -> Any:
             if not _is_floating(leaf) or leaf.dtype is self._dtype:
@@ -138,6 +141,16 @@ class _CastRefused(OfOneModel):
             return leaf.to(self._dtype) if leaf is first else _narrowed(leaf, self._dtype)
 
         return tree_map(cast, args), tree_map(cast, kwargs)
+
+    def _check(self, module: nn.Module) -> None:
+        """Raises ModelError if a forward has cast the weights themselves."""
+        found = {param.dtype for param in module.parameters(recurse=False)}
+        if self._dtype not in found:
+            raise ModelError(
+                f"the model's forward casts the weights of '{self._name}' from {self._dtype} to "
+                f"{', '.join(map(str, found))}: keep them in fp32 from the start, "
+                f'keep_fp32=["{self._name}.*"], or set precision = "fp32"'
+            )
 
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,11 +4,11 @@
 The forward of a repeated module is replaced by one that runs the user's under torch's non-reentrant
 checkpoint, which keeps the inputs only and restores the random state, so that dropout draws the
 same. The second run is no module call, so no hook fires. The replacement itself therefore reports
-the beginning and end of the module's forward; in the first forward it does so inside the hooks'
-own reports. Saved weights stay handles: the engine's hooks are innermost in both runs. Changes that
-the first run made to its inputs are undone for the second one: [Note: Rewound inputs] in
-`rewind.py`. Tensors that it wrote there, such as a key-value cache, live until backward: a warning
-says so once.
+the beginning and end of the module's forward; in the first forward it does so inside the hooks' own
+reports. Saved weights stay handles: the engine's hooks are innermost in both runs. Changes that the
+first run made to its inputs, and to what its modules keep, are undone for the second one: [Note:
+Rewound inputs] in `rewind.py`. Tensors that it wrote there, such as a key-value cache, live until
+backward: a warning says so once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import Watcher
-from offloadtrain.engine.autograd.rewind import Rewind
+from offloadtrain.engine.autograd.rewind import BufferChanges, Rewind
 
 _log = logging.getLogger(__name__)
 
 
 class _Runs:
-    """A forward: the first call runs it, later calls run it again on rewound inputs."""
+    """A forward: the first call runs it, later calls run it again from the state before."""
 
     def __init__(self, run: Callable[..., Any], inputs: Rewind) -> None:
         self._run = run
@@ -76,6 +76,7 @@ class Recomputed:
         self._module = module
         self._written = written
         self._watcher = watcher
+        self._changes = BufferChanges()
         self._original: Callable[..., Any] = module.forward
         # An attribute of the module, such as a compiled forward that the user assigned.
         self._own = "forward" in module.__dict__
@@ -83,9 +84,12 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
-        inputs = Rewind(args, kwargs)
+        modules = list(self._module.modules())
+        inputs = Rewind(args, kwargs, modules)
         run = _Runs(self._run, inputs)
+        copies = self._changes.copies(modules)
         found = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
         return found
 

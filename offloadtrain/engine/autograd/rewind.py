@@ -1,4 +1,4 @@
-"""Inputs that a forward changes, and a forward that runs twice.
+"""What a forward changes, and a forward that runs twice.
 
 [Note: Rewound inputs]
 A forward may write into its inputs: a key-value cache grows, a dict collects results. Run again in
@@ -7,6 +7,13 @@ object that its arguments reach is noted, and restored for the second run. After
 are put back as they were before the second run, so that it leaves no trace. Only references are
 noted, no values are copied. A tensor that was changed in place cannot be restored: that raises an
 error.
+
+The same holds for what modules keep between calls: their attributes (the last state of a
+recurrence) and buffers. Buffers are changed in place (running statistics, power iterations), some
+kernels of torch do so unseen by version counters, and the second run may read them. Those that a
+forward changes are therefore copied before its first run; the second run gets a copy of that copy.
+Which ones these are shows in the first forward in each combination of train and eval modes, in
+which all buffers are copied and compared.
 """
 
 from __future__ import annotations
@@ -14,10 +21,11 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -39,15 +47,71 @@ class RewindError(OffloadTrainError):
 class _Kind(NamedTuple):
     """Reads and sets the references in one kind of mutable object."""
 
-    read: Callable[[Any], list[Any]]
-    write: Callable[[Any, list[Any]], None]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+
+
+class Place(NamedTuple):
+    """Where a module has a buffer."""
+
+    buffers: dict[str, Tensor | None]
+    name: str
+
+
+class BufferCopy(NamedTuple):
+    """A buffer and its value before a forward."""
+
+    place: Place
+    buffer: Tensor
+    value: Tensor
+
+    def differs(self) -> bool:
+        """Whether the buffer was changed in place since."""
+        held = self.place.buffers.get(self.place.name) is self.buffer
+        return held and not torch.equal(self.buffer, self.value)
+
+
+_Modes = tuple[bool, ...]
+"""Of the modules that have buffers, whether each is in train mode."""
+
+
+class BufferChanges:
+    """The buffers that the forward of a module changes in place, its own and those inside."""
+
+    def __init__(self) -> None:
+        self._changing: dict[_Modes, list[Place]] = {}
+
+    def copies(self, modules: Sequence[nn.Module]) -> tuple[_Modes, list[BufferCopy]]:
+        """Copy the buffers that a forward of `modules` is about to change."""
+        owners = [module for module in modules if module._buffers]
+        modes = tuple(module.training for module in owners)
+        places = self._changing.get(modes)
+        if places is None:
+            places = [Place(owner._buffers, name) for owner in owners for name in owner._buffers]
+        found = [(place, place.buffers.get(place.name)) for place in places]
+        copied = [BufferCopy(at, one, one.detach().clone()) for at, one in found if one is not None]
+        return modes, copied
+
+    def changed(self, copies: tuple[_Modes, list[BufferCopy]]) -> list[BufferCopy]:
+        """Return those of `copies` that the forward after them has changed."""
+        modes, copied = copies
+        if modes not in self._changing:
+            # Waits for the device, once in each combination of modes.
+            copied = [one for one in copied if one.differs()]
+            self._changing[modes] = [one.place for one in copied]
+        return copied
 
 
 class Rewind:
-    """The state of all mutable objects that the arguments of a forward reach."""
+    """The state of what a forward can change: all mutable objects that its arguments reach, and the
+    attributes and buffers of `modules`."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._noted: list[tuple[Any, _Kind, list[Any]]] = []
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
+    ) -> None:
+        self.copies: list[BufferCopy] = []
+        """Buffers that the first run changes in place, as they were before it."""
+        self._noted: list[tuple[Any, _Kind, Any]] = []
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         """Tensors and their versions. Weak: the inputs may be offloaded until backward."""
         # Also keeps the objects alive, so that no id is given out again.
@@ -63,6 +127,8 @@ class Rewind:
                     self._tensors.append((weakref.ref(one), one._version))
             else:
                 todo += self._note(one)
+        for module in modules:
+            self._noted += [(x, _ATTRIBUTES, x.copy()) for x in (vars(module), module._buffers)]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""
@@ -70,7 +136,7 @@ class Rewind:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the inputs around the second run.
+        """Restore inputs, attributes and buffers around the second run.
 
         Raises:
             RewindError: a tensor was changed in place since the first run began.
@@ -87,6 +153,8 @@ class Rewind:
         for (one, kind, then), now in zip(self._noted, before, strict=True):
             if not _same(now, then):
                 kind.write(one, then)
+        for one in self.copies:
+            one.place.buffers[one.place.name] = one.value.clone()
         try:
             yield
         finally:
@@ -107,8 +175,10 @@ class Rewind:
         return found
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def _same(some: Any, others: Any) -> bool:
+    if len(some) != len(others) or not all(map(is_, some, others)):
+        return False
+    return not isinstance(some, dict) or all(map(is_, some.values(), others.values()))
 
 
 def _kind(one: Any) -> _Kind | None:
@@ -131,6 +201,11 @@ def _mapping(base: Any) -> _Kind:
         base.update(one, zip(references[::2], references[1::2], strict=True))
 
     return _Kind(lambda one: list(chain.from_iterable(base.items(one))), write)
+
+
+def _write_attributes(one: dict[str, Any], references: dict[str, Any]) -> None:
+    one.clear()
+    one.update(references)
 
 
 def _write_sequence(one: Any, references: list[Any]) -> None:
@@ -170,3 +245,5 @@ _UNSET = object()
 _MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
 _SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _write_set)
 _SLOTS = _Kind(_read_slots, _write_slots)
+_ATTRIBUTES = _Kind(dict.copy, _write_attributes)
+"""Of a module, of which there are many with many: copied and compared without Python's loops."""

@@ -1,0 +1,91 @@
+"""Causal language models: dense attention."""
+
+from __future__ import annotations
+
+from benchmarks.architectures.architecture import (
+    ENDS,
+    GPT2_TEXT,
+    GROUPED,
+    LAYERS,
+    Architecture,
+    decoder,
+    of_transformers,
+    own_loss,
+)
+from benchmarks.architectures.batches import VOCAB, WIDTH, draw_padded_text
+
+LLAMA = decoder("LlamaForCausalLM", **GROUPED)
+DECODERS: dict[str, Architecture] = {
+    "gpt2": decoder("GPT2LMHeadModel", config="GPT2Config"),
+    "llama": LLAMA,
+    "llama_padded": Architecture(build=LLAMA.build, batch=draw_padded_text, loss_of=own_loss),
+    "mistral": decoder("MistralForCausalLM", sliding_window=8, **GROUPED),
+    "qwen2": decoder("Qwen2ForCausalLM", **GROUPED),
+    "qwen3": decoder("Qwen3ForCausalLM", head_dim=8, **GROUPED),
+    "gemma": decoder("GemmaForCausalLM", head_dim=8, **GROUPED),
+    "gemma2": decoder("Gemma2ForCausalLM", head_dim=8, sliding_window=8, **GROUPED),
+    "gemma3": decoder(
+        "Gemma3ForCausalLM", config="Gemma3TextConfig", head_dim=8, sliding_window=8, **GROUPED
+    ),
+    "phi": decoder("PhiForCausalLM", intermediate_size=64),
+    "phi3": decoder("Phi3ForCausalLM", **GROUPED),
+    "olmo": decoder("OlmoForCausalLM", **GROUPED),
+    "olmo2": decoder("Olmo2ForCausalLM", **GROUPED),
+    "granite": decoder("GraniteForCausalLM", **GROUPED),
+    "cohere": decoder("CohereForCausalLM", **GROUPED),
+    "cohere2": decoder("Cohere2ForCausalLM", head_dim=8, sliding_window=8, **GROUPED),
+    "glm": decoder("GlmForCausalLM", head_dim=8, **GROUPED),
+    "glm4": decoder("Glm4ForCausalLM", head_dim=8, **GROUPED),
+    "exaone4": decoder("Exaone4ForCausalLM", sliding_window=8, **GROUPED),
+    "smollm3": decoder("SmolLM3ForCausalLM", **GROUPED),
+    "stablelm": decoder("StableLmForCausalLM", **GROUPED),
+    "starcoder2": decoder("Starcoder2ForCausalLM", **GROUPED),
+    "persimmon": decoder("PersimmonForCausalLM", intermediate_size=64),
+    "nemotron": decoder("NemotronForCausalLM", **GROUPED),
+    "helium": decoder("HeliumForCausalLM", head_dim=8, **GROUPED),
+    "biogpt": decoder("BioGptForCausalLM", intermediate_size=64),
+    "gpt_neox": decoder("GPTNeoXForCausalLM", intermediate_size=64),
+    "gpt_neo": of_transformers(
+        "GPTNeoForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        num_layers=LAYERS,
+        num_heads=4,
+        max_position_embeddings=64,
+        attention_types=[[["global", "local", "global"], 1]],
+        window_size=8,
+        **ENDS,
+    ),
+    "gptj": of_transformers("GPTJForCausalLM", rotary_dim=4, **GPT2_TEXT),
+    "codegen": of_transformers("CodeGenForCausalLM", rotary_dim=4, **GPT2_TEXT),
+    "gpt_bigcode": of_transformers("GPTBigCodeForCausalLM", **GPT2_TEXT),
+    "opt": decoder("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=WIDTH),
+    "bloom": of_transformers(
+        "BloomForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        n_layer=LAYERS,
+        n_head=4,
+        **ENDS,
+    ),
+    "falcon": decoder("FalconForCausalLM"),
+    "mpt": of_transformers(
+        "MptForCausalLM",
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        n_layers=LAYERS,
+        n_heads=4,
+        max_seq_len=64,
+        **ENDS,
+    ),
+    "xglm": of_transformers(
+        "XGLMForCausalLM",
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        num_layers=LAYERS,
+        attention_heads=4,
+        ffn_dim=64,
+        max_position_embeddings=64,
+        **ENDS,
+    ),
+}

@@ -1,0 +1,126 @@
+"""Layers that keep something between calls run again in backward as if they had run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from tests.numerics.models import WIDTH, Layer
+
+BATCH, LAYERS = 6, 3
+
+
+class Normed(Layer):
+    """Running statistics: kernels of torch change them unseen by version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.statistics(x))
+
+
+class Iterating(Layer):
+    """A power iteration: the output depends on a buffer that it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("direction", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.direction.mul_(0.5).add_(x.float().mean(0))
+        return super().forward(x + self.direction.to(x.dtype))
+
+
+class Following(Layer):
+    """A recurrence: the output depends on an attribute that it replaces."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = 0 if self.last is None else self.last
+        found = super().forward(x + before)
+        self.last = found.detach()
+        return found
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """What the layers keep after the last call."""
+    attributes = {n: m.last for n, m in model.named_modules() if isinstance(m, Following)}
+    found = {**dict(model.named_buffers()), **attributes}
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+def train(
+    layer: Callable[[], nn.Module], activation: str, *, frozen: int = 0, ahead: bool = False
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Three steps of two microbatches; the first `frozen` ones in eval mode.
+
+    `ahead`: both forwards of a step run before both backwards.
+    """
+    torch.manual_seed(0)
+    model = Stack(layer)
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-2), device="cpu", grad_accum_steps=2, activation=activation
+    )
+    source = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    for step in range(3):
+        model.train(step >= frozen)
+        waiting: list[Tensor] = []
+        for _ in range(2):
+            loss = model(torch.randn(BATCH, WIDTH, generator=source)).float().square().mean()
+            losses.append(loss.item())
+            waiting.append(loss)
+            while waiting and (not ahead or len(waiting) == 2):
+                optimizer.backward(waiting.pop(0))
+                if ahead and waiting:
+                    optimizer.backward(waiting.pop())
+        optimizer.step()
+    masters = {name: state["master"].clone() for name, state in optimizer.named_state()}
+    left = kept(model)
+    optimizer.close()
+    return losses, masters, left
+
+
+@pytest.mark.parametrize("activation", ["recompute", "offload"])
+@pytest.mark.parametrize("layer", [Normed, Iterating, Following])
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_bits_are_those_of_kept_activations(
+    layer: Callable[[], nn.Module], activation: str, ahead: bool
+) -> None:
+    losses, masters, left = train(layer, activation, ahead=ahead)
+    expected, expected_masters, expected_left = train(layer, "keep", ahead=ahead)
+    assert losses == expected
+    for found, resident in ((masters, expected_masters), (left, expected_left)):
+        assert found.keys() == resident.keys()
+        assert all(torch.equal(value, resident[name]) for name, value in found.items())
+    assert left
+
+
+def test_statistics_that_begin_to_run_later_are_found() -> None:
+    """In eval mode they do not change, so the first forward shows nothing."""
+    _, masters, left = train(Normed, "recompute", frozen=1)
+    _, expected_masters, expected_left = train(Normed, "keep", frozen=1)
+    assert all(torch.equal(value, expected_masters[name]) for name, value in masters.items())
+    assert all(torch.equal(value, expected_left[name]) for name, value in left.items())
+    assert left["layers.0.statistics.num_batches_tracked"] == 4

@@ -226,10 +226,8 @@ def test_a_device_that_fails_at_every_operation(tmp_path: Path, mode: str) -> No
     check(others, tmp_path / "others", share=0.05, seed=0)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["exact", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "exact")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_some_points_of_each_mode(tmp_path: Path, mode: str) -> None:
     case = Case(mode, "fp32", 1, "sequential")
     reference = Reference(case, tmp_path)

@@ -92,6 +92,7 @@ def test_it_resumes_to_the_bit(
     assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
 
 
+@pytest.mark.slow
 def test_exit_code_74(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +108,7 @@ def test_exit_code_74(
     assert main(["train", str(file), "--resume", str(path)]) == 0
 
 
+@pytest.mark.slow
 def test_a_full_device_names_its_owners_and_the_keys_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

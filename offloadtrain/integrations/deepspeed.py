@@ -216,7 +216,7 @@ _MAPPED: dict[str, _Mapper] = {
     "fp16.loss_scale": _only((0,), f"a fixed loss scale: {_DYNAMIC}"),
     "fp16.initial_scale_power": _only((16,), _DYNAMIC),
     "fp16.loss_scale_window": _only((2000,), _DYNAMIC),
-    "fp16.hysteresis": _only((1,), _DYNAMIC),
+    "fp16.hysteresis": _only((1,), f"{_DYNAMIC}; see offload.loss_scale_hysteresis"),
     "fp16.min_loss_scale": _only((), "the smallest loss scale is 2^-14"),
     "fp16.auto_cast": _only((False,), "inputs are cast where they meet a 16-bit matrix"),
     "amp.enabled": _only((False,), "apex's casts: use bf16 or fp16"),

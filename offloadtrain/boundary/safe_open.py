@@ -118,12 +118,17 @@ def read_regular(
 def bounded_lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield each line from here on and its length; of a longer line its first `max_bytes` only.
 
-    A file of gigabytes without a newline is thus never in memory.
+    A file of gigabytes without a newline is thus never in memory, and not read to its end.
+
+    Raises:
+        UnsafeFileError: a line is longer than four times `max_bytes`: these are no lines.
     """
     while line := file.readline(max_bytes):
         length, piece = len(line), line
         while not piece.endswith(b"\n") and (piece := file.readline(_SKIPPED_BYTES)):
             length += len(piece)
+            if length > 4 * max_bytes:
+                raise UnsafeFileError(file.name, f"it has a line of more than {length:,} bytes")
         yield line, length
 
 

@@ -36,6 +36,10 @@ class UnsafeFileError(OSError):
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process sends it by its own two arguments, not by OSError's three."""
+        return UnsafeFileError, (self.filename, self.strerror)
+
 
 def open_descriptor(
     path: str | Path,
@@ -90,7 +94,7 @@ def open_regular(
     The size is checked once, when the file is opened: a reader of a growing file bounds its reads.
     """
     fd = open_descriptor(path, max_bytes=max_bytes, follow_link=follow_link, own=own, dir_fd=dir_fd)
-    return open(fd, "rb")
+    return open(path, "rb", opener=lambda name, flags: fd)  # by its path: errors name it
 
 
 def read_regular(

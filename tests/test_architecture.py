@@ -146,6 +146,63 @@ def test_single_doors() -> None:
     assert native == {"native.py"}
 
 
+def _runs_content(source: str) -> set[str]:
+    """Return the calls and imports by which a file's content or a name could become code."""
+    modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+    names, calls = set(), set()
+    for node in ast.walk(_tree(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            said = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg}
+            calls |= {called} & {
+                "eval",
+                "exec",
+                "os.system",
+                "os.popen",
+                "torch.load",
+                "__import__",
+            }
+            calls |= {f"{name}=" for name in ("allow_pickle", "shell") if said.get(name) == "True"}
+            calls |= {"trust_remote_code="} & {f"{k}=" for k, v in said.items() if v != "False"}
+            if called == "torch.load" and said.get("weights_only") != "True":
+                calls.add("torch.load without weights_only")
+    return (names & modules) | calls
+
+
+LOADS_TORCH = {"hf.py", "rank_files.py", "scale.py"}
+"""With weights_only: the Trainer's schedule, a rank's state, what a benchmark's ranks told."""
+
+
+def test_no_content_of_a_file_is_run() -> None:
+    folders = ("offloadtrain", "tui", "benchmarks", "tools", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {path.name: what for path in paths if (what := _runs_content(path.read_text()))}
+    assert {name for name, what in found.items() if what != {"torch.load"}} == set()
+    assert set(found) == LOADS_TORCH
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from yaml import load",
+        "eval(text)",
+        "exec(text)",
+        "os.system(text)",
+        "subprocess.run(text, shell=True)",
+        "np.load(path, allow_pickle=True)",
+        "torch.load(path)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+    ],
+)
+def test_the_check_of_run_content_sees_it(code: str) -> None:
+    assert _runs_content(code) - {"torch.load"}
+
+
 def _documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -36,6 +36,10 @@ class UnsafeFileError(OSError):
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process sends it by its own two arguments, not by OSError's three."""
+        return UnsafeFileError, (self.filename, self.strerror)
+
 
 def open_descriptor(
     path: str | Path,
@@ -90,7 +94,7 @@ def open_regular(
     The size is checked once, when the file is opened: a reader of a growing file bounds its reads.
     """
     fd = open_descriptor(path, max_bytes=max_bytes, follow_link=follow_link, own=own, dir_fd=dir_fd)
-    return open(fd, "rb")
+    return open(path, "rb", opener=lambda name, flags: fd)  # by its path: errors name it
 
 
 def read_regular(
@@ -118,12 +122,17 @@ def read_regular(
 def bounded_lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield each line from here on and its length; of a longer line its first `max_bytes` only.
 
-    A file of gigabytes without a newline is thus never in memory.
+    A file of gigabytes without a newline is thus never in memory, and not read to its end.
+
+    Raises:
+        UnsafeFileError: a line is longer than four times `max_bytes`: these are no lines.
     """
     while line := file.readline(max_bytes):
         length, piece = len(line), line
         while not piece.endswith(b"\n") and (piece := file.readline(_SKIPPED_BYTES)):
             length += len(piece)
+            if length > 4 * max_bytes:
+                raise UnsafeFileError(file.name, f"it has a line of more than {length:,} bytes")
         yield line, length
 
 

@@ -148,7 +148,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     Raises:
         ValueError: naming the number that config.json lacks.
     """
-    text = config.get("text_config") or config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, Mapping) and nested else config
     values: dict[str, Any] = {}
     for key, names in _KEYS.items():
         found = next((text[name] for name in names if text.get(name)), None)
@@ -162,7 +163,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         found = next((text[name] for name in names if type(text.get(name)) is int), None)
         if found is not None and found > 0:
             values[key] = found
-    gpt2 = text.get("n_embd") is not None
+    gpt2, dropout = text.get("n_embd") is not None, text.get("resid_pdrop")
     return ModelShape(
         **({"max_seq_len": 1 << 20} | values),
         positions="learned" if gpt2 else "rotary",
@@ -170,5 +171,5 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         mlp="gelu" if gpt2 else "swiglu",
         bias=gpt2,
         tie_embeddings=bool(text.get("tie_word_embeddings", gpt2)),
-        dropout=float(text.get("resid_pdrop") or 0.0),
+        dropout=dropout if isinstance(dropout, float) else 0.0,
     )

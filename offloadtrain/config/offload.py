@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from offloadtrain.config.toml import nearest
+from offloadtrain.config.toml import nearest, shown
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
 
@@ -108,7 +108,7 @@ class OffloadConfig:
         for key, allowed in {**_choices(), "state": tuple(STATE_PRECISIONS)}.items():
             if (value := getattr(self, key)) not in allowed:
                 hint = nearest(value, allowed) if isinstance(value, str) else ""
-                yield f"{key} = {value!r} is not one of {', '.join(map(repr, allowed))}{hint}"
+                yield f"{key} = {shown(value)} is not one of {', '.join(map(repr, allowed))}{hint}"
 
     def _out_of_range(self) -> Iterator[str]:
         may_be_none = {f.name for f in fields(self) if f.default is None}

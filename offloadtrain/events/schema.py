@@ -353,7 +353,7 @@ def from_values(values: Any) -> Record | None:
     try:
         event: Event = codec.decode(KINDS[values["k"]], values)
         envelope: _Envelope = codec.decode(_Envelope, values)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return Record(event, envelope.r, envelope.t, envelope.m, envelope.v)
 

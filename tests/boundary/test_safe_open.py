@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from offloadtrain.boundary.safe_open import (
     UnsafeFileError,
+    bounded_lines,
     open_regular,
     read_json,
     read_regular,
@@ -126,3 +128,19 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     test_devices_and_names_that_cannot_be_are_refused(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_long_lines_are_cut_and_endless_ones_end_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a\n" + b"b" * 25 + b"\nc")
+    with open_regular(path) as file:
+        assert list(bounded_lines(file, 10)) == [(b"a\n", 2), (b"b" * 10, 26), (b"c", 1)]
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with open_regular(path) as file, pytest.raises(UnsafeFileError, match="a line of more than"):
+        list(bounded_lines(file, 10))
+
+
+def test_a_worker_process_can_send_the_error() -> None:
+    sent = pickle.loads(pickle.dumps(UnsafeFileError("name", "why")))
+    assert (sent.filename, sent.strerror, str(sent)) == ("name", "why", "name: why")

@@ -9,6 +9,8 @@ from offloadtrain.boundary.safe_open import UnsafeFileError, open_descriptor
 from offloadtrain.events.schema import LONGEST_LINE
 
 _CHUNK = 1 << 20
+_NO_LOG = 1 << 26
+"""A file with a line of so many bytes is no log: it is read no further."""
 
 
 class Tail:
@@ -20,7 +22,7 @@ class Tail:
     Attributes:
         dropped: bytes of lines longer than 4 MiB.
         restarts: number of times the file was replaced or truncated.
-        refused: why the file is not read, if it is no regular file.
+        refused: why the file is not read (any further), if it is no log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,6 +34,7 @@ class Tail:
         self._inode: tuple[int, int] | None = None
         self._offset = 0
         self._torn = b""
+        self._endless = 0
 
     def poll(self, most: int = 16 * _CHUNK) -> list[bytes]:
         """Return complete lines, at most about `most` bytes; [] if there is nothing new."""
@@ -44,7 +47,11 @@ class Tail:
             taken += len(data)
             *whole, self._torn = (self._torn + data).split(b"\n")
             lines += whole
+            self._endless = 0 if whole else self._endless + len(data)
             self._drop_endless()
+            if self._endless > _NO_LOG:
+                self.refused = f"{self.path}: it has a line of more than {_NO_LOG:,} bytes"
+                break
         return lines
 
     @property
@@ -65,7 +72,7 @@ class Tail:
             return self._fd >= 0 and self._inode is not None
         inode = (now.st_dev, now.st_ino)
         if self._fd >= 0 and inode == self._inode and now.st_size >= self._offset:
-            return True
+            return self._endless <= _NO_LOG
         self.restarts += self._inode is not None
         self.close()
         try:
@@ -74,7 +81,7 @@ class Tail:
             self.refused = str(error) if isinstance(error, UnsafeFileError) else ""
             return False
         self.refused = ""
-        self._inode, self._offset, self._torn = inode, 0, b""
+        self._inode, self._offset, self._torn, self._endless = inode, 0, b"", 0
         return True
 
     def _drop_endless(self) -> None:

@@ -1,0 +1,141 @@
+"""Damaged and made-up files through every reader: one of its own errors or a value, nothing else.
+
+`pytest tests/boundary/test_fuzz.py --level full -s` runs and prints the full set.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offloadtrain_tui.history import History, View
+
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.hf_model import identity_of, shape_of
+from offloadtrain.data import records, tokens
+from offloadtrain.data.tokens import DataError, TokenHeader
+from offloadtrain.events import oom_kills, schema
+from offloadtrain.events.control import _understood
+from offloadtrain.hardware import machine
+from tests.boundary.hostile import TEXTS
+from tests.cli.test_bad_input import JOB
+from tests.tui.recordings import lines, unlucky
+
+JSONL = b'{"text": "some text", "n": [1, 2.5, null, true], "more": {"a": "\\u00e9"}}'
+REQUEST = b'{"action": "note", "message": "x", "time_s": 1.5}'
+HF = json.dumps(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "intermediate_size": 128,
+        "max_position_embeddings": 64,
+    }
+).encode()
+_HEADER: dict[str, Any] = {
+    "dtype": "uint16",
+    "vocab_size": 256,
+    "count": 4,
+    "tokenizer": "bytes",
+    "content": "00",
+}
+HEADER = json.dumps(asdict(TokenHeader(**_HEADER))).encode()
+PIECES = [
+    *(one.encode("utf-8", "surrogatepass") for one in TEXTS),
+    *(b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b"-1", b"1e999", b"NaN", b"null", b"true", b"{}"),
+    *(b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b'"', b"\\", b"\n", b"=", b"[[", b"]]", b"'''", b"."),
+]
+
+
+def mutated(seed: bytes, draw: random.Random) -> bytes:
+    content = bytearray(seed)
+    for _ in range(draw.randint(1, 6)):
+        at, end = sorted(draw.randint(0, len(content)) for _ in range(2))
+        change = draw.randrange(6)
+        if change == 0 and content:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        elif change == 1:
+            del content[at : min(end, at + 40)]
+        elif change == 2:
+            content[at:at] = draw.choice(PIECES)
+        elif change == 3:
+            content[at : min(end, at + 20)] = draw.choice(PIECES)
+        elif change == 4:
+            content[at:at] = content[at : min(end, at + 60)]
+        else:
+            content = content[: max(at, 1)]
+    return bytes(content)
+
+
+def _log(content: bytes) -> None:
+    history = History(0)
+    history.feed_lines(content.split(b"\n"))
+    view = View.at(history)
+    assert view.last("loss") is None or isinstance(view.last("loss"), float)
+    for line in content.split(b"\n"):
+        schema.from_line(line)
+
+
+def _header(content: bytes) -> None:
+    prefix = tokens.PREFIX.pack(tokens.MAGIC, tokens.VERSION, len(content))
+    page = (prefix + content).ljust(tokens.HEADER_BYTES, b"\0")[: tokens.HEADER_BYTES]
+    header = tokens._parse_header(Path("t.bin"), page)
+    tokens._check_size(Path("t.bin"), header, 8)
+
+
+def _requests(content: bytes) -> None:
+    _understood("id", json.loads(content))
+    oom_kills.risen(json.loads(content))
+
+
+def _config(content: bytes) -> None:
+    found = json.loads(content)
+    if not isinstance(found, dict):  # as `read_config` says
+        raise ValueError("no object")
+    identity_of(found)
+    shape_of(found)
+
+
+RECORDS = lines(unlucky(6))
+READERS: dict[str, tuple[Callable[[bytes], object], list[bytes], tuple[type[Exception], ...]]] = {
+    "job": (lambda b: jobs.loads(b.decode(errors="replace")), [JOB.encode()], (ConfigError,)),
+    "machine": (
+        lambda b: machine.loads(b.decode(errors="replace"), "m.toml"),
+        [path.read_bytes() for path in sorted(machine.shipped().values())[:3]],
+        (ConfigError,),
+    ),
+    "log": (_log, RECORDS, ()),
+    "jsonl": (lambda b: records._parse_line(b, len(b)), [JSONL], (ValueError,)),
+    "token file": (_header, [HEADER], (DataError,)),
+    "request": (_requests, [REQUEST], (ValueError, RecursionError)),
+    "config.json": (_config, [HF], (ValueError, RecursionError)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases", [150, pytest.param(4000, marks=pytest.mark.long)], ids=["a slice", "all"]
+)
+@pytest.mark.parametrize("reader", READERS)
+def test_no_content_breaks_a_reader(reader: str, cases: int) -> None:
+    read, seeds, known = READERS[reader]
+    for seed in seeds:
+        read(seed)
+    draw, refused = random.Random(f"{reader} {cases}"), 0
+    for number in range(cases):
+        content = mutated(draw.choice(seeds), draw)
+        try:
+            read(content)
+        except known:
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"case {number}: {content[:300]!r}: {error!r}")
+    print(f"{reader}: {cases} cases, {refused} refused in its own words, 0 tracebacks")

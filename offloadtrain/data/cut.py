@@ -22,6 +22,8 @@ from offloadtrain.data.source import SourceFile, optional
 from offloadtrain.data.tokens import DataError
 
 PIECE_BYTES = 4 << 20
+_TABLE_BYTES = 1 << 20
+"""Of JSONL: no document spans two pieces, and small ones keep all workers busy to the end."""
 _MOST_SLICES = 8
 """Of a row group of Parquet, which each worker decodes as a whole."""
 _LOOKED_AT = 4096
@@ -71,7 +73,7 @@ def cut(file: SourceFile, tail_bytes: int = 0, *, at_words: bool = False) -> Ite
     elif file.kind == "csv":
         yield from _rows(file)
     elif file.is_table:
-        yield from _ranges(file, 0, file.num_bytes, None)
+        yield from _ranges(file, 0, file.num_bytes, None, piece_bytes=_TABLE_BYTES)
     elif tail_bytes:
         middle = file.num_bytes - tail_bytes
         middle = _word_end(file, middle) if at_words else middle
@@ -83,9 +85,14 @@ def cut(file: SourceFile, tail_bytes: int = 0, *, at_words: bool = False) -> Ite
 
 
 def _ranges(
-    file: SourceFile, start: int, stop: int, split_hash: int | None, at_words: bool = False
+    file: SourceFile,
+    start: int,
+    stop: int,
+    split_hash: int | None,
+    at_words: bool = False,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Iterator[Piece]:
-    cuts = list(range(start, stop, PIECE_BYTES))[1:]
+    cuts = list(range(start, stop, piece_bytes))[1:]
     if at_words:
         cuts = [_word_end(file, at) for at in cuts]
     bounds = sorted({start, *(at for at in cuts if at < stop), stop})

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ _MAPPED_BYTES = 256 << 20
 
 _LISTED = 5
 """Names that an error lists."""
+
+_LOAD_TAKES = ["model", "state_dict", "checkpoint_files", "load_config"]
+"""The first parameters of the method of transformers that is replaced."""
 
 _patching = threading.Lock()
 
@@ -139,7 +144,7 @@ class DeferredWeights:
         """Plan, instead of loading, in calls of `from_pretrained` in this thread."""
         from transformers import PreTrainedModel
 
-        own, load = threading.get_ident(), PreTrainedModel._load_pretrained_model
+        own, load = threading.get_ident(), _load_of(PreTrainedModel)
 
         def plan(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
             if threading.get_ident() != own:
@@ -258,6 +263,22 @@ class DeferredWeights:
                     source,
                 )
                 del model.all_tied_weights_keys[name]
+
+
+def _load_of(model: Any) -> Callable[..., Any]:
+    """Return what `plan` takes the place of: transformers has no public hook there.
+
+    Raises:
+        ModelError: this version of transformers loads in another way.
+    """
+    load: Callable[..., Any] | None = getattr(model, "_load_pretrained_model", None)
+    if load is not None and [*signature(load).parameters][: len(_LOAD_TAKES)] == _LOAD_TAKES:
+        return load
+    raise ModelError(
+        f"transformers {version('transformers')} loads checkpoints in another way than 5.23, which "
+        "ot.from_pretrained follows: install transformers==5.23.0; or load the model with "
+        "transformers, and ot.offload it (the model is then in host memory twice)"
+    )
 
 
 def kept_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:

@@ -452,6 +452,20 @@ def test_weights_that_a_conversion_divides_are_put_together_again(
 # ---- where models come from ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("found", [None, lambda model, files: None], ids=["none", "another"])
+def test_a_transformers_that_loads_in_another_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Callable[..., Any] | None
+) -> None:
+    saved(tmp_path / "in")
+    name = "_load_pretrained_model"
+    if found is None:
+        monkeypatch.delattr(transformers.PreTrainedModel, name)
+    else:
+        monkeypatch.setattr(transformers.PreTrainedModel, name, staticmethod(found))
+    with pytest.raises(ModelError, match=r"in another way than 5\.23.*transformers==5\.23\.0"):
+        load(tmp_path / "in")
+
+
 @pytest.mark.slow
 def test_a_name_on_the_hub(tmp_path: Path) -> None:
     """As it lies in the cache after a download."""

@@ -13,7 +13,7 @@ from offloadtrain.config.job import Config, as_tables
 from offloadtrain.train.loggers.row import Row
 
 _MOST_BYTES = 1 << 16
-_INIT_WITHIN_S = FINISH_WITHIN_S = 30
+_INIT_WITHIN_S, FINISH_WITHIN_S = 30, 10
 
 
 class Wandb:

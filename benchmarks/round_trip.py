@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CELLS = ("fp32-fp32", "fp32-split16", "bf16-fp32", "bf16-split16")
 KEPT_FP32 = {
-    "whisper": ("*embed_positions*",),  # frozen ones have no master: they are what forward reads
+    # Frozen ones have no master: they are what forward reads.
+    "whisper": ("*embed_positions*",),
+    "pegasus": ("*embed_positions*",),
 }
 NOT_IN_BF16 = dict.fromkeys(
     ("deberta", "xlnet"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         AdamW,
         ElementwiseRule,
         Lion,
+        Muon,
         UpdateRule,
     )
 
@@ -45,6 +46,7 @@ _HOMES = {
     "HostMemoryError": "offloadtrain.config.errors",
     "Lion": "offloadtrain.optim",
     "ModelError": "offloadtrain.engine",
+    "Muon": "offloadtrain.optim",
     "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.config.errors",
@@ -68,6 +70,7 @@ __all__ = [
     "HostMemoryError",
     "Lion",
     "ModelError",
+    "Muon",
     "OffloadConfig",
     "OffloadOptimizer",
     "OffloadTrainError",

@@ -48,11 +48,16 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class ParamShape:
-    """A parameter by its qualified name."""
+    """A parameter by its qualified name.
+
+    Attributes:
+        hidden: a matrix that only layers of a list have, and no embedding.
+    """
 
     name: str
     sizes: tuple[int, ...]
     trained: bool = True
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -385,6 +385,8 @@ _RULES: dict[str, _Rule] = {
     "optim.momentum": _NOT_NEGATIVE,
     "optim.dampening": ((lambda value: value <= 1), "at most 1"),
     "optim.lr_decay": _NOT_NEGATIVE,
+    "optim.muon_momentum": _SHARE,
+    "optim.adamw_lr": _POSITIVE,
     "optim.weight_decay": _NOT_NEGATIVE,
     "optim.warmup_steps": _NOT_NEGATIVE,
     "optim.min_lr_ratio": _SHARE,
@@ -420,7 +422,7 @@ def _problems(config: Config) -> Iterator[str]:
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
     yield from _data_contradictions(config)
-    yield from optim_options.contradictions(config.optim, config.offload.state)
+    yield from optim_options.contradictions(config.optim, config.offload)
     yield from _contradictions(config)
 
 

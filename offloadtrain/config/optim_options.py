@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offloadtrain.config import toml
+from offloadtrain.config.offload import OffloadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,17 +15,22 @@ class OptimConfig:
     """The update rule and its schedule.
 
     Attributes:
-        betas: of adamw, adam and lion.
-        eps: of adamw, adam and adagrad.
+        lr: under muon, of its matrices.
+        betas: of adamw, adam and lion; under muon, of its adamw.
+        eps: of adamw, adam and adagrad; under muon, of its adamw.
         momentum, dampening, nesterov: of sgd, which keeps a buffer unless `momentum` is 0.
         lr_decay: of adagrad: step t uses lr / (1 + (t - 1) * lr_decay), on top of the schedule.
+        muon_momentum: of muon; nesterov's, always.
+        adjust_lr: of muon: "original": lr times sqrt(max(1, rows / columns)); "match_rms_adamw": lr
+            times 0.2 * sqrt(max(rows, columns)).
+        adamw_lr: under muon, of all that is no matrix of a layer; the schedule's share of it.
         decay: "matrices": weight decay on parameters of two and more dimensions only.
         warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
             run shorter than the file's warm-up, a tenth of it.
         min_lr_ratio: where the schedule ends, as a share of `lr`.
     """
 
-    name: Literal["adamw", "adam", "lion", "sgd", "adagrad"] = "adamw"
+    name: Literal["adamw", "adam", "lion", "sgd", "adagrad", "muon"] = "adamw"
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -32,6 +38,9 @@ class OptimConfig:
     dampening: float = 0.0
     nesterov: bool = False
     lr_decay: float = 0.0
+    muon_momentum: float = 0.95
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    adamw_lr: float = 3e-4
     weight_decay: float = 0.1
     decay: Literal["matrices", "all"] = "matrices"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -40,18 +49,21 @@ class OptimConfig:
 
 
 _KEYS_OF_RULES = {
-    "betas": ("adamw", "adam", "lion"),
-    "eps": ("adamw", "adam", "adagrad"),
+    "betas": ("adamw", "adam", "lion", "muon"),
+    "eps": ("adamw", "adam", "adagrad", "muon"),
     "momentum": ("sgd",),
     "dampening": ("sgd",),
     "nesterov": ("sgd",),
     "lr_decay": ("adagrad",),
+    "muon_momentum": ("muon",),
+    "adjust_lr": ("muon",),
+    "adamw_lr": ("muon",),
 }
 """Keys of [optim] that only some rules read."""
 
 
-def contradictions(optim: OptimConfig, state: str) -> Iterator[str]:
-    """Yield a sentence for each broken rule. `state`: the format of the host state."""
+def contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule."""
     name = toml.shown(optim.name)
     for key, rules in _KEYS_OF_RULES.items():
         value = getattr(optim, key)
@@ -62,8 +74,18 @@ def contradictions(optim: OptimConfig, state: str) -> Iterator[str]:
             )
     if optim.nesterov and not (optim.momentum and optim.dampening == 0.0):
         yield "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0"
-    if optim.name == "adagrad" and state == "int8":
+    if optim.name == "adagrad" and offload.state == "int8":
         yield (
             'offload.state = "int8" cannot keep the sum of optim.name = "adagrad"; use "fp32" or '
             '"split16"'
+        )
+    if optim.name == "muon" and offload.state == "int8":
+        yield (
+            'offload.state = "int8" rounds masters and moments together, which optim.name = "muon" '
+            'writes at two times; use "fp32" or "split16"'
+        )
+    if optim.name == "muon" and offload.update == "speculative":
+        yield (
+            'offload.update = "speculative" needs the gradient of a wrong guess again, over which '
+            'optim.name = "muon" orthogonalizes; use "exact" or "delayed"'
         )

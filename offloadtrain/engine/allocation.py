@@ -19,6 +19,7 @@ from offloadtrain.step.memory import (
     MemoryRequest,
     Role,
     kept_requests,
+    matrix_requests,
     staging_requests,
     weight_requests,
 )
@@ -92,8 +93,9 @@ def map_weights(memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec) -
 
 
 def map_staging(memory: DeviceMemory, spec: StepSpec) -> dict[Memory, Staging]:
-    """Map a few slots for gathered gradients, or memory for each piece of them (ZeRO stage 1)."""
-    requests = staging_requests(spec)
+    """Map a few slots for gathered gradients, or memory for each piece of them (ZeRO stage 1), and
+    the place where matrices are orthogonalized."""
+    requests = [*staging_requests(spec), *matrix_requests(spec)]
 
     # Mapped when the first gradient comes, and kept: `MemoryMap` asks for it once.
     def own(owner: str | int, nbytes: int) -> tuple[str, Tensor]:
@@ -106,5 +108,6 @@ def map_staging(memory: DeviceMemory, spec: StepSpec) -> dict[Memory, Staging]:
 
     return {
         Memory.ROUNDED: slots("rounded gradients"),
+        Memory.MATRIX: slots("matrix workspace"),
         Memory.STAGING: own if spec.zero_stage == 1 else slots("gradient staging"),
     }

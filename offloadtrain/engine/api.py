@@ -17,14 +17,14 @@ from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
     check_model,
-    check_state_keeps,
+    check_rule,
     offloaded,
 )
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.hardware.cpus import local_plan
-from offloadtrain.optim import AdamW, UpdateRule
+from offloadtrain.optim import AdamW, AnyRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.cuda_driver import pci_address
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -36,7 +36,7 @@ _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 def offload(
     model: nn.Module,
-    rule: UpdateRule | None = None,
+    rule: AnyRule | None = None,
     *,
     params: _Params | None = None,
     device: str | torch.device = "auto",
@@ -91,8 +91,8 @@ def offload(
     Args:
         model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
             with `param_init_fn`: then a full copy of the model never exists.
-        rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad` or your own (docs/extending.md);
-            default AdamW().
+        rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad`, `Muon` or your own
+            (docs/extending.md); default AdamW().
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
@@ -175,7 +175,7 @@ def offload(
         raise ModelError("the model is offloaded already: close() its optimizer first")
     check_model(model, may_be_meta=param_init_fn is not None)
     rule = rule or AdamW()
-    check_state_keeps(chosen.state, rule)
+    check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
     lanes = lanes_for(

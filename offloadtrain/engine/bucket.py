@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.formats import StateFormat, format_for
-from offloadtrain.step.spec import BucketSpec, padded
+from offloadtrain.step.spec import BucketSpec, MatrixSpec, padded, placed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,23 +182,38 @@ def pack(
     order: Mapping[nn.Parameter, int],
     state: str,
     ranks: Ranks = ALONE,
+    rule: AnyRule | None = None,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned, and divide the whole into shards.
+    """Lay parameters out one after the other, each aligned, and divide the whole into shards;
+    matrices that are updated whole, so that none is divided.
 
     Args:
         state: the format of 16-bit buckets.
+        rule: the one that updates them; None for frozen ones.
     """
-    slots: list[Slot] = []
-    offset = 0
-    for full_name, param in params:
-        shape, stride = tuple(param.shape), dense_stride(param)
-        slots.append(Slot(full_name, param, order[param], offset, param.numel(), shape, stride))
-        offset += padded([param.numel()])
-    sizes = [slot.numel for slot in slots]
-    kept = format_for(state, name_of(dtype))
-    numel = padded(sizes, ranks.size)
-    spec = BucketSpec(name, numel, sum(sizes), name_of(dtype), kept, ranks.size)
+    given = list(params)
+    sizes, whole = [param.numel() for _, param in given], isinstance(rule, MatrixRule)
+    offsets, numel = placed(sizes, ranks.size) if whole else _in_order(sizes, ranks.size)
+    slots = [
+        Slot(full_name, p, order[p], at, p.numel(), tuple(p.shape), dense_stride(p))
+        for at, (full_name, p) in sorted(zip(offsets, given, strict=True), key=lambda one: one[0])
+    ]
+    matrices = [MatrixSpec(slot.offset, *slot.shape) for slot in slots] if whole else []
+    spec = BucketSpec(
+        name,
+        numel,
+        sum(sizes),
+        name_of(dtype),
+        format_for(state, name_of(dtype)),
+        ranks.size,
+        () if rule is None else rule.moments,
+        tuple(matrices),
+    )
     return Bucket(spec, group, dtype, tuple(slots), *ranks.shard(numel))
+
+
+def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
+    return [padded(sizes[:count]) for count in range(len(sizes))], padded(sizes, ranks)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
-from offloadtrain.optim import LossScaler, UpdateRule
+from offloadtrain.optim import AnyRule, LossScaler
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
@@ -46,7 +46,7 @@ from offloadtrain.step.spec import BlockSpec, StepSpec
 
 def build(
     model: nn.Module,
-    rule: UpdateRule,
+    rules: Sequence[AnyRule],
     groups: Sequence[Mapping[str, Any]],
     config: OffloadConfig,
     *,
@@ -62,11 +62,12 @@ def build(
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
     arena. Frozen parameters and buffers are on the device, except the frozen parameters of streamed
-    blocks, which are in the arena. `inputs`: host memory for block inputs.
+    blocks, which are in the arena. `rules`: that of each group. `inputs`: host memory for block
+    inputs.
     """
     parts = partition(model)
-    blocks, entries = make_blocks(parts, model, groups, config, ranks, lanes)
-    spec = lay_out(model, rule, blocks, config, ranks, available_bytes())
+    blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes)
+    spec = lay_out(model, blocks, config, ranks, available_bytes())
     laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
     laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(inputs, ledger, config)
     block_inputs = BlockInputs(device)
@@ -78,12 +79,12 @@ def build(
         inputs=block_inputs,
     )
     program = Program(spec, ranks.rank)
-    functions = Functions(blocks, lanes, ranks, rule, groups, seed=config.seed)
+    functions = Functions(blocks, lanes, ranks, rules, groups, seed=config.seed)
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
-    adopt_weights(model, parts, blocks, rule, config, device, ranks, param_init_fn)
+    adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)
     offloader = None
     if config.activation == "offload":
         offloader = ActivationOffloader(program, interpreter, block_inputs)
@@ -128,7 +129,6 @@ class MappedMemory:
 
 def lay_out(
     model: nn.Module,
-    rule: UpdateRule,
     blocks: Sequence[Block],
     config: OffloadConfig,
     ranks: Ranks,
@@ -144,7 +144,6 @@ def lay_out(
         config,
         ranks=ranks.size,
         num_tensors=sum(1 for _ in model.parameters()),
-        moments=rule.moments,
         available_bytes=available_bytes,
     )
     memory.check_host_limit(spec)
@@ -185,6 +184,7 @@ def make_blocks(
     parts: Sequence[Part],
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
+    rules: Sequence[AnyRule],
     config: OffloadConfig,
     ranks: Ranks,
     lanes: Lanes,
@@ -192,6 +192,9 @@ def make_blocks(
     """Make all blocks, and by module the list of those that its forward waits for.
 
     A parameter belongs to the first part that refers to it; later parts wait for its block.
+
+    Args:
+        rules: that of each group.
 
     Raises:
         ModelError: two buckets would have the same name.
@@ -206,9 +209,9 @@ def make_blocks(
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
-        buckets = _buckets(label, owned, order, group_of, full, config, ranks)
+        buckets = _buckets(label, owned, order, group_of, rules, full, config, ranks)
         still = _streamable_frozen(part, owner) if streams else []
-        frozen = _buckets(f"{label} frozen", still, order, {}, full, config, ranks)
+        frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, ranks)
         if buckets or frozen:
             block = Block(label, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated)
             blocks.append(block)
@@ -253,6 +256,7 @@ def _buckets(
     owned: Sequence[tuple[str, nn.Parameter]],
     order: Mapping[nn.Parameter, int],
     group_of: Mapping[nn.Parameter, int],
+    rules: Sequence[AnyRule],
     full: set[nn.Parameter],
     config: OffloadConfig,
     ranks: Ranks,
@@ -265,7 +269,16 @@ def _buckets(
         sorted_in.setdefault(key, []).append((full_name, param))
     several = len(sorted_in) > 1
     return tuple(
-        pack(f"{name}/{i}" if several else name, group, dtype, params, order, config.state, ranks)
+        pack(
+            f"{name}/{i}" if several else name,
+            group,
+            dtype,
+            params,
+            order,
+            config.state,
+            ranks,
+            rules[group] if rules else None,
+        )
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
 

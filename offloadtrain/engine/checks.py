@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.optim import UpdateRule
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.formats import FORMATS
 
@@ -29,7 +30,8 @@ class ModelError(OffloadTrainError):
 
 
 _RULES = (
-    "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad and your own (docs/extending.md)"
+    "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad, ot.Muon and your own "
+    "(docs/extending.md)"
 )
 _OF_A_RULE = (
     "moments",
@@ -62,7 +64,7 @@ def check_arguments(model: object, rule: object) -> None:
         torchs = issubclass(rule, torch.optim.Optimizer)
         found = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
         raise TypeError(f"rule is {found}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
-    if rule is None:
+    if rule is None or isinstance(rule, MatrixRule):
         return
     if not callable(getattr(rule, "update", None)):
         raise TypeError(f"rule is {rule!r:.80}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
@@ -73,7 +75,26 @@ def check_arguments(model: object, rule: object) -> None:
         )
 
 
-def check_state_keeps(state: str, rule: UpdateRule) -> None:
+def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
+    """Raises ValueError for options that the rule cannot do."""
+    _check_state_keeps(config.state, rule)
+    if not isinstance(rule, MatrixRule):
+        return
+    _check_state_keeps(config.state, rule.rest)
+    name = type(rule).__name__
+    if config.state == "int8":
+        raise ValueError(
+            f"state = 'int8' and {name}: it writes moments and masters at two times, and int8 "
+            "rounds them together. Use state = 'fp32' or 'split16'"
+        )
+    if config.update == "speculative":
+        raise ValueError(
+            f"update = 'speculative' and {name}: matrices are orthogonalized over their gradient, "
+            "which a wrong guess would need again. Use update = 'exact' or 'delayed'"
+        )
+
+
+def _check_state_keeps(state: str, rule: Rule) -> None:
     """Raises ValueError where a format cannot keep the rule's moments."""
     format = FORMATS[state]
     if not format.keeps_moments(rule.moments):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Slot
-from offloadtrain.optim import UpdateRule
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
@@ -35,7 +35,7 @@ class Functions:
         blocks: Sequence[Block],
         lanes: Lanes,
         ranks: Ranks,
-        rule: UpdateRule,
+        rules: Sequence[AnyRule],
         groups: Sequence[Mapping[str, Any]],
         *,
         seed: int,
@@ -46,7 +46,7 @@ class Functions:
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._lanes = lanes
         self._ranks = ranks
-        self._rule = rule
+        self._rules = rules
         self._groups = groups
         self._digest = 0
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
@@ -54,6 +54,8 @@ class Functions:
             Kind.REDUCE_SCATTER: self._reduce_scatter,
             Kind.ACCUMULATE: self._accumulate,
             Kind.NORM: self._norm,
+            Kind.DIRECTION: self._direction,
+            Kind.ORTHOGONALIZE: self._orthogonalize,
             Kind.ADAM: self._adam,
             Kind.ALL_GATHER: self._all_gather,
         }
@@ -130,7 +132,10 @@ class Functions:
         assert update is not None
         # A copy: Adam runs on the host lane later, beside a scheduler that may change the group.
         group = dict(self._groups[bucket.group])
-        rule, format, layout, seed = self._rule, bucket.format, bucket.layout, self.seed
+        rule, seed = self._rules[bucket.group], self.seed
+        if isinstance(rule, MatrixRule):
+            return self._apply(bucket, rule, group)
+        format, layout = bucket.format, bucket.layout
         fields, emits = len(bucket.state), not format.holds_weight
 
         def adam(grad: Tensor, *rest: Tensor) -> None:
@@ -149,6 +154,49 @@ class Functions:
             )
 
         return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
+
+    def _direction(self, op: Launch) -> Operation:
+        bucket, update, seed = self._buckets[op.owner], op.update, self.seed
+        rule, group = self._rules[bucket.group], dict(self._groups[bucket.group])
+        assert update is not None and isinstance(rule, MatrixRule)
+
+        def direction(grad: Tensor, target: Tensor, *state: Tensor) -> None:
+            rule.direction(
+                bucket.format,
+                state,
+                grad,
+                target,
+                bucket.layout,
+                group=group,
+                step=update.step,
+                grad_scale=update.grad_scale,
+                seed=seed,
+            )
+
+        return direction
+
+    def _orthogonalize(self, op: Launch) -> Operation:
+        bucket = self._buckets[op.owner]
+        rule, group = self._rules[bucket.group], dict(self._groups[bucket.group])
+        slot = next(slot for slot in bucket.slots if slot.offset == bucket.lo + op.lo)
+        assert isinstance(rule, MatrixRule)
+
+        def orthogonalize(flat: Tensor, workspace: Tensor) -> None:
+            with torch.no_grad():
+                rule.orthogonalize(slot.shaped(flat), workspace, group=group)
+
+        return orthogonalize
+
+    def _apply(self, bucket: Bucket, rule: MatrixRule, group: Mapping[str, Any]) -> Operation:
+        """`ADAM` of matrices."""
+        fields, emits = len(bucket.state), not bucket.format.holds_weight
+        shapes = [slot.shape for slot in bucket.slots if bucket.lo <= slot.offset < bucket.hi]
+
+        def apply(update: Tensor, *rest: Tensor) -> None:
+            state, working = rest[-fields:], rest[0] if emits else None
+            rule.apply(bucket.format, state, update, working, bucket.layout, shapes, group=group)
+
+        return apply
 
 
 def _add(staged: Tensor, grad: Tensor) -> None:
@@ -190,6 +238,8 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.ADD: _add,
     Kind.NO_GRADIENT: KernelCalls(kernels.zero),
     Kind.CAST: KernelCalls(kernels.cast),
+    Kind.MATRIX_UP: copy,
+    Kind.MATRIX_DOWN: copy,
     Kind.WEIGHTS_UP: copy,
     Kind.PUBLISH: KernelCalls(kernels.copy),
     Kind.LOAD: copy,

@@ -125,6 +125,8 @@ class Interpreter:
         found = self._memory.__getitem__
         reads, writes = list(map(found, op.reads)), list(map(found, op.writes))
         function = self._functions.of(op)
+        if op.kind is Kind.DIRECTION:
+            self.journal.needs_device(op.owner)
         if op.kind is Kind.ADAM:
             progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
             self.journal.launches(op, call, progress, decided=self._updating)

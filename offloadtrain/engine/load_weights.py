@@ -21,7 +21,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.partition import Part
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import Ranks
@@ -40,7 +40,7 @@ def adopt_weights(
     model: nn.Module,
     parts: Sequence[Part],
     blocks: Sequence[Block],
-    rule: UpdateRule,
+    rules: Sequence[AnyRule],
     config: OffloadConfig,
     device: torch.device,
     ranks: Ranks,
@@ -60,7 +60,7 @@ def adopt_weights(
         _agree_on([param for _, param in part.parameters], ranks)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
-                _adopt(bucket, rule)
+                _adopt(bucket, rules[bucket.group])
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
             # The host has a shard, which a whole parameter cannot view: NaN until the first use.
@@ -131,7 +131,7 @@ def adopt_loaded(
     slots: Iterable[tuple[Bucket, Slot]],
     written: set[nn.Parameter],
     given: Given | None,
-    rule: UpdateRule,
+    rules: Sequence[AnyRule],
 ) -> bool:
     """Set the masters of the parameters that were written, from `given` or from their own values.
 
@@ -149,12 +149,12 @@ def adopt_loaded(
         if slot.param in written:
             values = slot.param.data if given is None else given.of(slot.name, slot.param)
             _check_range(slot.name, values, bucket.dtype)
-            set_master(bucket, slot, rule, values)
+            set_master(bucket, slot, rules[bucket.group], values)
             rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
     return rounded
 
 
-def set_master(bucket: Bucket, slot: Slot, rule: UpdateRule, values: Tensor) -> None:
+def set_master(bucket: Bucket, slot: Slot, rule: Rule, values: Tensor) -> None:
     """Set this rank's part of one parameter's master weights, from values of its shape, of any
     dtype, on any device."""
     first, last = bucket.piece(slot)
@@ -182,7 +182,7 @@ def _widened(values: Tensor, buffer: Tensor) -> Tensor:
     return buffer.copy_(values)
 
 
-def _adopt(bucket: Bucket, rule: UpdateRule) -> None:
+def _adopt(bucket: Bucket, rule: Rule) -> None:
     for slot in bucket.slots:
         _check_range(slot.name, slot.param.data, bucket.dtype)
         set_master(bucket, slot, rule, slot.param.data)

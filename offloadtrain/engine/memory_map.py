@@ -132,7 +132,9 @@ class MemoryMap(dict[Ref, Range]):
             return self._slice(bucket, ref.copy)
         found = getattr(bucket, _ATTRIBUTES[ref.memory])
         assert isinstance(found, Buffer)
-        return found
+        # Matrices that are updated lie where their gradient was, in a dtype of their own.
+        own = found.flat.dtype == _dtype(ref)
+        return found if own else Buffer(found.name, found.flat.view(_dtype(ref)))
 
     def _slice(self, bucket: Bucket, slot: int) -> Buffer:
         lo = self._offsets[bucket.name]

@@ -19,12 +19,13 @@ from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, wa
 from offloadtrain.engine.engine import EngineError
 from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watch_clipping
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
+from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
 from offloadtrain.engine.state_io import StateIO
 from offloadtrain.engine.step_report import Phase, StepReport
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
@@ -45,7 +46,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        rule: UpdateRule,
+        rule: AnyRule,
         groups: list[dict[str, Any]],
         config: OffloadConfig,
         device: torch.device,
@@ -53,12 +54,12 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
     ) -> None:
-        super().__init__(groups, rule.defaults())
+        super().__init__(groups, common_defaults(groups, rule))
         self.device = device
         self.working_dtype = dtype = PRECISIONS[config.precision]
         self.ranks = ranks
         self.ledger = Ledger()
-        self._rule = rule
+        self._rules = [rule_of(rule, group) for group in groups]
         self._inputs = host = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
         self._arena = host if config.state_on == "host" else DeviceArena(self.ledger, self.device)
         lanes.counts_bus = self._arena is host
@@ -67,7 +68,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         try:
             self._engine, self._blocks = build(
                 model,
-                rule,
+                self._rules,
                 self.param_groups,
                 config,
                 device=device,
@@ -228,8 +229,8 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._seal.check()
-        for group in self.param_groups:
-            self._rule.check(group)
+        for rule, group in zip(self._rules, self.param_groups, strict=True):
+            rule.check(group)
         report = self._engine.step(skip=skip)
         self._step_tensor.fill_(report.step)
         return loss
@@ -282,7 +283,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         # This thread writes the state next, which Adam and uploads in flight still use.
         self.synchronize()
         held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
-        step = state.load_dict(state_dict, self.param_groups, held, self._rule)
+        step = state.load_dict(state_dict, self.param_groups, held, self._rules)
         self._engine.seed = state_dict.get("seed", self._engine.seed)
         scaler = self._engine.scaler
         self.finish_load(
@@ -337,7 +338,9 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         held = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
         for name, param in self._model.named_parameters():
             if param in held:
-                yield name, state.whole_master(*held[param], self._rule, self.ranks)
+                bucket, slot = held[param]
+                rule = self._rules[bucket.group]
+                yield name, state.whole_master(bucket, slot, rule, self.ranks)
             elif param.is_floating_point():
                 yield name, param.detach().to("cpu", torch.float32, copy=True)
             else:
@@ -359,7 +362,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         written, before = set(self._seal.written()), self._written_before
         if given is not None and not given.new:
             given, written = None, before
-        if adopt_loaded(self._slots(), written, given, self._rule):
+        if adopt_loaded(self._slots(), written, given, self._rules):
             self._engine.emit()
         self._seal.renew()
 
@@ -430,7 +433,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            kept = state.views(bucket, slot, self._rule.moments)
+            kept = state.views(bucket, slot)
             self.state[slot.param] = {"step": self._step_tensor, **kept}
 
 

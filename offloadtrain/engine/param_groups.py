@@ -8,28 +8,98 @@ from typing import Any
 from torch import nn
 
 from offloadtrain.engine.checks import ModelError
-from offloadtrain.optim import UpdateRule
+from offloadtrain.engine.partition import partition
+from offloadtrain.optim import AnyRule, MatrixRule, rule_of
+
+_OF_ANY_RULE = {"params", "name", "initial_lr"}
 
 
 def normalise_groups(
     model: nn.Module,
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
-    rule: UpdateRule,
+    rule: AnyRule,
 ) -> list[dict[str, Any]]:
-    """Return `param_groups` with every hyperparameter of the rule filled in and checked.
+    """Return `param_groups` with every hyperparameter of their rule filled in and checked.
+
+    A group that does not say whether it is one of matrices becomes two under a `MatrixRule`.
 
     Raises:
-        ModelError: naming a parameter that is in no group, in two, or not in the model.
+        ModelError: naming a parameter that is in no group, in two, or not in the model; or that is
+            no matrix, in a group of matrices.
         ValueError: for hyperparameters out of range or unknown.
     """
-    groups = [{**rule.defaults(), **group} for group in _as_groups(model, params)]
+    given = _as_groups(model, params)
+    _check_membership(model, [group["params"] for group in given])
+    divided = _divided(model, given, rule) if isinstance(rule, MatrixRule) else given
+    groups = [{**rule_of(rule, group).defaults(), **group} for group in divided]
     for group in groups:
-        unknown = set(group) - set(rule.defaults()) - {"params", "name", "initial_lr"}
+        own = rule_of(rule, group)
+        unknown = set(group) - set(own.defaults()) - _OF_ANY_RULE
+        if isinstance(rule, MatrixRule):
+            unknown -= {rule.group_key}
         if unknown:
             raise ValueError(f"unknown keys in a parameter group: {sorted(unknown)}")
-        rule.check(group)
-    _check_membership(model, [group["params"] for group in groups])
+        own.check(group)
     return groups
+
+
+def common_defaults(groups: Sequence[dict[str, Any]], rule: AnyRule) -> dict[str, Any]:
+    """Return the defaults that all groups have: torch adds missing ones to each."""
+    return {k: v for k, v in rule.defaults().items() if all(k in group for group in groups)}
+
+
+def _divided(
+    model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule
+) -> list[dict[str, Any]]:
+    """Return groups of matrices and groups of the rest."""
+    found, hidden, key = [], hidden_matrices(model), rule.group_key
+    for group in groups:
+        if key in group:
+            found.append(group)
+        else:
+            found += _halves(group, hidden, rule)
+    matrices = [param for group in found if group[key] for param in group["params"]]
+    if not matrices:
+        raise ModelError(
+            f"{type(rule).__name__} found no hidden matrix, a 2-D parameter in a list of layers: "
+            f"give it groups, params=[{{'params': …, '{key}': True}}, …]"
+        )
+    names = {param: name for name, param in model.named_parameters()}
+    for param in matrices:
+        if param.ndim != 2:
+            raise ModelError(
+                f"'{names[param]}' of shape {tuple(param.shape)} is in a group with {key} = True "
+                f"and is no matrix: set {key} = False for it"
+            )
+    return found
+
+
+def _halves(
+    group: dict[str, Any], hidden: set[nn.Parameter], rule: MatrixRule
+) -> list[dict[str, Any]]:
+    """Divide a group, without hyperparameters that only the other rule has."""
+    found = []
+    for is_matrix, own, other in ((True, rule, rule.rest), (False, rule.rest, rule)):
+        others = set(other.defaults()) - set(own.defaults())
+        params = [param for param in group["params"] if (param in hidden) == is_matrix]
+        if params:
+            kept = {name: value for name, value in group.items() if name not in others}
+            found.append({**kept, "params": params, rule.group_key: is_matrix})
+    return found
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the 2-D parameters that only layers of a list have, embeddings not among them."""
+    parts = partition(model)
+    inside = {param for part in parts if part.repeated for _, param in part.parameters}
+    outside = {param for part in parts if not part.repeated for _, param in part.parameters}
+    tables = {
+        param
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for param in module.parameters(recurse=False)
+    }
+    return {param for param in inside - outside - tables if param.ndim == 2}
 
 
 def _as_groups(

@@ -8,7 +8,8 @@ state on the host is that of a whole step, or can be made so:
     before the decision   the updates of the step before are finished; the step itself is given up
     behind the decision   its own updates are finished as well
     neither               only where Adam has run in place inside backward (`updates_early`), before
-                          all gradients were there: that state is between two steps
+                          all gradients were there: that state is between two steps; or where
+                          matrices of a decided step were not orthogonalized, which the device does
 
 The journal holds each launch of Adam until the host lane is known to have run it. What was launched
 and did not run is run with the same operands and hyperparameters by the thread that salvages. What
@@ -60,6 +61,12 @@ class UpdateJournal:
     def __init__(self) -> None:
         self._open: deque[_Adam] = deque()
         self._left: Sequence[Operation] = ()
+        self._of_matrices: set[str] = set()
+        """Buckets whose Adam needs what the device has computed."""
+
+    def needs_device(self, bucket: str) -> None:
+        """The bucket's Adam comes behind the device's part of its update."""
+        self._of_matrices.add(bucket)
 
     def launches(self, op: Launch, run: Call, progress: HostProgress, *, decided: bool) -> None:
         """Adam is about to be launched on the host lane.
@@ -129,6 +136,16 @@ class UpdateJournal:
                 f"Adam of {len(early)} buckets ran inside a backward that did not end: the state "
                 "is between two steps. With offload.skip_nonfinite = true no update runs before "
                 "all gradients of its step are on the host"
+            )
+        pending = [one.bucket for one in in_place if one.decided and one.number > progress.ended]
+        kinds = (Kind.DIRECTION, Kind.ADAM)
+        left = [op for op in self._left if isinstance(op, Launch) and op.kind in kinds]
+        pending += [op.owner for op in left]
+        self._of_matrices.update(op.owner for op in left if op.kind is Kind.DIRECTION)
+        if lost := self._of_matrices.intersection(pending):
+            raise SalvageError(
+                f"the update of {len(lost)} buckets of matrices was decided, and the device has "
+                "not orthogonalized them: the state is between two steps. Go on from a checkpoint"
             )
         torn = [one for one in in_place if progress.ended < one.number <= progress.begun]
         if torn:

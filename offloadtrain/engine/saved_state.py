@@ -76,21 +76,21 @@ class StateWriter(Protocol):
         ...
 
 
-def flat_states(blocks: Iterable[Block], moments: Sequence[str], rank: int) -> Iterator[FlatState]:
+def flat_states(blocks: Iterable[Block], rank: int) -> Iterator[FlatState]:
     """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights."""
     for block in blocks:
         for bucket in block.buckets:
-            for field in bucket.format.fields(moments):
+            for field in bucket.format.fields(bucket.spec.moments):
                 dtype = field.dtype or bucket.spec.dtype
                 yield _flat(bucket, field.name, dtype, field.per, rank)
         for bucket in block.frozen:
             yield _flat(bucket, UNTRAINED, bucket.spec.dtype, 1, rank)
 
 
-def own_state(bucket: Bucket, slot: Slot, moments: Sequence[str]) -> OwnState:
+def own_state(bucket: Bucket, slot: Slot) -> OwnState:
     """View this rank's part of a parameter. At rest only while the lanes are empty."""
     if bucket.state:
-        pieces = zip(bucket.format.fields(moments), bucket.state_of(slot), strict=True)
+        pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
         fields = {field.name: (view, field.per) for field, view in pieces}
     else:
         fields = {UNTRAINED: (bucket.weights_of(slot), 1)}

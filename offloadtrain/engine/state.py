@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import EngineError
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
@@ -20,10 +20,10 @@ _PIECE = 1 << 18
 """Elements; a multiple of the kernels' block."""
 
 
-def views(bucket: Bucket, slot: Slot, moments: Sequence[str]) -> dict[str, Tensor]:
+def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:
     """Return field → a view of its memory, shaped as the parameter where the shard holds all of it;
     scales are 1-D. At rest only while the lanes are empty."""
-    pieces = zip(bucket.format.fields(moments), bucket.state_of(slot), strict=True)
+    pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
     return {field.name: slot.shaped(_own_storage(piece)) for field, piece in pieces}
 
 
@@ -39,9 +39,12 @@ def load_dict(
     state_dict: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
     held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
-    rule: UpdateRule,
+    rules: Sequence[AnyRule],
 ) -> int:
     """Load state and hyperparameters from an optimizer's state dict; returns its step.
+
+    Args:
+        rules: that of each group.
 
     Raises:
         EngineError: if groups, shapes or step counts do not fit.
@@ -57,16 +60,17 @@ def load_dict(
         raise EngineError(f"the state has nothing for '{without[0]}' ({len(without)} in all)")
     for key, param in zip(keys, params, strict=True):
         if "step" not in entries[key]:
-            wanted = ", ".join(rule.moments)
+            wanted = ", ".join(held[param][0].spec.moments)
             name, has = held[param][1].name, ", ".join(entries[key]) or "nothing"
             raise EngineError(f"'{name}' needs a step and {wanted}, the state has {has}")
     steps = {float(entries[key]["step"]) for key in keys}
     if len(steps) != 1:
         raise EngineError(f"all parameters step together, but the state has steps {sorted(steps)}")
-    for group, other in zip(groups, saved, strict=True):
+    for group, other, rule in zip(groups, saved, rules, strict=True):
         _load_group(group, other, rule)
     for key, param in zip(keys, params, strict=True):
         bucket, slot = held[param]
+        rule = rules[bucket.group]
         tensors = _tensors(entries[key])
         first, last = bucket.piece(slot)
         whole = any(tuple(tensor.shape) == slot.shape for tensor in tensors.values())
@@ -78,7 +82,7 @@ def load_dict(
 
 
 def load(
-    bucket: Bucket, slot: Slot, rule: UpdateRule, tensors: Mapping[str, Tensor], lo: int | None
+    bucket: Bucket, slot: Slot, rule: Rule, tensors: Mapping[str, Tensor], lo: int | None
 ) -> None:
     """Copy this rank's part of a parameter's state out of `tensors`, of any format. The lanes must
     be empty.
@@ -119,7 +123,7 @@ def load(
         rule.convert(source, flat, bucket.format, own)
 
 
-def whole_master(bucket: Bucket, slot: Slot, rule: UpdateRule, ranks: Ranks) -> Tensor:
+def whole_master(bucket: Bucket, slot: Slot, rule: Rule, ranks: Ranks) -> Tensor:
     """Return a parameter's master weights, or its frozen weights, from the shards of all ranks: a
     copy on the host, fp32, of its shape. A collective."""
     if bucket.state:
@@ -134,7 +138,7 @@ def whole_master(bucket: Bucket, slot: Slot, rule: UpdateRule, ranks: Ranks) -> 
     return slot.shaped(whole)
 
 
-def master(bucket: Bucket, slot: Slot, rule: UpdateRule) -> Tensor:
+def master(bucket: Bucket, slot: Slot, rule: Rule) -> Tensor:
     """Copy this rank's part of a parameter's master weights to the host, decoded: (n,) fp32. The
     lanes must be empty."""
     own = bucket.state_of(slot)
@@ -159,7 +163,7 @@ def load_frozen(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> N
         bucket.weights_of(slot)[begin - first : end - first].copy_(flat[begin - lo : end - lo])
 
 
-def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: UpdateRule) -> None:
+def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> None:
     """Load the hyperparameters of a saved group, without the switches of torch's own optimizers.
 
     Raises:
@@ -190,7 +194,7 @@ def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if key != "step"}
 
 
-def _master(bucket: Bucket, rule: UpdateRule, own: tuple[Tensor, ...], count: int) -> Tensor:
+def _master(bucket: Bucket, rule: Rule, own: tuple[Tensor, ...], count: int) -> Tensor:
     """Decode the master weights of a piece of state to (count,) fp32, beside the state."""
     wide = [torch.empty(count, device=own[0].device) for _ in FP32.fields(rule.moments)]
     rule.convert(bucket.format, own, FP32, tuple(wide))

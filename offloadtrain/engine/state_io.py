@@ -18,7 +18,7 @@ from offloadtrain.engine.saved_state import (
     flat_states,
     own_state,
 )
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
 
 
@@ -28,7 +28,7 @@ class StateIO:
     ranks: Ranks
     _blocks: Sequence[Block]
     _engine: Engine
-    _rule: UpdateRule
+    _rules: Sequence[AnyRule]
     _seal: ParameterGuard
     _step_tensor: Tensor
 
@@ -57,7 +57,7 @@ class StateIO:
 
     def flat_states(self) -> list[FlatState]:
         """Describe every buffer that `write_state` writes, in its order."""
-        return list(flat_states(self._blocks, self._rule.moments, self.ranks.rank))
+        return list(flat_states(self._blocks, self.ranks.rank))
 
     def write_state(self, writer: StateWriter) -> None:
         """Write the state as it is after the last step."""
@@ -76,7 +76,7 @@ class StateIO:
         # The caller reads or writes memory that Adam and uploads in flight still use.
         self.synchronize()
         held = [*self._slots(), *self._frozen_slots()]
-        return {slot.name: own_state(b, slot, self._rule.moments) for b, slot in held}
+        return {slot.name: own_state(b, slot) for b, slot in held}
 
     def load_named_state(
         self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
@@ -102,7 +102,7 @@ class StateIO:
         found = next(((b, s) for b, s in self._slots() if s.name == name), None)
         if found is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
-        state.load(*found, self._rule, tensors, lo)
+        state.load(*found, self._rules[found[0].group], tensors, lo)
 
     def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
         """Set the step count and upload the weights, after `load_named_state` of every parameter.

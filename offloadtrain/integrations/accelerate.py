@@ -24,7 +24,7 @@ from offloadtrain.engine import offload as _offload
 from offloadtrain.integrations import rank_files
 from offloadtrain.integrations.options import Options, merged, precision_of
 from offloadtrain.integrations.weights import state_dict as state_dict_of
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule
 
 _ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU")
 
@@ -32,7 +32,7 @@ _ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU")
 def offload(
     accelerator: Any,
     model: nn.Module,
-    rule: UpdateRule | None = None,
+    rule: AnyRule | None = None,
     *,
     config: Options | None = None,
     **options: Any,

@@ -26,7 +26,7 @@ from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.options import Options, merged
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
 from offloadtrain.integrations.weights import state_dict as state_dict_of
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -158,11 +158,11 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         accelerate.drive(self.accelerator, model, optimizer)
         return optimizer
 
-    def _rule(self) -> UpdateRule:
+    def _rule(self) -> AnyRule:
         if self.optimizer_cls_and_kwargs is None:
             return training_arguments.rule_of(self.args)
         kind, hyperparameters = self.optimizer_cls_and_kwargs
-        rule: UpdateRule = kind(**hyperparameters)
+        rule: AnyRule = kind(**hyperparameters)
         return rule
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -14,13 +14,14 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel, Lora, ParamShape, PartShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload
+from offloadtrain.engine.param_groups import hidden_matrices
 from offloadtrain.engine.partition import partition
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.pretrained import from_pretrained
 from offloadtrain.model.transformer import LossTerms
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule
 
 AUTO_CLASS = "AutoModelForCausalLM"
 
@@ -102,16 +103,17 @@ def lora_keys(lora: Lora) -> dict[str, Any]:
 def _parts(model: nn.Module) -> Iterator[PartShape]:
     """Yield the parts of a model, a parameter in the first that refers to it."""
     seen: set[nn.Parameter] = set()
+    hidden = hidden_matrices(model)
     for part in partition(model):
         own = [(name, param) for name, param in part.parameters if param not in seen]
         seen.update(param for _, param in own)
-        params = (ParamShape(name, tuple(p.shape), p.requires_grad) for name, p in own)
+        params = (ParamShape(name, tuple(p.shape), p.requires_grad, p in hidden) for name, p in own)
         yield PartShape(part.name or "root", tuple(params), part.repeated)
 
 
 def build(
     hf: HfModel,
-    rule: UpdateRule,
+    rule: AnyRule,
     groups: Groups,
     config: OffloadConfig,
     *,

@@ -25,7 +25,7 @@ from offloadtrain.integrations import rank_files
 from offloadtrain.integrations.options import merged, precision_of
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
 from offloadtrain.integrations.weights import state_dict as state_dict_of
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
@@ -80,7 +80,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
         if plugin is not None:
             self._casts.precision = plugin.precision
 
-    def offload(self, rule: UpdateRule | None = None, *, params: Any = None) -> OffloadOptimizer:
+    def offload(self, rule: AnyRule | None = None, *, params: Any = None) -> OffloadOptimizer:
         """Offload the LightningModule; for its `configure_optimizers`.
 
         Args:

@@ -31,7 +31,7 @@ from offloadtrain.integrations.export import (
     write_tokenizer,
     write_weights,
 )
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 
@@ -57,7 +57,7 @@ _OF_CONFIG = "trust_remote_code revision token cache_dir local_files_only subfol
 
 def from_pretrained(
     name_or_folder: str | Path,
-    rule: UpdateRule | None = None,
+    rule: AnyRule | None = None,
     *,
     auto_class: str | type | None = None,
     lora: Mapping[str, Any] | None = None,

@@ -10,7 +10,8 @@ from offloadtrain.optim.adagrad import Adagrad
 from offloadtrain.optim.adam import Adam, AdamW
 from offloadtrain.optim.lion import Lion
 from offloadtrain.optim.loss_scaler import LossScaleError, LossScaler
-from offloadtrain.optim.rule import ElementwiseRule, UpdateRule
+from offloadtrain.optim.muon import Muon
+from offloadtrain.optim.rule import AnyRule, ElementwiseRule, MatrixRule, Rule, UpdateRule, rule_of
 from offloadtrain.optim.sgd import SGD
 from offloadtrain.runtime.kernels import Draw, RegisteredFormat, StateCodec, register_state_format
 from offloadtrain.step.formats import Field, StateFormat
@@ -20,15 +21,20 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AnyRule",
     "Draw",
     "ElementwiseRule",
     "Field",
     "Lion",
     "LossScaleError",
     "LossScaler",
+    "MatrixRule",
+    "Muon",
     "RegisteredFormat",
+    "Rule",
     "StateCodec",
     "StateFormat",
     "UpdateRule",
     "register_state_format",
+    "rule_of",
 ]

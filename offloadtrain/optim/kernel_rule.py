@@ -15,9 +15,8 @@ from offloadtrain.runtime import kernels
 from offloadtrain.step.formats import StateFormat
 
 
-class KernelRule(CodecRule, ABC):
-    """An `UpdateRule` whose step is a kernel: frozen dataclasses of hyperparameters, one pass over
-    a bucket."""
+class KeywordsOnly:
+    """A rule that says what to write instead where it is taken for one of torch's optimizers."""
 
     __slots__ = ()
 
@@ -37,6 +36,13 @@ class KernelRule(CodecRule, ABC):
             f"{name} is an update rule, not an optimizer class: give the trainer "
             f"{_usage(type(self))} as its optimizer (optimizers = (optimizer, None))"
         )
+
+
+class KernelRule(KeywordsOnly, CodecRule, ABC):
+    """An `UpdateRule` whose step is a kernel: frozen dataclasses of hyperparameters, one pass over
+    a bucket."""
+
+    __slots__ = ()
 
     def __post_init__(self) -> None:
         self.check(self.defaults())
@@ -134,7 +140,7 @@ def check_betas(group: Mapping[str, Any]) -> None:
         raise ValueError(f"betas = {group['betas']} are not two numbers in [0, 1)")
 
 
-def _usage(rule: type[KernelRule]) -> str:
+def _usage(rule: type[KeywordsOnly]) -> str:
     return f"ot.offload(model, ot.{rule.__name__}(lr=…))"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, cast
 
@@ -15,18 +15,13 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.formats import StateFormat
 
 
-class UpdateRule(Protocol):
-    """An optimizer as the engine sees it. Implementations are frozen dataclasses of
-    hyperparameters."""
+class Rule(Protocol):
+    """What the engine asks of every optimizer. Implementations are frozen dataclasses of
+    hyperparameters, and an `UpdateRule` or a `MatrixRule`."""
 
     @property
     def moments(self) -> tuple[str, ...]:
         """State per parameter besides the master weight, e.g. ("exp_avg", …)."""
-        ...
-
-    def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Whether `update` of this format calls only kernels that are captured when they are
-        launched, and run without Python's interpreter lock (`kernels.capture`)."""
         ...
 
     def defaults(self) -> dict[str, Any]:
@@ -35,6 +30,29 @@ class UpdateRule(Protocol):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError if a group's hyperparameters are out of range."""
+        ...
+
+    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
+        """Set the master weights from (numel,) fp32; moments do not change."""
+        ...
+
+    def convert(
+        self,
+        source: StateFormat,
+        given: tuple[Tensor, ...],
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+    ) -> None:
+        """Convert state of another format, rounded to nearest if this one is narrower."""
+        ...
+
+
+class UpdateRule(Rule, Protocol):
+    """An optimizer that updates a bucket in one operation on the host."""
+
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        """Whether `update` of this format calls only kernels that are captured when they are
+        launched, and run without Python's interpreter lock (`kernels.capture`)."""
         ...
 
     def update(
@@ -66,20 +84,6 @@ class UpdateRule(Protocol):
         """
         ...
 
-    def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
-        """Set the master weights from (numel,) fp32; moments do not change."""
-        ...
-
-    def convert(
-        self,
-        source: StateFormat,
-        given: tuple[Tensor, ...],
-        format: StateFormat,
-        state: tuple[Tensor, ...],
-    ) -> None:
-        """Convert state of another format, rounded to nearest if this one is narrower."""
-        ...
-
 
 class CodecRule:
     """What rules that are frozen dataclasses of hyperparameters share: masters are set, and state
@@ -92,7 +96,7 @@ class CodecRule:
         return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
-        """See `UpdateRule.set_master`."""
+        """See `Rule.set_master`."""
         kernels.set_master_by_codec(format, state, master)
 
     def convert(
@@ -102,8 +106,96 @@ class CodecRule:
         format: StateFormat,
         state: tuple[Tensor, ...],
     ) -> None:
-        """See `UpdateRule.convert`."""
+        """See `Rule.convert`."""
         kernels.convert_by_codec(source, given, format, state)
+
+
+class MatrixRule(CodecRule, ABC):
+    """A rule for hidden matrices that needs each of them whole, on the device, for a part of its
+    update; all other parameters have another rule.
+
+    Parameter groups say which is whose: see `group_key`. A bucket of matrices is
+    updated by three operations ([Note: Matrices] in `step/updates.py`).
+
+    Attributes:
+        group_key: the key of a group that is True for matrices of this rule.
+        rest: the rule of all other parameters.
+    """
+
+    __slots__ = ()
+
+    group_key: ClassVar[str]
+    rest: UpdateRule
+
+    @property
+    @abstractmethod
+    def moments(self) -> tuple[str, ...]:
+        """State per element of a matrix besides the master weight."""
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError if hyperparameters of a group of matrices are out of range."""
+
+    @abstractmethod
+    def direction(
+        self,
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+        grad: Tensor,
+        target: Tensor,
+        layout: Layout,
+        *,
+        group: Mapping[str, Any],
+        step: int,
+        grad_scale: float,
+        seed: int,
+    ) -> None:
+        """Update the moments, where the state is, and write what the device needs.
+
+        Args:
+            state, grad, layout, group, step, grad_scale, seed: see `UpdateRule.update`; masters
+                stay.
+            target: (numel,) bf16; the first bytes of `grad`, which is consumed.
+        """
+
+    @abstractmethod
+    def orthogonalize(self, matrix: Tensor, workspace: Tensor, *, group: Mapping[str, Any]) -> None:
+        """Replace a direction by the matrix that is subtracted, on the device.
+
+        Args:
+            matrix: of the parameter's shape and strides, dense, bf16; in place.
+            workspace: (n,) bf16, see `MatrixSpec.workspace_numel`.
+        """
+
+    @abstractmethod
+    def apply(
+        self,
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+        update: Tensor,
+        working: Tensor | None,
+        layout: Layout,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        group: Mapping[str, Any],
+    ) -> None:
+        """Decay the masters and subtract the update, where the state is.
+
+        Args:
+            state, working, layout, group: see `UpdateRule.update`; moments stay.
+            update: (numel,) bf16. May begin where `working` does, whose elements may be larger.
+            shapes: that of each parameter of the layout.
+        """
+
+
+AnyRule = UpdateRule | MatrixRule
+
+
+def rule_of(rule: AnyRule, group: Mapping[str, Any]) -> AnyRule:
+    """Return the rule that updates the parameters of a group."""
+    if isinstance(rule, MatrixRule) and not group[rule.group_key]:
+        return rule.rest
+    return rule
 
 
 class ElementwiseRule(CodecRule, ABC):

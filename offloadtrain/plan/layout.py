@@ -7,15 +7,30 @@ as the engine partitions and pads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 
 from offloadtrain.config.hf_model import ParamShape, PartShape
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS
-from offloadtrain.step.formats import format_for
-from offloadtrain.step.spec import BlockSpec, BucketSpec, padded
+from offloadtrain.step.formats import ADAM_MOMENTS, format_for
+from offloadtrain.step.spec import BlockSpec, BucketSpec, MatrixSpec, padded, placed
+
+_MOMENTS = {
+    "adamw": ADAM_MOMENTS,
+    "adam": ADAM_MOMENTS,
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "muon": ("momentum_buffer",),
+}
+
+
+def moments_of(optim: OptimConfig) -> tuple[str, ...]:
+    """State of the rule that a job names; `train.build.update_rule` makes it."""
+    return () if optim.name == "sgd" and not optim.momentum else _MOMENTS[optim.name]
 
 
 def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
@@ -62,7 +77,11 @@ def _parts(shape: ModelShape) -> Iterator[PartShape]:
         if shape.num_layers == 1:  # no list of layers: every module is its own block
             yield from (PartShape(name, params) for name, params in modules.items())
         else:
-            params = tuple(one for many in modules.values() for one in many)
+            params = tuple(
+                replace(one, hidden=len(one.sizes) == 2)
+                for many in modules.values()
+                for one in many
+            )
             yield PartShape(f"blocks.{number}", params, repeated=True)
     yield PartShape("norm", _named("norm", _norm(shape)))
     if not shape.tie_embeddings:
@@ -101,24 +120,52 @@ def _linear(shape: ModelShape, width: int, out: int) -> list[tuple[int, ...]]:
 def _buckets(
     name: str, params: Sequence[ParamShape], config: Config, ranks: int
 ) -> tuple[BucketSpec, ...]:
-    """Split parameters by weight decay and dtype, in order of appearance."""
-    sorted_in: dict[tuple[bool, str], list[int]] = {}
+    """Split parameters by update rule, weight decay and dtype, in order of appearance."""
+    sorted_in: dict[tuple[bool, bool, str], list[ParamShape]] = {}
     for param in params:
+        matrix = config.optim.name == "muon" and param.hidden and param.trained
         decays = param.trained and (config.optim.decay == "all" or len(param.sizes) > 1)
-        key = (decays, working_dtype(param, config))
-        sorted_in.setdefault(key, []).append(prod(param.sizes))
+        key = (matrix, decays, working_dtype(param, config))
+        sorted_in.setdefault(key, []).append(param)
     several = len(sorted_in) > 1
     return tuple(
-        BucketSpec(
-            f"{name}/{number}" if several else name,
-            padded(numels, ranks),
-            sum(numels),
-            dtype,
-            format_for(config.offload.state, dtype),
-            ranks,
-        )
-        for number, ((_, dtype), numels) in enumerate(sorted_in.items())
+        _bucket(f"{name}/{number}" if several else name, some, dtype, config, ranks, whole=matrix)
+        for number, ((matrix, _, dtype), some) in enumerate(sorted_in.items())
     )
+
+
+def _bucket(
+    name: str,
+    params: Sequence[ParamShape],
+    dtype: str,
+    config: Config,
+    ranks: int,
+    *,
+    whole: bool,
+) -> BucketSpec:
+    """`whole`: of matrices that are updated as such."""
+    numels = [prod(param.sizes) for param in params]
+    numel, matrices = padded(numels, ranks), []
+    if whole:
+        offsets, numel = placed(numels, ranks)
+        matrices = [MatrixSpec(at, *one.sizes) for at, one in zip(offsets, params, strict=True)]
+    return BucketSpec(
+        name,
+        numel,
+        sum(numels),
+        dtype,
+        format_for(config.offload.state, dtype),
+        ranks,
+        _moments(config.optim, params, whole=whole),
+        tuple(sorted(matrices)),
+    )
+
+
+def _moments(optim: OptimConfig, params: Sequence[ParamShape], *, whole: bool) -> tuple[str, ...]:
+    if not params[0].trained:
+        return ()
+    rest_of_muon = optim.name == "muon" and not whole
+    return ADAM_MOMENTS if rest_of_muon else moments_of(optim)
 
 
 def working_dtype(param: ParamShape, config: Config) -> str:

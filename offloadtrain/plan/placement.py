@@ -7,26 +7,13 @@ from dataclasses import dataclass
 from math import prod
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
-from offloadtrain.config.job import Config, OptimConfig
+from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.layout import blocks_of, num_tensors, parts_of, working_dtype
 from offloadtrain.step import memory
-from offloadtrain.step.formats import ADAM_MOMENTS, ITEMSIZE
+from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.spec import StepSpec
-
-_MOMENTS = {
-    "adamw": ADAM_MOMENTS,
-    "adam": ADAM_MOMENTS,
-    "lion": ("exp_avg",),
-    "sgd": ("momentum_buffer",),
-    "adagrad": ("sum",),
-}
-
-
-def moments_of(optim: OptimConfig) -> tuple[str, ...]:
-    """State of the rule that a job names; `train.build.update_rule` makes it."""
-    return () if optim.name == "sgd" and not optim.momentum else _MOMENTS[optim.name]
 
 
 class PlanError(OffloadTrainError):
@@ -89,8 +76,8 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
             copies.
 
     Raises:
-        PlanError: a device limit is too small for the slots and the unstreamed part, or the stage
-            contradicts `working`.
+        PlanError: a device limit is too small for the slots and the unstreamed part, the stage
+            contradicts `working`, or Muon has no matrix to update.
     """
     try:
         spec = memory.lay_out(
@@ -98,11 +85,15 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
             config.offload,
             ranks=ranks,
             num_tensors=num_tensors(config),
-            moments=moments_of(config.optim),
             available_bytes=available_bytes,
         )
     except (DeviceMemoryError, OptionError) as error:
         raise PlanError(f"offload.{error}") from None
+    if config.optim.name == "muon" and not any(bucket.matrices for bucket in spec.buckets):
+        raise PlanError(
+            'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
+            'such list that is trained: use optim.name = "adamw", or more layers'
+        )
     return Placement(config, spec)
 
 

@@ -19,6 +19,7 @@ LANES = {
     "h2d": "weights to the device",
     "load": "streamed blocks",
     "comm": "collectives",
+    "ortho": "matrices of updates",
 }
 _WIDTH = 26
 SUMS = "gradient sums"

@@ -9,8 +9,10 @@ from typing import Any
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.placement import PlanError, moments_of
+from offloadtrain.plan.layout import moments_of
+from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved
 from offloadtrain.step.formats import FORMATS
 
@@ -144,7 +146,7 @@ def _candidates(
         if "train.micro_batch" in keys and not job.train.global_batch_tokens:
             keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
         changed = _consistent(job, keys)
-        if any(changed.offload.problems()):
+        if any(changed.offload.problems()) or any(contradictions(changed.optim, changed.offload)):
             continue
         try:
             yield Change(keys, make(changed, name, machine, ranks))

@@ -8,8 +8,10 @@ Every launch of the program (`step.program`) gets a duration:
 * d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
 * reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
   are several;
-* accumulate, norm, adam, show: bytes of memory traffic over DRAM's rate, divided by the ranks of a
-  host; Adam as measured, if it was.
+* accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
+  ranks of a host; Adam as measured, if it was;
+* orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the model's width; a matrix up
+  or down: bytes over the link.
 Launches are free, and lanes do not slow each other.
 """
 
@@ -26,7 +28,7 @@ from offloadtrain.plan.placement import Placement
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import Steady, steady
-from offloadtrain.step.spec import BucketSpec, StepSpec
+from offloadtrain.step.spec import MATRIX_BYTES, BucketSpec, MatrixSpec, StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,17 @@ def _prediction(costs: _Costs, found: Steady) -> Prediction:
     )
 
 
+_NEWTON_SCHULZ_STEPS = 5
+"""Those of Muon in a job."""
+
+
+def newton_schulz_flops(matrix: MatrixSpec) -> float:
+    """Count the FLOPs of `Muon.orthogonalize`: per iteration the Gram matrix, its square, and the
+    product with the matrix."""
+    short, long = sorted((matrix.rows, matrix.columns))
+    return _NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
+
+
 class _Costs:
     """The durations of all operations."""
 
@@ -156,10 +169,21 @@ class _Costs:
                 return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
             case Kind.ACTIVATION_UP:
                 return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
+            case Kind.MATRIX_UP:
+                return op.writes[0].nbytes / self._link(self.machine.h2d_gbps)
+            case Kind.MATRIX_DOWN:
+                return op.writes[0].nbytes / self._link(self.machine.d2h_gbps)
+            case Kind.ORTHOGONALIZE:
+                return self._orthogonalized_s(self._buckets[op.owner], op.lo)
         key = op.kind, op.owner
         if (found := self._moved.get(key)) is None:
             found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
         return found
+
+    def _orthogonalized_s(self, bucket: BucketSpec, lo: int) -> float:
+        """Return the seconds of the matrix that begins there, of the first rank's shard."""
+        matrix = next(one for one in bucket.matrices if one.offset == lo)
+        return newton_schulz_flops(matrix) / self._rate
 
     def _recomputes(self, name: str) -> bool:
         keeps = self.placed.config.offload.activation == "keep"
@@ -241,7 +265,7 @@ class _Costs:
         rules than Adam, which was measured, by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         moved = self._traffic(Kind.ADAM, bucket)
-        if measured and self.spec.offloaded:
+        if measured and self.spec.offloaded and not bucket.matrices:
             of_adam = bucket.format.traffic_per_param(
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )
@@ -262,7 +286,14 @@ class _Costs:
                 return gradient
             case Kind.PUBLISH:
                 return 2 * weight
-        return bucket.format.traffic_per_param(self.spec.moments, weight, gradient)
+        if not bucket.matrices:
+            return bucket.format.traffic_per_param(bucket.moments, weight, gradient)
+        # Matrices: their moments and, in bf16, the direction; then masters and new weights.
+        masters = bucket.format.bytes_per_param((), weight)
+        if kind is Kind.DIRECTION:
+            every = bucket.format.bytes_per_param(bucket.moments, weight)
+            return gradient + 2 * (every - masters) + MATRIX_BYTES
+        return MATRIX_BYTES + 2 * masters + (0 if bucket.format.holds_weight else weight)
 
     @cached_property
     def moved_bytes(self) -> tuple[int, int, int]:
@@ -278,8 +309,14 @@ class _Costs:
         up = every if from_shards else every - trained + loaded
         inputs = self.placed.input_bytes * self._offloaded_inputs
         sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
-        down = micro_steps * every if spec.offloaded else 0
-        return down + inputs, (up if spec.offloaded else 0) + inputs, sent
+        down = micro_steps * every
+        matrices = sum(one.numel for bucket in spec.buckets for one in bucket.matrices_of(0))
+        down, up = (moved + matrices * MATRIX_BYTES for moved in (down, up))
+        return (
+            (down if spec.offloaded else 0) + inputs,
+            (up if spec.offloaded else 0) + inputs,
+            sent,
+        )
 
     def _loads_per_step(self) -> int:
         """Return the bytes of streamed blocks in forward and backward of every microbatch, except
@@ -305,6 +342,8 @@ class _Costs:
     def _dram_bytes_of(self, bucket: BucketSpec) -> float:
         traffic, spec = self._traffic, self.spec
         per_param = traffic(Kind.ADAM, bucket)
+        if bucket.matrices:
+            per_param += traffic(Kind.DIRECTION, bucket)
         if spec.accumulates:
             per_param += spec.config.grad_accum_steps * traffic(Kind.ACCUMULATE, bucket)
         else:

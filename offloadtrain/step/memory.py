@@ -76,7 +76,6 @@ def lay_out(
     *,
     ranks: int,
     num_tensors: int,
-    moments: tuple[str, ...],
     available_bytes: int | None,
 ) -> StepSpec:
     """Decide which blocks are streamed and which have a second copy.
@@ -93,7 +92,7 @@ def lay_out(
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
-    spec = StepSpec(tuple(blocks), config, ranks, num_tensors, moments)
+    spec = StepSpec(tuple(blocks), config, ranks, num_tensors)
     streamed = frozenset(_streamed(spec))
     held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in blocks)
     spec = replace(spec, blocks=held, streamed=streamed)
@@ -173,7 +172,7 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
             bucket.name,
             Role.STATE,
         )
-        for field in bucket.format.fields(spec.moments)
+        for field in bucket.format.fields(bucket.moments)
     ]
     yield from state
     if spec.accumulates:
@@ -204,11 +203,12 @@ def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
 
 
 def device_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Yield working weights, slots and staging, but not the gradients of ZeRO stage 1, which are
-    allocated when they first come."""
+    """Yield weights, slots, staging and matrix workspace; not the gradients of ZeRO stage 1,
+    which are allocated when they first come."""
     yield from weight_requests(spec)
     yield from slot_requests(spec)
     yield from staging_requests(spec)
+    yield from matrix_requests(spec)
 
 
 def weight_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
@@ -242,6 +242,11 @@ def staging_requests(spec: StepSpec) -> list[MemoryRequest]:
         rounded = -(-spec.staging_bytes // spec.ranks // 512) * 256  # half, and any dtype fits
         requests += [MemoryRequest("rounded gradients", rounded, "uint8")] * spec.staging_slots
     return requests
+
+
+def matrix_requests(spec: StepSpec) -> list[MemoryRequest]:
+    """List the memory in which one matrix after the other is orthogonalized, if there are any."""
+    return [MemoryRequest("matrix workspace", spec.matrix_bytes, "uint8")] * bool(spec.matrix_bytes)
 
 
 def _gradient_bytes(spec: StepSpec) -> int:
@@ -318,6 +323,7 @@ def _room(spec: StepSpec, repeated: Sequence[BlockSpec], limit: int) -> int:
     rest = sum(block.nbytes for block in spec.blocks) - sum(sizes) + _gradient_bytes(spec)
     if config.working == "device" and spec.streams:
         rest += sum(sizes) // spec.ranks  # the shards
+    rest += spec.matrix_bytes
     least = rest + config.device_slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
         keys = ", or set working = 'host'"

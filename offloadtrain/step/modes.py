@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from offloadtrain.config.errors import OffloadTrainError
@@ -128,8 +129,17 @@ class Exact:
         self._updates.backward_is_over(order)
         # Forward order: the next forward begins behind the first block's upload, while Adam of the
         # later blocks still runs.
-        for name, buckets in order:
+        for name, buckets in self._ahead(order, decision):
             self._updates.upload(name, self._updated(buckets, decision))
+
+    def _ahead(self, order: Sequence[BlockRefs], decision: Decision) -> Iterator[BlockRefs]:
+        """Yield each block behind the beginning of its own update and of the next block's: the
+        device orthogonalizes matrices of the one while the host updates the other."""
+        for number, (block, following) in enumerate(zip_longest(order, order[1:])):
+            for _, buckets in [*([block] if number == 0 else []), *filter(None, [following])]:
+                for bucket in buckets:
+                    self._updates.begin(bucket, decision.update)
+            yield block
 
     def _updated(
         self, buckets: Iterable[BucketRefs], decision: Decision
@@ -156,8 +166,10 @@ class Early(Exact):
         self._used = self._used or early.hyperparameters
         # Adam runs beside backward of the next blocks. Its weights wait on the host until step():
         # an evaluation before it must see the old ones on the device.
+        # Matrices are updated in step().
         for bucket in block[1]:
-            self._staged[bucket] = self._updates.adam(bucket, early.update)
+            if bucket.directions is None:
+                self._staged[bucket] = self._updates.adam(bucket, early.update)
 
     def grads_again(self, block: BlockRefs) -> None:
         if any(bucket in self._staged for bucket in block[1]):
@@ -304,7 +316,7 @@ class Delayed(Exact):
         # Adam runs beside the next forward and backward. Last block first: the next backward's
         # copies down reuse the gradients' memory in that order and wait for Adam to have read it.
         if not decision.skipped:
-            for name, buckets in reversed(order):
+            for name, buckets in self._ahead([*reversed(order)], decision):
                 self._waiting[name] = list(self._updated(buckets, decision))
         return Speculation()
 

@@ -25,6 +25,9 @@ class Lane(StrEnum):
     whose next copy may wait for an update that forward does not need yet."""
     COMM = "comm"
     """Collectives between ranks, in one order on all of them."""
+    ORTHO = "ortho"
+    """The device's part of the update of matrices: up, orthogonalized, down. Not on compute, which
+    would wait for the host, nor on h2d and d2h, whose copies would wait for it."""
 
 
 class Kind(StrEnum):
@@ -53,8 +56,16 @@ class Kind(StrEnum):
     """host: zeros for a gradient that nothing was delivered to."""
     NORM = "norm"
     """host: the sums of squares of a bucket's gradient."""
+    DIRECTION = "direction"
+    """host: the moments of a bucket of matrices, and what the device orthogonalizes."""
+    MATRIX_UP = "matrix up"
+    """ortho: a matrix to the device."""
+    ORTHOGONALIZE = "orthogonalize"
+    """ortho: a matrix in place."""
+    MATRIX_DOWN = "matrix down"
+    """ortho: an orthogonalized matrix back to the host."""
     ADAM = "adam"
-    """host: the update of a bucket."""
+    """host: the update of a bucket; of matrices, what is left of it."""
     CAST = "cast"
     """host: masters that were set, to the working dtype."""
     WEIGHTS_UP = "h2d"
@@ -82,11 +93,14 @@ class Memory(StrEnum):
     """Device: a slot for gathered gradients; in ZeRO stage 1, memory of each piece's own."""
     ROUNDED = "rounded"
     """Device: a slot for sums in the dtype that goes down."""
+    MATRIX = "matrix"
+    """Device: a matrix that is orthogonalized, and the workspace for it."""
     HOST_STAGING = "host staging"
     """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
     else."""
     GRADIENT = "gradient"
-    """Host: a bucket's gradient of the step, or the fp32 sum of its microbatches."""
+    """Host: a bucket's gradient of the step, or the fp32 sum of its microbatches; of matrices, what
+    the device orthogonalizes, in bf16, takes its place."""
     PENDING = "pending"
     """Host: new weights until their upload, where they wait longer than the gradient's memory is
     free."""
@@ -161,7 +175,7 @@ class Event:
 
 
 class Update(NamedTuple):
-    """The arguments of an `ADAM`.
+    """The arguments of an `ADAM` or a `DIRECTION`.
 
     Attributes:
         step: optimizer step, 1-based.
@@ -179,9 +193,9 @@ class Launch(NamedTuple):
 
     Attributes:
         owner: the bucket (for `FORWARD` and `BACKWARD`, the block) that it works on.
-        lo, hi: the piece of the gradient, as elements of the shard.
+        lo, hi: the piece of the gradient, or the matrix, as elements of the shard.
         first: for `ACCUMULATE`, the sum begins with it.
-        update: for `ADAM` only.
+        update: for `ADAM` and `DIRECTION` only.
     """
 
     kind: Kind

@@ -8,6 +8,7 @@ from offloadtrain.step.operations import Memory, Ref
 from offloadtrain.step.spec import BucketSpec, StepSpec
 
 NORMS_DTYPE = "float64"
+MATRIX_DTYPE = "bfloat16"
 
 
 class BucketRefs:
@@ -17,6 +18,8 @@ class BucketRefs:
         pieces: [lo, hi) of the shard that its gradient goes down in.
         copy: the number of the copy that is the state.
         gradient: the gradient that Adam reads.
+        directions: of matrices, what takes its place; None for other buckets.
+        matrices: those in this rank's shard, as elements of it.
         slot: for a streamed bucket, the device slot that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
@@ -37,12 +40,14 @@ class BucketRefs:
         self.has_second_copy = step.has_second_copy(spec)
         self.accumulates = step.accumulates
         self.reduces_wide = step.reduced_bytes(spec) != spec.weight_bytes
-        self.state_copies = tuple(self._state(copy, step.moments) for copy in (0, 1))
+        self.state_copies = tuple(self._state(copy, spec.moments) for copy in (0, 1))
         dtype = "float32" if self.accumulates else spec.dtype
         self.gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
+        lo = rank * spec.shard_numel
+        self.directions = self.gradient._replace(dtype=MATRIX_DTYPE) if spec.matrices else None
+        self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
         self.snapshot = self._of(Memory.SNAPSHOT)
         self._device_shard = self._of(Memory.DEVICE_SHARD)
-        lo = rank * spec.shard_numel
         slots = range(max(step.slots, 1))
         self._whole = [self._working(0, spec.numel, slot) for slot in slots]
         self._shard = [self._working(lo, lo + spec.shard_numel, slot) for slot in slots]

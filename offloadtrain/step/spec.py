@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.formats import ITEMSIZE, StateFormat
@@ -31,6 +32,32 @@ STAGING_BYTES = 64 << 20
 """Enough for the bus's full speed; staging does not grow with the model."""
 
 
+MATRIX_BYTES = 2
+"""Bytes of an element of a matrix on its way to be orthogonalized, which is bf16."""
+
+
+class MatrixSpec(NamedTuple):
+    """A matrix that is updated as a whole.
+
+    Attributes:
+        offset: its first element in the bucket.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def workspace_numel(self) -> int:
+        """Elements that its orthogonalization needs beside it: its product with a polynomial of its
+        Gram matrix, and both of these."""
+        return self.numel + 2 * min(self.rows, self.columns) ** 2
+
+
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
     """Parameters of one block with one working dtype and one set of hyperparameters.
@@ -41,6 +68,8 @@ class BucketSpec:
         dtype: that of the working weights, by torch's name.
         format: the format of the state.
         ranks: the number of ranks that share it.
+        moments: the state that its update rule keeps besides the master weights.
+        matrices: of a rule that needs them whole; each in the shard of one rank.
     """
 
     name: str
@@ -49,6 +78,8 @@ class BucketSpec:
     dtype: str
     format: StateFormat
     ranks: int = 1
+    moments: tuple[str, ...] = ()
+    matrices: tuple[MatrixSpec, ...] = ()
 
     @property
     def shard_numel(self) -> int:
@@ -63,6 +94,11 @@ class BucketSpec:
     def nbytes(self) -> int:
         """Bytes of the whole's working weights."""
         return self.numel * self.weight_bytes
+
+    def matrices_of(self, rank: int) -> list[MatrixSpec]:
+        """Return the matrices in a rank's shard."""
+        first = rank * self.shard_numel
+        return [one for one in self.matrices if first <= one.offset < first + self.shard_numel]
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,6 @@ class StepSpec:
         config: the options of `offload`, "auto" resolved.
         ranks: the number of ranks that share the state.
         num_tensors: parameters of the model as tensors; a tied one counts once.
-        moments: the state that the update rule keeps besides the master weights.
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
@@ -110,7 +145,6 @@ class StepSpec:
     config: OffloadConfig
     ranks: int
     num_tensors: int
-    moments: tuple[str, ...]
     streamed: frozenset[str] = frozenset()
     second_copies: frozenset[str] = frozenset()
 
@@ -245,6 +279,15 @@ class StepSpec:
         numel = bucket.shard_numel
         return [(lo, min(lo + step, numel)) for lo in range(0, numel, step)] or [(0, 0)]
 
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """Bytes of the device memory in which one matrix after the other is orthogonalized: the
+        workspace and, where the state is on the host, the matrix itself."""
+        beside = self.offloaded
+        every = (one for bucket in self.buckets for one in bucket.matrices)
+        sizes = (one.workspace_numel + (one.numel if beside else 0) for one in every)
+        return max(sizes, default=0) * MATRIX_BYTES
+
     @property
     def slots(self) -> int:
         """The number of device slots for streamed blocks."""
@@ -255,6 +298,25 @@ def padded(sizes: Sequence[int], ranks: int = 1) -> int:
     """Return the elements of a bucket of parameters of these sizes, each aligned, and every shard
     too."""
     return _up(sum(_up(size, ALIGN) for size in sizes), ALIGN * ranks)
+
+
+def placed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
+    """Lay out parameters of these sizes so that each lies in the shard of one rank.
+
+    The largest parameters come first, each to the rank that has least: shards as even as that makes
+    them. What is left of a shard is padding.
+
+    Returns:
+        The offset of each, and the elements of the bucket.
+    """
+    filled, where = [0] * ranks, {}
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        rank = filled.index(min(filled))
+        where[number] = (rank, filled[rank])
+        filled[rank] += _up(sizes[number], ALIGN)
+    shard = max(filled)
+    offsets = [where[number][0] * shard + where[number][1] for number in range(len(sizes))]
+    return offsets, shard * ranks
 
 
 def _up(count: int, multiple: int) -> int:

@@ -1,4 +1,14 @@
-"""The way up: Adam per bucket on the host, then the upload of its new working weights."""
+"""The way up: Adam per bucket on the host, then the upload of its new working weights.
+
+[Note: Matrices]
+Some rules (Muon) need a matrix whole, and arithmetic that only the device is fast at. A bucket of
+matrices is updated in three operations. `DIRECTION`, on the host: the moments, and over the
+gradient, which is not needed any more, what is to be orthogonalized. `ORTHOGONALIZE`, on the
+device, one matrix after the other: up, in place, down. `ADAM`, on the host: decay and masters, and
+the new working weights. The first two begin one block ahead of the third, so that the device works
+on one block beside the host's work on another. All begin when step() knows the norm: the gradient
+is gone then, and a matrix is not worth orthogonalizing for a guess.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +27,7 @@ from offloadtrain.step.operations import (
     Update,
 )
 from offloadtrain.step.places import BucketRefs, Ring
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.spec import MatrixSpec, StepSpec
 from offloadtrain.step.streaming import Streaming
 
 
@@ -33,11 +43,47 @@ class UpdatePath:
         self._host_ring = host_ring
         self._streaming = streaming
 
+    def begin(self, bucket: BucketRefs, update: Update) -> None:
+        """Launch what comes before `adam` for matrices: see [Note: Matrices]."""
+        if bucket.directions is None:
+            return
+        reads, writes = (bucket.gradient,), (bucket.directions, *bucket.state())
+        # Host, beside what the device does with the matrices of the block before. It waits for the
+        # last copy down; the first copy up waits for it.
+        self._order.launch(
+            Launch(Kind.DIRECTION, Lane.HOST, bucket.name, reads, writes, update=update)
+        )
+        for matrix in bucket.matrices:
+            self._orthogonalize(bucket, bucket.directions, matrix)
+
+    def _orthogonalize(self, bucket: BucketRefs, directions: Ref, matrix: MatrixSpec) -> None:
+        lo, hi = matrix.offset, matrix.offset + matrix.numel
+        on_host = directions._replace(lo=lo, hi=hi)
+        # Where the state is on the device, nothing is moved.
+        on_device, used = on_host, 0
+        if self._offloaded:
+            used = matrix.numel
+            on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
+        workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
+        name = bucket.name
+        # ortho, beside compute and the host: the copy up waits for the host, Adam for the copy
+        # down. One matrix is on the device at a time: this lane's order is enough between two.
+        if self._offloaded:
+            up = Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi)
+            self._order.launch(up, fresh=on_device)
+        both = (on_device, workspace)
+        self._order.launch(Launch(Kind.ORTHOGONALIZE, Lane.ORTHO, name, (), both, lo, hi))
+        if self._offloaded:
+            self._order.launch(
+                Launch(Kind.MATRIX_DOWN, Lane.ORTHO, name, (on_device,), (on_host,), lo, hi)
+            )
+
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
-        """Launch the update of a bucket; returns where the new working weights are staged."""
+        """Launch the update of a bucket, of matrices behind `begin`; returns where the new working
+        weights are staged."""
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
-        reads = (bucket.gradient, *(state if update.out_of_place else ()))
+        reads = (bucket.directions or bucket.gradient, *(state if update.out_of_place else ()))
         after = bucket.state(other=update.out_of_place)
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)

@@ -27,7 +27,6 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
-from offloadtrain.optim.kernel_rule import KernelRule
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
@@ -352,11 +351,26 @@ def _rates_of(rates: Machine, here: Machine) -> Machine:
     )
 
 
-def update_rule(config: Config) -> KernelRule:
+def update_rule(config: Config) -> optim.AnyRule:
     """Return the rule that the job names, with its hyperparameters among the job's."""
-    rule: type[Any] = _RULES[config.optim.name]
-    made: KernelRule = rule(
-        **{field.name: getattr(config.optim, field.name) for field in fields(rule)}
+    chosen = config.optim
+    if chosen.name == "muon":
+        rest = optim.AdamW(
+            lr=chosen.adamw_lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+        )
+        return optim.Muon(
+            lr=chosen.lr,
+            weight_decay=chosen.weight_decay,
+            momentum=chosen.muon_momentum,
+            adjust_lr_fn=chosen.adjust_lr,
+            rest=rest,
+        )
+    rule: type[Any] = _RULES[chosen.name]
+    made: optim.UpdateRule = rule(
+        **{field.name: getattr(chosen, field.name) for field in fields(rule)}
     )
     return made
 

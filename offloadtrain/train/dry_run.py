@@ -21,6 +21,7 @@ from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import rule_of
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import DeviceArena, Ledger, MetaArena
 from offloadtrain.runtime.lanes import SequentialLanes
@@ -77,8 +78,9 @@ def laid_out(plan: Plan) -> Ledger:
     model = _empty_model(config)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)
-    blocks, _ = make_blocks(partition(model), model, groups, config.offload, ranks, lanes)
-    spec = lay_out(model, rule, blocks, config.offload, ranks, plan.second_copy_budget)
+    rules = [rule_of(rule, group) for group in groups]
+    blocks, _ = make_blocks(partition(model), model, groups, rules, config.offload, ranks, lanes)
+    spec = lay_out(model, blocks, config.offload, ranks, plan.second_copy_budget)
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena = MetaArena(ledger) if spec.offloaded else DeviceArena(ledger, device)

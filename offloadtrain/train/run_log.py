@@ -30,7 +30,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.step.formats import FORMATS
+from offloadtrain.step.spec import BucketSpec, StepSpec
 from offloadtrain.train.build import TrainingContext, update_rule
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
@@ -166,11 +166,7 @@ class RunLog:
             measured = bandwidth(device)
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
-        local, ranks, found = context.local, context.ranks.size, context.plan
-        weight = 4 if context.precision == "fp32" else 2
-        gradient = 4 if local.train.grad_accum_steps > 1 else weight
-        state = FORMATS[self._config.offload.state]
-        traffic = state.traffic_per_param(found.placed.spec.moments, weight, gradient)
+        found = context.plan
         host = {owner: size for owner, size in found.host.items() if owner != "Python, torch"}
         return plan | {
             "machine": found.name,
@@ -178,7 +174,7 @@ class RunLog:
             "activations": found.activations.owners(),
             "step": asdict(found.prediction),
             "update_rule": type(update_rule(self._config)).__name__,
-            "adam_bytes_per_step": round(traffic * self._config.num_trained / ranks),
+            "adam_bytes_per_step": _update_bytes(found.placed.spec),
         }
 
     def _introduce(
@@ -456,3 +452,14 @@ class RunLog:
 
     def _writes_again(self, lost: int) -> None:
         self._console.say(f"the event log is being written again; {lost} records were lost")
+
+
+def _update_bytes(spec: StepSpec) -> int:
+    """Count the bytes that updates move through one rank's host memory in a step."""
+
+    def of_one(bucket: BucketSpec) -> float:
+        gradient = 4 if spec.accumulates else bucket.weight_bytes
+        moved = bucket.format.traffic_per_param(bucket.moments, bucket.weight_bytes, gradient)
+        return moved * bucket.params
+
+    return round(sum(map(of_one, spec.buckets)) / spec.ranks)

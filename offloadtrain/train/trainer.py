@@ -178,7 +178,9 @@ class Trainer:
             min_ratio=optim.min_lr_ratio,
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            # Under muon, what is no matrix has a rate of its own, on the same schedule.
+            is_rest = not group.get("use_muon", True)
+            group["lr"] = lr * (optim.adamw_lr / optim.lr) if is_rest else lr
         return lr
 
     def _accumulate(self, clock: StepClock) -> None:

@@ -157,7 +157,7 @@ BAD_VALUES = [
         "optim.schedule = 'cosin' must be one of cosine, linear, constant; did you mean cosine?",
     ),
     ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
-    ("optim.name=lamb", "optim.name = 'lamb' must be one of adamw, adam, lion, sgd, adagrad"),
+    ("optim.name=lamb", "optim.name = 'lamb' must be one of adamw, adam, lion, sgd, adagrad, muon"),
     (
         "offload.state=int4",
         "offload.state = 'int4' is not one of 'fp32', 'split16', 'int8'; did you mean int8?",
@@ -264,6 +264,18 @@ BAD_TOGETHER = [
     (
         ["train.chunked_loss=true", "train.label_smoothing=1"],
         "train.label_smoothing = 1.0 must be from 0 to below 1",
+    ),
+    (
+        ["optim.name=muon", "offload.state=int8"],
+        'offload.state = "int8" rounds masters and moments together, which optim.name = "muon"',
+    ),
+    (
+        ["optim.name=muon", "offload.update=speculative"],
+        'offload.update = "speculative" needs the gradient of a wrong guess again',
+    ),
+    (
+        ["optim.adamw_lr=0.1"],
+        "optim.adamw_lr = 0.1 is not used by optim.name = 'adamw', only by muon",
     ),
     (
         ["optim.name=adagrad", "offload.state=int8"],
@@ -528,12 +540,15 @@ _USED = {
     "lion": {"betas"},
     "sgd": {"momentum", "dampening"},
     "adagrad": {"eps", "lr_decay"},
+    "muon": {"betas", "eps", "muon_momentum", "adjust_lr", "adamw_lr"},
 }
 
 
 @st.composite
-def _optims(draw: st.DrawFn, state: str, steps: int) -> OptimConfig:
-    name = draw(st.sampled_from([rule for rule in _USED if (rule, state) != ("adagrad", "int8")]))
+def _optims(draw: st.DrawFn, state: str, update: str, steps: int) -> OptimConfig:
+    refused = {"adagrad", "muon"} if state == "int8" else set()
+    refused |= {"muon"} if update == "speculative" else set()
+    name = draw(st.sampled_from(sorted(_USED.keys() - refused)))
     unused = set.union(*_USED.values()) - _USED[name] | {"nesterov"}
     defaults = {key: st.just(getattr(OptimConfig(), key)) for key in unused}
     warmup = st.integers(0, steps)
@@ -585,7 +600,7 @@ def _configs(draw: st.DrawFn) -> Config:
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
-        optim=draw(_optims(state, steps)),
+        optim=draw(_optims(state, update, steps)),
         offload=draw(_section(OffloadConfig, **offload)),
         device=draw(
             _section(

@@ -44,6 +44,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed, recomputed": {"working": "host", "activation": "recompute"},
     "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
 }
+ADAMW = ot.AdamW(lr=1e-2)
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -60,6 +61,7 @@ def run(
     *,
     accum: int = 1,
     steps: int = 3,
+    rule: Any = ADAMW,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train on these lanes; returns state and weights."""
@@ -70,7 +72,7 @@ def run(
         with on_lanes(lanes):
             optimizer = ot.offload(
                 model,
-                ot.AdamW(lr=1e-2),
+                rule,
                 device="cpu",
                 precision=precision,
                 state=state,

@@ -267,7 +267,7 @@ def test_arguments_that_a_given_optimizer_does_not_follow_are_named(
 def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     given = {"optimizer_cls_and_kwargs": (ot.Adam, {"lr": 1e-3})}
     trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 1}, **given)
-    assert type(trainer.create_optimizer()._rule) is ot.Adam
+    assert type(trainer.create_optimizer()._rules[0]) is ot.Adam
 
 
 @pytest.mark.slow

@@ -21,13 +21,14 @@ from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan import placement, suggest
 from offloadtrain.plan import plan as planning
-from offloadtrain.plan.layout import blocks_of
+from offloadtrain.plan.layout import blocks_of, moments_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import applied, automatic, nearest
-from offloadtrain.plan.times import _Costs
+from offloadtrain.plan.times import _Costs, newton_schulz_flops
 from offloadtrain.step import memory as step_memory
 from offloadtrain.step.simulate import steady
+from offloadtrain.step.spec import MatrixSpec
 from offloadtrain.train import dry_run
 from offloadtrain.train.build import update_rule
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
@@ -427,9 +428,11 @@ def test_of_ranks_too(keys: dict[str, Any]) -> None:
     ("name", "wrong", "said"),
     [
         (
-            "moments_of",
-            lambda optim: ("exp_avg",),
-            r"moments \('exp_avg', 'exp_avg_sq'\) and \('exp_avg',\)",
+            "blocks_of",
+            lambda config, ranks: blocks_of(
+                replace(config, optim=replace(config.optim, name="lion")), ranks
+            ),
+            r"'exp_avg', 'exp_avg_sq'\), .* and .*moments=\('exp_avg',\)",
         ),
         ("num_tensors", lambda shape: 3, "num_tensors 292 and 3"),
         ("blocks_of", lambda config, ranks: blocks_of(config, ranks)[:-1], "norm.*None"),
@@ -449,7 +452,7 @@ def test_a_plan_knows_the_moments_of_every_rule_that_a_job_can_name() -> None:
     jobs.append({"optim__name": "sgd", "optim__momentum": 0.0})
     for keys in jobs:
         job = small(**keys)
-        assert update_rule(job).moments == placement.moments_of(job.optim)
+        assert update_rule(job).moments == moments_of(job.optim)
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -457,6 +460,8 @@ RULES: dict[str, dict[str, Any]] = {
     "sgd": {"optim__name": "sgd", "optim__momentum": 0.0},
     "momentum": {"optim__name": "sgd", "offload__state": "int8"},
     "adagrad": {"optim__name": "adagrad"},
+    "muon": {"optim__name": "muon"},
+    "muon, all decay": {"optim__name": "muon", "optim__decay": "all", "offload__zero_stage": 3},
 }
 
 
@@ -483,6 +488,44 @@ def test_fewer_moments_are_fewer_bytes_and_less_time(measured: float) -> None:
         found = [measure(plan) for plan in plans]
         assert found == sorted(found) and len(set(found)) == 3
         assert measure(adagrad) == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, {"offload__working": "host"}])
+def test_ranks_have_whole_matrices_as_planned(keys: dict[str, Any]) -> None:
+    config = small(optim__name="muon", train__micro_batch=16, **keys)
+    found = planned(config, DGX2, 8)
+    assert "as planned" in check(found)
+    layer = next(block for block in found.placed.spec.blocks if block.repeated)
+    (matrices,) = (bucket for bucket in layer.buckets if bucket.matrices)
+    assert [one for rank in range(8) for one in matrices.matrices_of(rank)] == [*matrices.matrices]
+
+
+def test_muon_costs_what_its_matrices_move_and_multiply() -> None:
+    adamw, muon = planned(small()), planned(small(optim__name="muon"))
+    matrices = [one for b in muon.placed.spec.buckets for one in b.matrices]
+    moved = 2 * sum(one.numel for one in matrices)
+    padding = sum(b.numel for b in muon.placed.spec.buckets) - sum(
+        b.numel for b in adamw.placed.spec.buckets
+    )
+    for key in ("d2h_bytes", "h2d_bytes"):
+        more = getattr(muon.prediction, key) - getattr(adamw.prediction, key)
+        assert more == moved + 2 * padding, key
+    assert newton_schulz_flops(MatrixSpec(0, 2, 3)) == 5 * (4 * 2 * 2 * 3 + 2 * 2**3)
+    assert newton_schulz_flops(MatrixSpec(0, 3, 2)) == newton_schulz_flops(MatrixSpec(0, 2, 3))
+    at_least = sum(map(newton_schulz_flops, matrices)) / V100.flops("fp16", 1 << 20)
+    assert muon.prediction.busy_s["ortho"] > at_least > 0
+    assert "ortho" not in adamw.prediction.busy_s
+    assert muon.prediction.dram_bytes < adamw.prediction.dram_bytes
+    assert muon.device["matrix workspace"] == max(
+        2 * (2 * one.numel + 2 * min(one.rows, one.columns) ** 2) for one in matrices
+    )
+
+
+def test_muon_without_a_list_of_layers_is_refused() -> None:
+    shape = replace(small(optim__name="muon"), model=replace(small().model, num_layers=1))
+    with pytest.raises(PlanError, match=r'optim\.name = "muon" updates the matrices of layers'):
+        planned(shape)
 
 
 def test_a_ledger_that_is_not_the_specs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
 from tests.runtime.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
 
-ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
+ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO)
+ALWAYS = {"h2d", "load", "comm", "ortho"}
 
 
 @pytest.fixture(params=HOSTS)
@@ -173,7 +174,7 @@ def test_who_waits_for_an_event_finds_it_reached(host: str) -> None:
         lanes.synchronize()
         assert gpu.current_stream().query()
         lanes.close()
-    assert late == [False] * 10
+    assert late == [False] * 2 * len(ON_STREAMS)
 
 
 @pytest.mark.parametrize("lane", Lane)
@@ -238,7 +239,7 @@ WAYS: dict[str, Callable[[LoggedLanes, LaneEvent], None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lane", [Lane.HOST, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM])
+@pytest.mark.parametrize("lane", [Lane.HOST, *ON_STREAMS[1:]])
 @timely
 def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     lanes, gate = LoggedLanes(gpu, among_ranks=lane is Lane.D2H), Gate()
@@ -297,10 +298,13 @@ def test_the_driver_refuses() -> None:
 @pytest.mark.parametrize(
     ("options", "threads"),
     [
-        ({}, {"h2d", "load", "comm"}),
-        ({"among_ranks": True}, {"h2d", "load", "comm", "d2h"}),
-        ({"state_on_device": True}, {"h2d", "load", "comm"}),
-        ({"among_ranks": True, "state_on_device": True}, {"h2d", "load", "comm", "d2h", "host"}),
+        ({}, ALWAYS),
+        ({"among_ranks": True}, ALWAYS | {"d2h"}),
+        ({"state_on_device": True}, ALWAYS),
+        (
+            {"among_ranks": True, "state_on_device": True},
+            ALWAYS | {"d2h", "host"},
+        ),
     ],
 )
 @timely

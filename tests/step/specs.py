@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
 from offloadtrain.step import spec as spec_module
 from offloadtrain.step.drive import steps
-from offloadtrain.step.formats import format_for
+from offloadtrain.step.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.memory import lay_out
 from offloadtrain.step.operations import Operations
 from offloadtrain.step.program import Program
@@ -53,7 +53,7 @@ def staging_of(size: int) -> Iterator[None]:
 def bucket(name: str, params: int, config: OffloadConfig, ranks: int = 1) -> BucketSpec:
     dtype = PRECISIONS[config.precision]
     kept = format_for(config.state, dtype)
-    return BucketSpec(name, padded([params], ranks), params, dtype, kept, ranks)
+    return BucketSpec(name, padded([params], ranks), params, dtype, kept, ranks, ADAM_MOMENTS)
 
 
 def block(
@@ -77,7 +77,6 @@ def laid_out(blocks: list[BlockSpec], config: OffloadConfig, ranks: int = 1) -> 
         config.checked(),
         ranks=ranks,
         num_tensors=sum(len(one.buckets) for one in blocks),
-        moments=("exp_avg", "exp_avg_sq"),
         available_bytes=None,
     )
 

@@ -60,13 +60,15 @@ def driven(optimizer: ot.OffloadOptimizer) -> Lanes:
     return by_lane((op.lane.value, op.name) for op in launches if op.kind not in OURS)
 
 
-def compared(mode: str, accum: int, options: dict[str, Any], stream: list[Any]) -> str:
+def compared(
+    mode: str, accum: int, options: dict[str, Any], stream: list[Any], rule: Any = None
+) -> str:
     """How the two differ: empty where they do not."""
     torch.manual_seed(0)
     model, lanes = Chain(5), RecordingLanes(SequentialLanes())
     with on_lanes(lanes):
         optimizer = ot.offload(
-            model, device="cpu", grad_accum_steps=accum, **OPTIONS[mode], **options
+            model, rule, device="cpu", grad_accum_steps=accum, **OPTIONS[mode], **options
         )
     lanes.program.clear()  # the upload of the first weights
     for step in range(STEPS):

@@ -24,7 +24,7 @@ from offloadtrain.step.memory import (
     with_second_copies,
 )
 from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
-from offloadtrain.step.spec import ALIGN, STAGING_SLOTS_MOST, StepSpec, padded
+from offloadtrain.step.spec import ALIGN, STAGING_SLOTS_MOST, StepSpec, padded, placed
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User
@@ -252,3 +252,19 @@ def test_frozen_weights_of_blocks_that_stay_are_not_the_steps() -> None:
     spec = laid_out(blocks, config)
     assert [len(one.frozen) for one in spec.blocks] == [1, 0]
     assert host_owners(spec)["frozen weights"] == 2 * padded([200])
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=9), st.integers(1, 8))
+def test_whole_parameters_are_each_in_one_shard(sizes: list[int], ranks: int) -> None:
+    offsets, numel = placed(sizes, ranks)
+    shard, end = numel // ranks, 0
+    assert numel % (ranks * ALIGN) == 0
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        assert offset % ALIGN == 0 and offset >= end
+        end = offset + size
+        assert offset // shard == (end - 1) // shard
+    # At most one parameter more than an even share.
+    aligned = [-(-size // ALIGN) * ALIGN for size in sizes]
+    assert shard <= sum(aligned) // ranks + max(aligned)
+    if ranks == 1:
+        assert numel == padded(sizes)

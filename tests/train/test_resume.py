@@ -64,6 +64,11 @@ def test_resume_is_bit_exact(
             (1, 4, 2),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ["optim.name=muon", "optim.lr=0.02", "offload.state=split16", "offload.clip_norm=0.3"],
+            (1, 4, 2),
+            marks=pytest.mark.slow,
+        ),
         # A checkpoint ends the delay: both runs make one at these steps.
         pytest.param(
             ["offload.update=delayed", "offload.warmup_steps=2"],

@@ -161,13 +161,15 @@ def _ms(kind: Kind) -> float:
 def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
     """Return the scheduled step of a number of paced layers with these options."""
     kept, numel = format_for("fp32", "float32"), padded([WIDTH], ranks)
-    buckets = (BucketSpec(f"{n}", numel, WIDTH, "float32", kept, ranks) for n in range(layers))
+    moments = AdamW().moments
+    buckets = (
+        BucketSpec(f"{n}", numel, WIDTH, "float32", kept, ranks, moments) for n in range(layers)
+    )
     return lay_out(
         [BlockSpec(bucket.name, (bucket,), repeated=True) for bucket in buckets],
         OffloadConfig(precision="fp32", **options),
         ranks=ranks,
         num_tensors=layers,
-        moments=AdamW().moments,
         available_bytes=available_bytes(),
     )
 

@@ -1,4 +1,4 @@
-"""The lanes of a step (compute, d2h, host, h2d, load, comm) and the order between them."""
+"""The lanes of a step (compute, d2h, host, h2d, load, comm, ortho) and the order between them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

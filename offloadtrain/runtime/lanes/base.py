@@ -261,9 +261,9 @@ class Lanes(ABC):
             self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
         if not (self.counts_bus or name in ACTIVATIONS):
             return
-        if lane is Lane.D2H:
+        if lane is Lane.D2H or name.startswith(Kind.MATRIX_DOWN):
             self.totals.d2h_bytes += nbytes
-        elif lane in (Lane.H2D, Lane.LOAD):
+        elif lane in (Lane.H2D, Lane.LOAD) or name.startswith(Kind.MATRIX_UP):
             self.totals.h2d_bytes += nbytes
 
     def _keep_sizes(self) -> None:

@@ -4,9 +4,9 @@
 * The thread that runs the user's code launches compute and d2h operations straight onto their
   streams (in backward: the device's autograd thread, while the training thread waits inside
   backward).
-* host, h2d, load and comm have a thread each; among ranks d2h too, since it waits for comm. The
-  host thread computes, without the interpreter's lock where the kernels are native. The others
-  launch copies and collectives onto their streams.
+* host, h2d, load, comm and ortho have a thread each; among ranks d2h too, since it waits for comm.
+  The host thread computes, without the interpreter's lock where the kernels are native. The others
+  launch copies, collectives and the arithmetic of matrices onto their streams.
 * A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
   never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
   (for the host lane: has happened), then makes its stream wait for the rest.
@@ -108,12 +108,13 @@ class CudaLanes(Lanes):
         super().__init__()
         self._device = device = _indexed(device)
         # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
-        # beside compute of the block before; comm beside all of them. A lane with a thread blocks
-        # there for events not yet issued; d2h of a single rank blocks the launching thread.
-        on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, *([Lane.D2H] if among_ranks else [])]
-        self._streams = {
-            lane: torch.cuda.Stream(device) for lane in (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM)
-        }
+        # beside compute of the block before; comm beside all of them; ortho beside Adam of the
+        # block before. A lane with a thread blocks there for events not yet issued; d2h of a single
+        # rank blocks the launching thread.
+        on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO]
+        on_threads += [Lane.D2H] if among_ranks else []
+        streamed = (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO)
+        self._streams = {lane: torch.cuda.Stream(device) for lane in streamed}
         self._host_computes = not state_on_device
         if state_on_device:
             self._streams[Lane.HOST] = torch.cuda.Stream(device)
@@ -220,7 +221,7 @@ class CudaLanes(Lanes):
 
     def synchronize(self) -> None:
         # Nothing is launched meanwhile: a lane that has reached its event is empty.
-        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM):
+        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO):
             self.host_wait(self.record(lane), "synchronize")
         self._stream(Lane.COMPUTE).synchronize()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from offloadtrain.optim import UpdateRule
+from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.step.formats import FP32, StateFormat, recognise
@@ -25,7 +25,7 @@ _Piece = Mapping[str, Entry]
 
 def saved_weights(
     found: Checkpoint,
-    rule: UpdateRule,
+    rule: AnyRule,
     *,
     working: bool = False,
     wanted: Callable[[str], bool] = lambda name: True,
@@ -60,17 +60,19 @@ def _pieces_by_name(found: Checkpoint) -> dict[str, list[_Piece]]:
     return {name: [pieces[lo] for lo in sorted(pieces)] for name, pieces in names.items()}
 
 
-def _read(found: Checkpoint, name: str, piece: _Piece, rule: UpdateRule, working: bool) -> Tensor:
+def _read(found: Checkpoint, name: str, piece: _Piece, rule: AnyRule, working: bool) -> Tensor:
     """Return the weights of a piece as (n,)."""
     if piece.keys() == {UNTRAINED}:
         return _values(found, piece[UNTRAINED])
     dtypes = {kind: entry.dtype for kind, entry in piece.items()}
-    source = recognise(dtypes, rule.moments, FP32)
+    kept_by: list[Rule] = [rule, rule.rest] if isinstance(rule, MatrixRule) else [rule]
+    known = ((recognise(dtypes, one.moments, FP32), one) for one in kept_by)
+    source, own = next(((source, one) for source, one in known if source), (None, rule))
     if source is None:
         raise CheckpointError(f"the state of '{name}' is of no known format: {', '.join(piece)}")
     if source is FP32 or (working and source.holds_weight):
         return _values(found, piece[source.master[0].name])
-    return _decoded(found, piece, source, rule)
+    return _decoded(found, piece, source, own)
 
 
 def _values(found: Checkpoint, entry: Entry) -> Tensor:
@@ -78,7 +80,7 @@ def _values(found: Checkpoint, entry: Entry) -> Tensor:
     return read_whole(found, entry).as_strided((entry.count,), (1,))
 
 
-def _decoded(found: Checkpoint, piece: _Piece, source: StateFormat, rule: UpdateRule) -> Tensor:
+def _decoded(found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
     fields = source.fields(rule.moments)
     given = [_values(found, piece[one.name]) for one in fields]
     whole = torch.empty(given[0].numel())

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain.runtime.lanes import Lane, SequentialLanes
+from offloadtrain.engine.salvage import SalvageError, UpdateJournal
+from offloadtrain.runtime.lanes import HostProgress, Lane, SequentialLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.operations import Kind
+from offloadtrain.step.operations import Kind, Launch, Update
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import Entry, Launched
 from tests.engine.test_proof import MODES, PLACEMENTS, program, run, waits
@@ -103,3 +104,17 @@ def test_the_device_has_the_next_block_while_the_host_updates_one() -> None:
 @pytest.mark.parametrize("mode", ["exact", "early", "delayed"])
 def test_driven_without_a_model_it_is_the_same(mode: str, place: str) -> None:
     assert compared(mode, 2, PLACES[place], batches(2 * STEPS), RULE) == ""
+
+
+def test_matrices_that_the_device_has_not_done_are_not_salvaged() -> None:
+    journal, ran = UpdateJournal(), []
+    update = Update(1, 1.0, out_of_place=False)
+    for bucket, matrices in (("a", False), ("b", True)):
+        op = Launch(Kind.ADAM, Lane.HOST, bucket, update=update)
+        if matrices:
+            journal.needs_device(bucket)
+        launched = HostProgress(launched=int(matrices), begun=0, ended=0)
+        journal.launches(op, lambda bucket=bucket: ran.append(bucket), launched, decided=True)
+    with pytest.raises(SalvageError, match="the update of 1 buckets of matrices was decided"):
+        journal.finish(HostProgress(launched=2, begun=0, ended=0), lambda op: list, print)
+    assert ran == []

@@ -25,6 +25,9 @@ class Lane(StrEnum):
     whose next copy may wait for an update that forward does not need yet."""
     COMM = "comm"
     """Collectives between ranks, in one order on all of them."""
+    WRITE = "write"
+    """The state to the disk, while the next steps run: Adam of a bucket waits for its own write
+    only."""
 
 
 class Kind(StrEnum):
@@ -69,6 +72,8 @@ class Kind(StrEnum):
     """d2h: a block's input, from which its recompute will start, to the host."""
     ACTIVATION_UP = "fetch input"
     """load: a block's input to the device again."""
+    WRITE = "write"
+    """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
 
 
 class Memory(StrEnum):

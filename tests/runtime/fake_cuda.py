@@ -280,8 +280,8 @@ class LoggedLanes(CudaLanes):
         writes: Sequence[Range] = (),
     ) -> None:
         touched = name, _bytes(reads), _bytes(writes)
-        if self._is_queue(lane):
-            self._log.add(Launched(Lane.HOST, *touched))
+        if lane in self._queues:
+            self._log.add(Launched(lane, *touched))
             super().launch(lane, name, fn, reads, writes)
             return
 

@@ -297,10 +297,13 @@ def test_the_driver_refuses() -> None:
 @pytest.mark.parametrize(
     ("options", "threads"),
     [
-        ({}, {"h2d", "load", "comm"}),
-        ({"among_ranks": True}, {"h2d", "load", "comm", "d2h"}),
-        ({"state_on_device": True}, {"h2d", "load", "comm"}),
-        ({"among_ranks": True, "state_on_device": True}, {"h2d", "load", "comm", "d2h", "host"}),
+        ({}, {"h2d", "load", "comm", "write"}),
+        ({"among_ranks": True}, {"h2d", "load", "comm", "write", "d2h"}),
+        ({"state_on_device": True}, {"h2d", "load", "comm", "write"}),
+        (
+            {"among_ranks": True, "state_on_device": True},
+            {"h2d", "load", "comm", "write", "d2h", "host"},
+        ),
     ],
 )
 @timely

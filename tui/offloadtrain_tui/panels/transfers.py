@@ -42,6 +42,8 @@ def _told(shown: ViewState) -> Text:
         busy_ms = view.busy_ms(lane)
         if lane == "comm" and not view.last("comm_bytes"):
             continue  # one rank
+        if lane == "write" and not busy_ms:
+            continue  # no checkpoint is being written
         share = f"{100 * busy_ms / step_ms:3.0f} % of the step" if step_ms else ""
         text.append(f" {lane:<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
     exposed = view.last("exposed_ms") or 0.0

@@ -56,9 +56,10 @@ class Lanes:
 
     @property
     def rows(self) -> list[str]:
-        """The lanes, top to bottom; waits and collectives only if there are any."""
+        """The lanes, top to bottom; waits, collectives and writes only if there are any."""
         names = (LANES[0], schema.WAIT, *LANES[1:])
-        return [name for name in names if name not in (schema.WAIT, "comm") or self.lane(name)]
+        rare = (schema.WAIT, "comm", "write")
+        return [name for name in names if name not in rare or self.lane(name)]
 
     def lane(self, name: str) -> list[schema.LaneSpan]:
         return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)

@@ -17,6 +17,7 @@ LANE_COLORS = {
     "h2d": "primary",
     "load": "secondary",
     "comm": "error",
+    "write": "primary",
 }
 STATE_COLORS = {
     "starting": "primary",

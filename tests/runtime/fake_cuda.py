@@ -36,7 +36,7 @@ from torch import Tensor
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.lanes import CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.runtime.lanes import cuda as cuda_module
-from offloadtrain.runtime.lanes.host_lane import make_host_lane
+from offloadtrain.runtime.lanes.host_lane import PythonHostLane, make_host_lane
 from offloadtrain.runtime.lanes.recorder import extent
 from offloadtrain.runtime.lanes.worker import Worker
 from offloadtrain.step.recording import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
@@ -189,6 +189,11 @@ class Gpu:
         logged = self.log
         patch.setattr(
             cuda_module, "make_host_lane", lambda *args: LoggedHost(logged, make_host_lane(*args))
+        )
+        patch.setattr(
+            cuda_module,
+            "PythonHostLane",
+            lambda *args: LoggedHost(logged, PythonHostLane(*args), args[-1]),
         )
         patch.setattr(Worker, "put", self._late(Worker.put))
         patch.setattr(Tensor, "backward", self._on_its_own_thread(Tensor.backward))

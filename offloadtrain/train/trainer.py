@@ -114,7 +114,7 @@ class Trainer:
                 self.saving.poll(self.progress, told.written)
                 if done:
                     self._between_steps()
-                self._answer(stop, told.asks)
+                self._answer(stop, told)
             if self.progress.step < config.steps:
                 self.saving.save(self.progress)
                 return Outcome("stopped", self.progress.step, self.progress.val_loss)

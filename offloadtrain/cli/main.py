@@ -77,6 +77,15 @@ app.command(
     ),
 )
 app.command(
+    "offloadtrain.cli.commands.checkpoints:checkpoints",
+    name="checkpoints",
+    help="List the checkpoints of a run, and verify them.",
+    help_epilogue=_examples(
+        "offloadtrain checkpoints runs/latest",
+        "offloadtrain checkpoints runs/latest --verify --json",
+    ),
+)
+app.command(
     "offloadtrain.cli.commands.generate:generate",
     name="generate",
     help="Let a trained model continue a text.",

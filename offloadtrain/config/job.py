@@ -83,7 +83,8 @@ class TrainConfig:
         label_smoothing, z_loss: weights of two more terms of the loss in training, not of the
             validation loss; with `chunked_loss` only.
         eval_batches: microbatches of one evaluation.
-        keep_last: number of checkpoints kept.
+        keep_last: number of checkpoints kept, the newest ones.
+        keep_every: checkpoints of steps that it divides are kept besides; 0: none.
         on_spike: what becomes of a step whose loss is a spike: its update is made, and an alert
             tells; or it is skipped; or it is skipped, and the run goes back to its last checkpoint
             and on from there with other data.
@@ -106,6 +107,7 @@ class TrainConfig:
     eval_batches: int = 8
     checkpoint_every: int = 0
     keep_last: int = 2
+    keep_every: int = 0
     on_spike: Literal["report", "skip", "rollback"] = "report"
     spike_score: float = 8.0
     max_rollbacks: int = 3
@@ -401,6 +403,7 @@ _RULES: dict[str, _Rule] = {
     "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
     "train.eval_batches": _at_least(1),
     "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
+    "train.keep_every": ((lambda value: value >= 0), "0 (none) or more"),
     "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
     "train.spike_score": _POSITIVE,
     "train.max_rollbacks": _at_least(1),

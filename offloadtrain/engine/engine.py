@@ -21,6 +21,7 @@ from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
@@ -103,7 +104,7 @@ class Engine:
         self._skipped_in_a_row = 0
         self._unscaled: bool | None = None
         """The step was decided and the loss scale does not know yet: whether it overflowed."""
-        self._salvaged = False
+        self.salvaged = False
         self.warns_of_skips = True
 
     @property
@@ -286,7 +287,7 @@ class Engine:
             raise SalvageError('the state was on the device (offload.state_on = "device")')
         self._interpreter.salvage(failure)
         self._update_scale()
-        self._salvaged = True
+        self.salvaged = True
         # The lanes are at rest: nothing writes this memory any more.
         for block in self.residency.streamed:
             block.expose_host_weights()
@@ -307,6 +308,24 @@ class Engine:
         # The caller may read parameters, or write masters again, outside of any hook that waits.
         self.synchronize()
 
+    def write_state(self, writer: StateWriter) -> None:
+        """Launch the writes of the state after the last step; they run beside the next ones.
+
+        Raises:
+            EngineError: between backward and step().
+        """
+        self._require_open("write the state")
+        if self.phase is not Phase.FORWARD:
+            raise EngineError("state cannot be written between backward and step()")
+        self._functions.writer = writer
+        # Mode "delayed": without the weights that wait, the checkpoint would lack them.
+        self._run(self.program.flush(), updates=True)
+        self._run(self.program.save())
+
+    def finish_writing(self) -> None:
+        """Wait until the state is written."""
+        self._run(self.program.written())
+
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step."""
         self._norm = None
@@ -320,7 +339,7 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
-        if not (self._closed or self._salvaged):
+        if not (self._closed or self.salvaged):
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
             if self.phase is Phase.FORWARD:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
@@ -28,6 +29,7 @@ class Functions:
     Attributes:
         delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
         seed: that of stochastic rounding.
+        writer: takes what the next launches of `WRITE` read.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Functions:
         """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
+        self.writer: StateWriter | None = None
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._lanes = lanes
         self._ranks = ranks
@@ -58,6 +61,7 @@ class Functions:
             Kind.ORTHOGONALIZE: self._orthogonalize,
             Kind.ADAM: self._adam,
             Kind.ALL_GATHER: self._all_gather,
+            Kind.WRITE: self._write,
         }
 
     def of(self, op: Launch) -> Operation:
@@ -197,6 +201,15 @@ class Functions:
             rule.apply(bucket.format, state, update, working, bucket.layout, shapes, group=group)
 
         return apply
+
+    def _write(self, op: Launch) -> Operation:
+        writer = self.writer
+        assert writer is not None
+
+        def write(*fields: Tensor) -> None:
+            writer.write(op.owner, fields)
+
+        return write if op.owner else writer.finish
 
 
 def _add(staged: Tensor, grad: Tensor) -> None:

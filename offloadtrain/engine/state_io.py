@@ -60,15 +60,30 @@ class StateIO:
         return list(flat_states(self._blocks, self.ranks.rank))
 
     def write_state(self, writer: StateWriter) -> None:
-        """Write the state as it is after the last step."""
-        # The writer reads memory that Adam on the host lane may still write.
-        self.synchronize()
+        """Begin to write the state as it is after the last step; the next steps go on meanwhile.
+
+        The writer is called on the lane of writes, in any order of buckets. One at a time.
+        """
+        if not self._engine.salvaged:
+            self._engine.write_state(writer)
+            return
+        # The lanes have stopped for good, and nothing changes the state any more.
         for block in self._blocks:
             for bucket in block.buckets:
                 writer.write(bucket.name, [buffer.flat for buffer in bucket.state])
             for bucket in block.frozen:
                 writer.write(bucket.name, [bucket.load_source.flat])
         writer.finish()
+
+    def finish_writing(self) -> None:
+        """Wait until `write_state` has written everything."""
+        if not self._engine.salvaged:
+            self._engine.finish_writing()
+
+    def scaler_state(self) -> dict[str, float] | None:
+        """Return the state of the loss scaler after the last step; None without loss scaling."""
+        scaler = self._engine.scaler
+        return None if scaler is None else scaler.state_dict()
 
     def own_states(self) -> dict[str, OwnState]:
         """Return this rank's part of every parameter of `extents`, to be read or overwritten;

@@ -15,6 +15,7 @@ from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.activations import Activations, activations
 from offloadtrain.plan.placement import Placement, PlanError, place
+from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import Prediction, predict
 from offloadtrain.step.memory import with_second_copies
 
@@ -142,6 +143,27 @@ class Plan:
         shape = self.placed.config.model
         table = shape.vocab_size * shape.d_model
         return 4 * max(num_block_params(shape), table) + 4 * table
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint of all ranks, but for buffers."""
+        spec = self.placed.spec
+        trained = sum(
+            field.nbytes(bucket.numel, bucket.weight_bytes)
+            for bucket in spec.buckets
+            for field in bucket.format.fields(bucket.moments)
+        )
+        frozen = sum(bucket.nbytes for block in spec.blocks for bucket in block.frozen)
+        return trained + frozen + self.placed.frozen_bytes
+
+    @property
+    def save(self) -> SaveCost | None:
+        """The cost of a checkpoint; None: the machine's disk was not measured."""
+        if not self.machine.disk_gbps:
+            return None
+        return save_cost(
+            self.checkpoint_bytes / (1e9 * self.machine.disk_gbps), self.prediction.seconds
+        )
 
     @property
     def problems(self) -> list[str]:

@@ -20,6 +20,7 @@ LANES = {
     "load": "streamed blocks",
     "comm": "collectives",
     "ortho": "matrices of updates",
+    "write": "checkpoints",
 }
 _WIDTH = 26
 SUMS = "gradient sums"
@@ -53,6 +54,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "fits": plan.fits,
         "problems": plan.problems,
         "step": asdict(plan.prediction),
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "save": None if plan.save is None else asdict(plan.save),
         "changes": [_change_json(change) for change in changes],
     }
 
@@ -150,7 +153,19 @@ def _step(plan: Plan) -> str:
         f"DRAM: {found.dram_bytes / 1e9:.3g} GB by the host's kernels"
         + (f"; to other ranks: {found.comm_bytes / 1e9:.3g} GB" if ranks > 1 else "")
     )
+    lines.append(_checkpoint(plan))
     return "\n".join(lines)
+
+
+def _checkpoint(plan: Plan) -> str:
+    size, save = format_bytes(plan.checkpoint_bytes), plan.save
+    if save is None:
+        return f"checkpoint: {size}; its time is known once `offloadtrain doctor` measured the disk"
+    return (
+        f"checkpoint: {size}, {save.write_s:.3g} s at {plan.machine.disk_gbps:g} GB/s, of which "
+        f"training stands still {save.stall_s:.2g} s: less than 3 % of the run from "
+        f"train.checkpoint_every = {save.interval}"
+    )
 
 
 def _verdict(plan: Plan, changes: Sequence[Change]) -> str:

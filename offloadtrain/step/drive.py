@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import count
 
 from offloadtrain.step.modes import Decision
@@ -10,12 +11,15 @@ from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec
 
 
-def steps(program: Program, num_steps: int, input_bytes: int = 0) -> Operations:
+def steps(
+    program: Program, num_steps: int, input_bytes: int = 0, *, saved: Container[int] = ()
+) -> Operations:
     """Return the operations of the first steps: blocks in the spec's order, a gradient for every
     parameter, no step skipped, nothing clipped, all speculation right.
 
     Args:
         input_bytes: the size of a repeated block's input, which activation = "offload" moves.
+        saved: the steps after which a checkpoint is written.
 
     The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
     `DECIDE`, where the norm is known.
@@ -35,6 +39,8 @@ def steps(program: Program, num_steps: int, input_bytes: int = 0) -> Operations:
         done += program.norm_known(order, Decision(step))
         program.step_ends()
         done += program.pass_begins()
+        if step in saved:
+            done += program.flush() + program.save()
     return done
 
 

@@ -28,6 +28,9 @@ class Lane(StrEnum):
     ORTHO = "ortho"
     """The device's part of the update of matrices: up, orthogonalized, down. Not on compute, which
     would wait for the host, nor on h2d and d2h, whose copies would wait for it."""
+    WRITE = "write"
+    """The state to the disk, while the next steps run: Adam of a bucket waits for its own write
+    only."""
 
 
 class Kind(StrEnum):
@@ -80,6 +83,8 @@ class Kind(StrEnum):
     """d2h: a block's input, from which its recompute will start, to the host."""
     ACTIVATION_UP = "fetch input"
     """load: a block's input to the device again."""
+    WRITE = "write"
+    """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
 
 
 class Memory(StrEnum):

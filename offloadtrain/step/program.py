@@ -23,7 +23,7 @@ from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.gradients import GradientPath
 from offloadtrain.step.modes import BlockRefs, Decision, Speculation, mode_of
-from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
+from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations, Ref
 from offloadtrain.step.places import BucketRefs, Ring
 from offloadtrain.step.spec import RING_SLOTS, StepSpec
 from offloadtrain.step.streaming import Streaming
@@ -213,6 +213,30 @@ class Program:
     def flush(self) -> Operations:
         """Between steps: upload weights that wait, so that the newest ones are in their places."""
         self._mode.flush()
+        return self._order.take()
+
+    def save(self) -> Operations:
+        """Between steps: write the state as it is after the updates so far."""
+        # In the order in which the next updates come, each of which waits for its bucket's write.
+        blocks = list(self._trained.items())
+        for _, buckets in reversed(blocks) if self.spec.updates_in_backward else blocks:
+            for bucket in buckets:
+                self._write(bucket.name, bucket.state())
+        for bucket in self.buckets.values():
+            if not self.spec.is_trained(bucket.spec):
+                self._write(bucket.name, (bucket.load_source,))
+        self._write("", ())
+        return self._order.take()
+
+    def _write(self, owner: str, reads: tuple[Ref, ...]) -> None:
+        # Beside forward and backward of the next steps: it waits for the last update of what it
+        # reads, and the next update waits for it.
+        self._order.launch(Launch(Kind.WRITE, Lane.WRITE, owner, reads))
+
+    def written(self) -> Operations:
+        """The launching thread waits for the writes so far."""
+        event = self._order.record(Lane.WRITE, "checkpoint")
+        self._order.host_wait(event, "the checkpoint's writes")
         return self._order.take()
 
     def synchronized(self) -> None:

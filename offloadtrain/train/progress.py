@@ -78,17 +78,20 @@ class StepStats:
         own_ms: step time by rank without its waits for slower ranks in collectives.
         asks: rank 0 has requests.
         saves: a rank has been asked for a checkpoint.
+        written: every rank has written its part of the checkpoint that is under way.
     """
 
     loss: float
     own_ms: tuple[float, ...]
     asks: bool
     saves: bool
+    written: bool
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> StepStats:
-        """Combine (loss, step_ms, comm_ms, stop, asks, saves) of each rank."""
-        losses, steps, comms, _, asks, saves = zip(*(map(float, row) for row in rows), strict=True)
+        """Combine (loss, step_ms, comm_ms, stop, asks, saves, written) of each rank."""
+        columns = zip(*(map(float, row) for row in rows), strict=True)
+        losses, steps, comms, _, asks, saves, written = columns
         least = min(comms)
         own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
-        return cls(sum(losses) / len(losses), own, any(asks), any(saves))
+        return cls(sum(losses) / len(losses), own, any(asks), any(saves), all(written))

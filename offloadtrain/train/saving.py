@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.hf_model import read_config
-from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.job import Config, TrainConfig, as_tables
 from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, disk_space, save
@@ -69,6 +71,10 @@ class Saving:
         self.untrained = Untrained(self._model, self._optimizer)
         self.saved_untrained: Versions = {}
         """What was not trained, as the newest checkpoint has it."""
+        self._begun_untrained: Versions = {}
+        """As the checkpoint that is being written has it."""
+        self._writing: save.Save | None = None
+        self._told_of_page_cache = False
 
     @property
     def folder(self) -> Path:
@@ -97,6 +103,7 @@ class Saving:
             unfinished=checkpoint.unfinished(folder),
             saves=saves,
             keep_last=config.keep_last,
+            kept=_kept(config, step),
         )
         if problem:
             self._log.warn("disk-small", problem)
@@ -162,6 +169,8 @@ class Saving:
         if self.spikes.last_rollback_is_used:
             most = self._config.train.max_rollbacks
             raise self._no_rollback(spike, f"train.max_rollbacks = {most} rollbacks are used up")
+        # One that was begun before the spike is the newest to go back to.
+        self.finish(progress)
         behind, at = self._batches.state_dict(), progress.step
         earlier = self._resume_newest()
         if earlier is None:
@@ -203,49 +212,138 @@ class Saving:
 
     # ---- save
 
-    def save_or_warn(self, progress: Progress) -> None:
-        """Save; a full disk must not end a run whose last checkpoint is valid."""
+    def begin(self, progress: Progress) -> None:
+        """Begin to save the state after this step, unless that was begun already; training goes on
+        while it is written. A full disk does not end a run whose last checkpoint is valid.
+
+        Raises:
+            TrainingError: weights of the checkpoint before it, which ends first, are not finite.
+        """
         try:
-            self.save(progress)
+            self._begin(progress, self.here())
         except CheckpointError as error:
-            self._log.checkpoint_failed(progress.step, error)
+            self._failed(progress.step, error)
+        # Where writes are not asynchronous, or the model is small, all is written by now.
+        self.poll(progress, self._ranks.all_gather_host([self.written])[:, 0].all().item())
 
     def save(self, progress: Progress, at: Position | None = None) -> None:
-        """Save the state after this step, unless it was saved already, and prune.
+        """Save the state after this step, unless it was saved already, and wait for it.
 
         Args:
-            at: where the step ended; None: here.
+            at: where the step ended, after a failure of the device, with which a checkpoint that
+                is being written is lost; None: here.
 
         Raises:
             TrainingError: its weights are not finite.
             CheckpointError: the disk is full or failing.
         """
+        if at is not None:
+            self._give_up()
+        self._begin(progress, at or self.here())
+        if self._writing is not None:
+            self._commit(progress)
+
+    @property
+    def written(self) -> bool:
+        """This rank has written its part of the checkpoint that is not committed yet."""
+        return self._writing is not None and self._writing.written
+
+    def poll(self, progress: Progress, all_written: object) -> None:
+        """Between steps: commit the checkpoint that every rank has written.
+
+        Args:
+            all_written: `written` of every rank; the same on all of them.
+
+        Raises:
+            TrainingError: its weights are not finite.
+        """
+        if all_written:
+            self.finish(progress)
+
+    def finish(self, progress: Progress) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and commit it.
+
+        Raises:
+            TrainingError: its weights are not finite.
+        """
+        if self._writing is None:
+            return
+        step = self._writing.step
+        try:
+            self._commit(progress)
+        except CheckpointError as error:
+            self._failed(step, error)
+
+    def _give_up(self) -> None:
+        """Remove the checkpoint that is being written: the lanes have stopped in its midst."""
+        if self._writing is not None:
+            self._writing.give_up()
+            self._writing, self._saved_step = None, -1
+
+    def _begin(self, progress: Progress, at: Position) -> None:
         if self._saved_step == progress.step:
             return
+        # One at a time: the disk is the bound, and each holds its windows of memory.
+        self.finish(progress)
         self._log.doing("saving a checkpoint")
+        began_s = time.perf_counter()
+        self._writing = save.Save(
+            self._run.checkpoints,
+            progress.step,
+            self._model,
+            self._optimizer,
+            self._state(progress, at),
+            ranks=self._ranks,
+        )
+        self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()
+        progress.seconds += time.perf_counter() - began_s
+
+    def _commit(self, progress: Progress) -> None:
+        """Wait for the checkpoint that is being written, commit it, and prune.
+
+        Raises:
+            TrainingError: its weights are not finite.
+            CheckpointError: a rank could not write it.
+        """
+        writing, self._writing = self._writing, None
+        assert writing is not None
+        began_s = time.perf_counter()
         try:
-            saved = save.save(
-                self._run.checkpoints,
-                progress.step,
-                self._model,
-                self._optimizer,
-                self._state(progress, at or self.here()),
-                ranks=self._ranks,
+            saved = writing.commit()
+        except CheckpointError as error:
+            self._saved_step = -1
+            if isinstance(error, NotFiniteError):
+                raise self.spoilt(f"after step {writing.step} {error}", progress) from error
+            raise
+        progress.seconds += time.perf_counter() - began_s
+        self.saved_untrained = self._begun_untrained
+        self._log.saved(writing.step, saved)
+        self._prune()
+        if not saved.direct and not self._told_of_page_cache:
+            self._told_of_page_cache = True
+            self._log.warn(
+                "checkpoint-buffered",
+                f"the file system of {self._run.checkpoints} refuses O_DIRECT: checkpoints go "
+                "through the page cache, which counts against the memory limit of a container",
             )
-        except NotFiniteError as error:
-            raise self.spoilt(f"after step {progress.step} {error}") from error
-        self._saved_step, self.saved_untrained = progress.step, self.untrained.versions()
-        progress.seconds += saved.seconds
-        self._log.saved(progress.step, saved)
+
+    def _prune(self) -> None:
         if self._ranks.rank:
             return
         try:
-            checkpoint.prune(self._run.checkpoints, self._config.train.keep_last)
+            config = self._config.train
+            checkpoint.prune(self._run.checkpoints, config.keep_last, config.keep_every)
         except OSError as error:
             self._log.warn("prune-failed", f"old checkpoints were not removed: {error}")
 
-    def spoilt(self, problem: str) -> TrainingError:
+    def _failed(self, step: int, error: CheckpointError) -> None:
+        self._saved_step = -1
+        self._log.checkpoint_failed(step, error)
+
+    def spoilt(self, problem: str, progress: Progress) -> TrainingError:
         """Return the error of a run whose later steps would be useless."""
+        # One that was begun before the problem may be the only good one.
+        self.finish(progress)
         saved = checkpoint.find(self._run.checkpoints)
         last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
         advice = ADVICE[self._precision]
@@ -255,13 +353,12 @@ class Saving:
 
     def _state(self, progress: Progress, at: Position) -> Mapping[str, Any]:
         """Return all state outside tensors that the rest of the run depends on."""
-        scaler = self._optimizer.state_dict()["scaler"]
         hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
         return {
-            "optimizer": {"step": progress.step, "scaler": scaler},
+            "optimizer": {"step": progress.step, "scaler": self._optimizer.scaler_state()},
             "progress": asdict(progress),
             "data": at.data,
             "spikes": at.spikes,
@@ -279,3 +376,11 @@ class Saving:
     def _held_out(self) -> str | None:
         """Return the hash of the validation tokens."""
         return None if self._val_tokens is None else self._val_tokens.header.content
+
+
+def _kept(config: TrainConfig, step: int) -> int:
+    """Return the number of later checkpoints that `keep_every` keeps."""
+    if not (config.keep_every and config.checkpoint_every):
+        return 0
+    every = math.lcm(config.keep_every, config.checkpoint_every)
+    return config.steps // every - step // every

@@ -111,6 +111,7 @@ class Trainer:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
                 done, told = self._step(stop)
+                self.saving.poll(self.progress, told.written)
                 if done:
                     self._between_steps()
                 self._answer(stop, told)
@@ -159,7 +160,7 @@ class Trainer:
         asks = self._requests is not None and self._requests.waiting()
         noted = not self._ranks.is_single and stop.requested is not None
         row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
-        of_ranks = self._ranks.all_gather_host(row)
+        of_ranks = self._ranks.all_gather_host([*row, self.saving.written])
         self._all_stop = bool(of_ranks[:, 3].any())
         return StepStats.of(of_ranks)
 
@@ -209,7 +210,7 @@ class Trainer:
         elif not math.isfinite(loss):
             self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
             if not report.skipped:
-                raise self.saving.spoilt(f"the loss of step {number} is {loss}")
+                raise self.saving.spoilt(f"the loss of step {number} is {loss}", self.progress)
         elif report.skipped and self._precision != "fp16":
             self._log.warn(
                 "step-skipped",
@@ -238,7 +239,7 @@ class Trainer:
         """
         if told.saves:
             stop.wants_checkpoint = False
-            self.saving.save_or_warn(self.progress)
+            self.saving.begin(self.progress)
         if not told.asks:
             return
         polled = self._requests.poll() if self._requests else []
@@ -250,7 +251,8 @@ class Trainer:
             if request.action in ("checkpoint", "stop"):
                 self._log.control(request, "accepted", step)
             if request.action == "checkpoint":
-                self.saving.save_or_warn(self.progress)
+                self.saving.begin(self.progress)
+                self.saving.finish(self.progress)
             elif request.action == "stop":
                 stop.requested, self._all_stop = "request", True
             self._log.control(request, "done", step)
@@ -262,7 +264,7 @@ class Trainer:
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             self._evaluate()
         if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
-            self.saving.save_or_warn(self.progress)
+            self.saving.begin(self.progress)
 
     @torch.no_grad()
     def _evaluate(self) -> None:

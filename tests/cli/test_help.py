@@ -13,6 +13,7 @@ COMMANDS = [
     *(
         "train",
         "export",
+        "checkpoints",
         "generate",
         "eval",
         "plan",

@@ -122,9 +122,9 @@ class LoggedFlag:
 class LoggedHost:
     """A host lane of either kind, whose queue is logged as it is filled."""
 
-    def __init__(self, log: Log, inner: HostLane) -> None:
+    def __init__(self, log: Log, inner: HostLane, lane: Lane = Lane.HOST) -> None:
         self.inner = inner
-        self._log = log
+        self._log, self._lane = log, lane
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -134,11 +134,11 @@ class LoggedHost:
 
     def set(self, flag: LoggedFlag) -> None:
         flag.of_host = True
-        self._log.add(Recorded(Lane.HOST, flag.number))
+        self._log.add(Recorded(self._lane, flag.number))
         self.inner.set(flag.inner)
 
     def wait(self, flag: LoggedFlag) -> None:
-        self._log.add(Waited(Lane.HOST, flag.number, "flag"))
+        self._log.add(Waited(self._lane, flag.number, "flag"))
         self.inner.wait(flag.inner)
 
     def wait_event(self, issued: LoggedFlag, handle: c_uint64, block: Callable[[], None]) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.lanes import CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.runtime.lanes import cuda as cuda_module
-from offloadtrain.runtime.lanes.host_lane import make_host_lane
+from offloadtrain.runtime.lanes.host_lane import PythonHostLane, make_host_lane
 from offloadtrain.runtime.lanes.recorder import extent
 from offloadtrain.runtime.lanes.worker import Worker
 from offloadtrain.step.recording import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
@@ -190,6 +190,11 @@ class Gpu:
         patch.setattr(
             cuda_module, "make_host_lane", lambda *args: LoggedHost(logged, make_host_lane(*args))
         )
+        patch.setattr(
+            cuda_module,
+            "PythonHostLane",
+            lambda *args: LoggedHost(logged, PythonHostLane(*args), args[-1]),
+        )
         patch.setattr(Worker, "put", self._late(Worker.put))
         patch.setattr(Tensor, "backward", self._on_its_own_thread(Tensor.backward))
 
@@ -280,8 +285,8 @@ class LoggedLanes(CudaLanes):
         writes: Sequence[Range] = (),
     ) -> None:
         touched = name, _bytes(reads), _bytes(writes)
-        if self._is_queue(lane):
-            self._log.add(Launched(Lane.HOST, *touched))
+        if lane in self._queues:
+            self._log.add(Launched(lane, *touched))
             super().launch(lane, name, fn, reads, writes)
             return
 

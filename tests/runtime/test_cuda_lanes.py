@@ -24,6 +24,7 @@ from offloadtrain.step import modes
 from offloadtrain.step.operations import Kind
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import own_batches
+from tests.engine.test_async_save import Copies
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.runtime.fake_cuda import (
     HOSTS,
@@ -96,6 +97,7 @@ class Trained:
     bits: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
+    saved: list[Copies] = field(default_factory=list)
 
 
 def made(lanes: Lanes, model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
@@ -112,8 +114,10 @@ def train(
     sampled: int | None = None,
     loss_scale: float | None = None,
     stream: Callable[[int], list[Tensor]] = batches,
+    saves: bool = False,
 ) -> Trained:
-    """On these lanes, which are closed afterwards."""
+    """On these lanes, which are closed afterwards. `saves`: the state after each step is written;
+    `saved` has it."""
     torch.manual_seed(0)
     model, found, lanes.poison = MODELS[case.model](), Trained(), case.poison
     accum = case.options.get("grad_accum_steps", 1)
@@ -132,6 +136,9 @@ def train(
             optimizer.step()
             assert optimizer.last_step is not None
             found.reports.append(optimizer.last_step)
+            if saves:
+                found.saved.append(Copies())
+                optimizer.write_state(found.saved[-1])
             if sampled is None:
                 with torch.inference_mode():
                     found.losses.append(loss_of(model, batches(1)[0]).item())
@@ -160,11 +167,22 @@ def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
         assert torch.equal(found.bits[key], value), key
     assert gpu.log.faults() == []
     assert gpu.backward_passes == len(found.losses) - len(found.reports)
+    for copies, wanted in zip(found.saved, expected.saved, strict=True):
+        assert copies.finished and copies.found.keys() == wanted.found.keys()
+        for bucket, values in wanted.found.items():
+            assert all(map(torch.equal, copies.found[bucket], values)), bucket
     for mine, other in zip(found.reports, expected.reports, strict=True):
         assert (mine.d2h_bytes, mine.h2d_bytes) == (other.d2h_bytes, other.h2d_bytes)
         assert (str(mine.grad_norm), mine.skipped) == (str(other.grad_norm), other.skipped)
         assert mine.exposed_ms >= 0 and min(mine.busy_ms.values()) >= 0
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.cover(0, 1)
+@pytest.mark.parametrize("case", CASES)
+def test_state_is_written_beside_whole_steps(gpu: Gpu, case: str) -> None:
+    compare(gpu, CASES[case], saves=True)
 
 
 BY_A_THREAD = ("exact", "int8, speculative", "offloaded", "resident", "among ranks, streamed")

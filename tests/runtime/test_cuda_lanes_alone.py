@@ -19,7 +19,7 @@ from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
 from tests.runtime.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
 
 ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO)
-ALWAYS = {"h2d", "load", "comm", "ortho"}
+ALWAYS = {"h2d", "load", "comm", "ortho", "write"}
 
 
 @pytest.fixture(params=HOSTS)

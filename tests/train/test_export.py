@@ -149,13 +149,13 @@ def test_saved_weights_are_the_masters(
 ) -> None:
     """As the engine decodes them, at the moment of the save."""
     masters: dict[str, Tensor] = {}
-    real = save.save
+    real = save.Save
 
     def saved(folder: Path, step: int, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
         masters.update(optimizer.master_weights())
         return real(folder, step, model, optimizer, *rest, **more)
 
-    monkeypatch.setattr(save, "save", saved)
+    monkeypatch.setattr(save, "Save", saved)
     monkeypatch.setattr(saved_weights, "_DECODED", 256)
     job = small_job(tmp_path, "train.steps=2", "train.eval_every=0", f"offload.state={state}")
     assert run(job, tmp_path / "run") == 0

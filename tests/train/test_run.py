@@ -41,7 +41,7 @@ def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixtur
     tensors = [
         f"checkpoints/step-{step:08d}/{name}"
         for step in (9, 12)
-        for name in ("manifest.json", "state.json", "tensors-00000.safetensors")
+        for name in ("manifest.json", "state.json", "rank-000.bin")
     ]
     names = {"run.json", "job.toml", "resolved.toml", "lock", "events/rank000.jsonl", *tensors}
     assert found == names

@@ -36,7 +36,7 @@ def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
         h2d_bytes=1,
         comm_bytes=0,
     )
-    clock, told = StepClock(), StepStats(1.0, (1.0,), False)
+    clock, told = StepClock(), StepStats(1.0, (1.0,), False, False, False)
     clock.lap("forward")
     folder = RunFolder.new(tmp_path, "timed")
     folder.begin("", "")

@@ -53,6 +53,9 @@ class ToyState:
             writer.write(name, list(tensors.values()))
         writer.finish()
 
+    def finish_writing(self) -> None:
+        """Everything was written by `write_state`."""
+
     def own_states(self) -> dict[str, OwnState]:
         return {
             name: OwnState(

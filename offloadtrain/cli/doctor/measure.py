@@ -8,11 +8,13 @@ memory" and the copies "to the device" are copies in host memory.
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
 from offloadtrain.cli.doctor.speeds import FP32_TRAFFIC_BYTES
 from offloadtrain.config.model_shape import ModelShape, block_flops_per_token
+from offloadtrain.hardware.direct_io import THREADS, DirectFile
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
@@ -44,7 +47,7 @@ ACCUMULATE_BYTES = 10
 
 STATES = ("fp32", "split16", "int8")
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
-DISK_BYTES, DISK_PIECE = 256 << 20, 16 << 20
+DISK_BYTES, DISK_PIECE = 256 << 20, 8 << 20
 FRAGMENT_BYTES = 512 << 20
 """Share of device memory that the caching allocator can rarely use."""
 
@@ -198,18 +201,24 @@ def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:
 
 
 def disk_gbps(folder: Path) -> float:
-    """Measure durable writes to a temporary file.
+    """Measure durable writes as a checkpoint makes them: past the page cache, several at once.
 
     Raises:
         OSError: it cannot be written, or is full.
     """
-    piece = os.urandom(DISK_PIECE)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-", buffering=0) as file:
-        began = time.perf_counter()
-        for _ in range(DISK_BYTES // DISK_PIECE):
-            file.write(piece)
-        os.fsync(file.fileno())
-        return DISK_BYTES / (time.perf_counter() - began) / 1e9
+    piece = memoryview(mmap.mmap(-1, DISK_PIECE))
+    piece[:] = os.urandom(DISK_PIECE)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as made:
+        file = DirectFile.create(Path(made) / "written", DISK_BYTES)
+        try:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(THREADS) as pool:
+                starts = range(0, DISK_BYTES, DISK_PIECE)
+                list(pool.map(lambda start: file.write(piece, start), starts))
+            file.sync()
+            return DISK_BYTES / (time.perf_counter() - began) / 1e9
+        finally:
+            file.close()
 
 
 def _device_memory(device: torch.device) -> dict[str, Any]:

@@ -4,12 +4,13 @@
 * The thread that runs the user's code launches compute and d2h operations straight onto their
   streams (in backward: the device's autograd thread, while the training thread waits inside
   backward).
-* host, h2d, load, comm and ortho have a thread each; among ranks d2h too, since it waits for comm.
-  The host thread computes, without the interpreter's lock where the kernels are native. The others
-  launch copies, collectives and the arithmetic of matrices onto their streams.
+* host, h2d, load, comm, ortho and write have a thread each; among ranks d2h too, since it waits for
+  comm. The host thread computes, without the interpreter's lock where the kernels are native; the
+  write thread hands memory to the disk. The others launch copies, collectives and the arithmetic of
+  matrices onto their streams.
 * A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
   never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
-  (for the host lane: has happened), then makes its stream wait for the rest.
+  (for lanes without a stream: has happened), then makes its stream wait for the rest.
 * Compute stalls are timed with an event on its stream before and behind each wait. Where the
   training thread itself is blocked, the same two events time how long the stream was idle.
 * Where the state is on the device, the host lane is a stream as d2h is: there is no CPU work.
@@ -40,7 +41,13 @@ from offloadtrain.runtime.lanes.base import (
     now_ms,
     views,
 )
-from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
+from offloadtrain.runtime.lanes.host_lane import (
+    Endable,
+    Flag,
+    HostLane,
+    PythonHostLane,
+    make_host_lane,
+)
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
 
@@ -51,7 +58,8 @@ _CLOCK_READS = 5
 
 
 class _CudaEvent(LaneEvent):
-    """`cuda` is None for the host lane; `issued` is set once there is something to wait for."""
+    """`cuda` is None for lanes without a stream; `issued` is set once there is something to wait
+    for."""
 
     __slots__ = ("cuda", "handle", "issued", "lane")
 
@@ -115,7 +123,6 @@ class CudaLanes(Lanes):
         on_threads += [Lane.D2H] if among_ranks else []
         streamed = (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO)
         self._streams = {lane: torch.cuda.Stream(device) for lane in streamed}
-        self._host_computes = not state_on_device
         if state_on_device:
             self._streams[Lane.HOST] = torch.cuda.Stream(device)
             # It waits for d2h, which waits for comm.
@@ -125,6 +132,12 @@ class CudaLanes(Lanes):
         begin = partial(_bind, device)
         self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
+        self._queues: dict[Lane, HostLane] = {
+            Lane.WRITE: PythonHostLane(self._failure, begin, Lane.WRITE)
+        }
+        """Lanes that work on the CPU."""
+        if not state_on_device:
+            self._queues[Lane.HOST] = self._host
         self._closed = False
         self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
         """Operations of each lane that are not known to have ended, in order."""
@@ -153,8 +166,8 @@ class CudaLanes(Lanes):
         worker = self._workers.get(lane)
         # A queue owns the operands until it has run them. No record_stream: the memory is fixed
         # buffers, or block inputs, which compute waits for before they are freed.
-        if self._is_queue(lane):
-            self._host.compute(name, fn, operands)
+        if lane in self._queues:
+            self._queues[lane].compute(name, fn, operands)
         elif worker is None:
             self._run_on_stream(lane, name, fn, operands)
         else:
@@ -166,9 +179,10 @@ class CudaLanes(Lanes):
             self._failure.check()
         elif lane is not Lane.COMPUTE:
             raise LaneError(f"nothing will happen on {lane}: the lanes are closed")
-        if self._is_queue(lane):
+        if lane in self._queues:
+            # The host thread's flag: it may wait for it without the interpreter's lock.
             event = _CudaEvent(lane, None, self._host.make_flag())
-            self._host.set(event.issued)
+            self._queues[lane].set(event.issued)
             return event
         # blocking: the host thread sleeps in synchronize() and leaves its core to Adam.
         event = _CudaEvent(lane, torch.cuda.Event(blocking=True), self._host.make_flag())
@@ -186,8 +200,8 @@ class CudaLanes(Lanes):
         worker = self._workers.get(lane)
         # A lane with a thread waits there: what is behind the wait in its queue is held back, and
         # this thread goes on launching.
-        if self._is_queue(lane):
-            self._host_waits(event)
+        if lane in self._queues:
+            self._queue_waits(self._queues[lane], event)
         elif worker is not None:
             worker.put(lambda: self._stream_wait(lane, event))
         # Compute: this thread blocks until it is issued, the stream until it happens: all exposed.
@@ -203,12 +217,12 @@ class CudaLanes(Lanes):
             self._block_until_issued(event)
             self._stream_wait(lane, event)
 
-    def _host_waits(self, event: _CudaEvent) -> None:
-        # On the host thread: for a copy, it blocks on the CUDA event itself.
+    def _queue_waits(self, queue: HostLane, event: _CudaEvent) -> None:
+        # On the queue's thread: for a copy, it blocks on the CUDA event itself.
         if event.cuda is None:
-            self._host.wait(event.issued)
+            queue.wait(event.issued)
         else:
-            self._host.wait_event(event.issued, event.handle, lambda: self._block_on(event))
+            queue.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
         own = _own(event)
@@ -221,7 +235,8 @@ class CudaLanes(Lanes):
 
     def synchronize(self) -> None:
         # Nothing is launched meanwhile: a lane that has reached its event is empty.
-        for lane in (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO):
+        at_work = (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.WRITE)
+        for lane in at_work:
             self.host_wait(self.record(lane), "synchronize")
         self._stream(Lane.COMPUTE).synchronize()
 
@@ -240,7 +255,7 @@ class CudaLanes(Lanes):
         if not self._closed:
             self._closed = True
             # Joins the threads, in any order: waits point back in the order of launch.
-            workers: list[Endable] = [self._host, *self._workers.values()]
+            workers: list[Endable] = [self._host, *self._queues.values(), *self._workers.values()]
             for worker in workers:
                 worker.end()
             # The threads have launched all: copies may still run over memory that goes next.
@@ -257,7 +272,8 @@ class CudaLanes(Lanes):
         tries = [self._read_clocks() for _ in range(_CLOCK_READS)]
         _, now, event = min(tries, key=lambda found: found[0])
         self._timeline, self._origin = [], (now, event)
-        self._host.keep_intervals(True)
+        for queue in self._queues.values():
+            queue.keep_intervals(True)
         self._keep_sizes()
 
     def _read_clocks(self) -> tuple[float, float, torch.cuda.Event]:
@@ -277,8 +293,9 @@ class CudaLanes(Lanes):
         taken, self._timeline = self._timeline or [], None
         assert self._origin is not None
         resolved = [self._resolve(entry) for entry in taken]
-        resolved += self._host.take_intervals(self._origin[0])
-        self._host.keep_intervals(False)
+        for queue in self._queues.values():
+            resolved += queue.take_intervals(self._origin[0])
+            queue.keep_intervals(False)
         return self._sized(resolved)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
@@ -304,8 +321,8 @@ class CudaLanes(Lanes):
 
     def read_totals(self) -> LaneTotals:
         self._settle()
-        if self._host_computes:
-            self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
+        for lane, queue in self._queues.items():
+            self.totals.busy_ms[lane] = queue.busy_ms()
         return super().read_totals()
 
     def _settle(self) -> None:
@@ -326,8 +343,8 @@ class CudaLanes(Lanes):
         def fill(memory: torch.Tensor) -> None:
             memory.fill_(float("nan"))
 
-        if self._is_queue(lane):
-            self._host.compute("poison", fill, [memory])
+        if lane in self._queues:
+            self._queues[lane].compute("poison", fill, [memory])
             return
         run = partial(self._run_on_stream, lane, "poison", fill, [memory])
         worker = self._workers.get(lane)
@@ -335,10 +352,6 @@ class CudaLanes(Lanes):
             run()
         else:
             worker.put(run)
-
-    def _is_queue(self, lane: Lane) -> bool:
-        """Tell whether the lane computes on the CPU."""
-        return lane is Lane.HOST and self._host_computes
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._compute_stream() if lane not in self._streams else self._streams[lane]

@@ -93,7 +93,8 @@ def make_host_lane(
 class _Timed:
     """Runs and counts computations in Python, on either worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane = Lane.HOST) -> None:
+        self._lane = lane
         self.busy_ms = 0.0
         self.begun = self.ended = 0
         self.keeping = False
@@ -110,16 +111,18 @@ class _Timed:
             self.kept.append((name, start_ms, spent_ms))
 
     def take(self, origin_ms: float) -> list[Interval]:
-        taken, self.kept = self.kept, []
-        return [Interval(Lane.HOST, name, start - origin_ms, spent) for name, start, spent in taken]
+        taken, self.kept, lane = self.kept, [], self._lane
+        return [Interval(lane, name, start - origin_ms, spent) for name, start, spent in taken]
 
 
 class PythonHostLane:
     """A Python thread, which takes the GIL between two kernels."""
 
-    def __init__(self, failure: Failure, begin: Callable[[], None] | None) -> None:
-        self._worker = Worker(Lane.HOST, failure, begin)
-        self._timed = _Timed()
+    def __init__(
+        self, failure: Failure, begin: Callable[[], None] | None, lane: Lane = Lane.HOST
+    ) -> None:
+        self._worker = Worker(lane, failure, begin)
+        self._timed = _Timed(lane)
         self._launched = 0
 
     def make_flag(self) -> Flag:

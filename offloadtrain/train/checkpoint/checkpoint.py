@@ -54,14 +54,16 @@ class Checkpoint:
         return self.manifest.step
 
 
-def prune(folder: Path, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints and return what was removed.
+def prune(folder: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
+    """Remove all but the newest `keep_last` checkpoints, and those of steps that `keep_every`
+    divides (0: none); return what was removed.
 
     Call it after a save. At least 2 stay: the newest may turn out to be damaged.
     """
     if keep_last < 2:
         raise ValueError(f"keep_last = {keep_last} must be at least 2: one may be damaged")
-    superseded = find(folder)[keep_last:]
+    older = find(folder)[keep_last:]
+    superseded = [path for path in older if not keep_every or step_of(path) % keep_every]
     for path in superseded:
         trash = folder / f".trash-{path.name}"
         atomic_io.rename_folder(path, trash)

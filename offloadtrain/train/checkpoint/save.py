@@ -49,6 +49,7 @@ class OffloadedState(Protocol):
     def extents(self) -> Mapping[str, Extent]: ...
     def flat_states(self) -> Sequence[FlatState]: ...
     def write_state(self, writer: StateWriter) -> None: ...
+    def finish_writing(self) -> None: ...
     def own_states(self) -> Mapping[str, OwnState]: ...
     def load_named_state(
         self, name: str, tensors: Mapping[str, torch.Tensor], *, lo: int | None = None
@@ -74,7 +75,12 @@ class Saved:
 class Save:
     """A checkpoint being written; see [Note: Commit protocol]. It is the optimizer's `StateWriter`.
 
-    Every rank makes one, and then calls `commit`: all of them succeed, or all fail.
+    Every rank makes one, goes on with its steps, and then calls `commit`: all of them succeed, or
+    all fail. The optimizer's next updates wait for the writes of what they change. What no bucket
+    holds and may change (buffers) is written before this returns.
+
+    Attributes:
+        written: this rank has written its part, or failed.
     """
 
     def __init__(
@@ -94,6 +100,8 @@ class Save:
             CheckpointError: the disk is full or failing. The partial checkpoint is removed.
         """
         self.step = step
+        self.written = False
+        self._optimizer = optimizer
         self._started = time.perf_counter()
         self._ranks = ranks
         self._state = json.dumps(state, indent=1).encode()
@@ -101,8 +109,10 @@ class Save:
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
         self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
-        self._others = untrained(model, optimizer) if ranks.rank == 0 else {}
-        self._regions = lay_out(self._file, optimizer.flat_states(), self._others)
+        others = untrained(model, optimizer) if ranks.rank == 0 else {}
+        params = dict(model.named_parameters())
+        self._frozen = {name: tensor for name, tensor in others.items() if name in params}
+        self._regions = lay_out(self._file, optimizer.flat_states(), others)
         self._writer: TensorWriter | None = None
         try:
             with _together(ranks, self._final):
@@ -111,9 +121,10 @@ class Save:
             with _together(ranks, self._final):
                 disk_space.require(folder, self._own_bytes, ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
+            self._write_others({name: x for name, x in others.items() if name not in params})
             optimizer.write_state(self)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
     @property
@@ -128,14 +139,19 @@ class Save:
         self._writer.write(zip(regions, fields, strict=bool(regions)))
 
     def finish(self) -> None:
-        """Write what no bucket holds, and end the file."""
+        """Write the parameters that are never trained, and end the file."""
         assert self._writer is not None
-        kept = {region.owner: region for region in self._regions if region.owner in self._others}
-        self._writer.write((kept[name], tensor) for name, tensor in self._others.items())
+        self._write_others(self._frozen)
         self._writer.finish()
+        self.written = True
+
+    def _write_others(self, tensors: Tensors) -> None:
+        assert self._writer is not None
+        regions = {region.owner: region for region in self._regions}
+        self._writer.write((regions[name], tensor) for name, tensor in tensors.items())
 
     def commit(self) -> Saved:
-        """Publish the checkpoint once every rank has written its part.
+        """Wait until every rank has written its part, and publish the checkpoint.
 
         Raises:
             NotFiniteError: a weight is not finite.
@@ -143,6 +159,8 @@ class Save:
                 the partial checkpoint is removed, and older ones are untouched.
         """
         assert self._writer is not None
+        # This rank's part is on the disk, or has failed; the exchange below says so of all.
+        self._optimizer.finish_writing()
         try:
             with _together(self._ranks, self._final):
                 entries = self._writer.entries()
@@ -154,7 +172,7 @@ class Save:
                     found = [decoded_entry(one) for _, _, told, _ in of_ranks for one in told]
                     self._publish(sizes, found)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
         num_bytes = sum(size for _, size, _, _ in of_ranks)
         direct, seconds = all(one[3] for one in of_ranks), time.perf_counter() - self._started
@@ -168,7 +186,8 @@ class Save:
         atomic_io.sync_folder(folder)
         atomic_io.rename_folder(folder, self._final)
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Remove what was written of it. Idempotent."""
         if self._writer is not None:
             self._writer.close()
         if self._ranks.rank == 0:

@@ -44,6 +44,8 @@ def _told(shown: ViewState) -> Text:
             continue  # one rank
         if lane == "ortho" and not busy_ms:
             continue  # no rule that needs matrices whole
+        if lane == "write" and not busy_ms:
+            continue  # no checkpoint is being written
         share = f"{100 * busy_ms / step_ms:3.0f} % of the step" if step_ms else ""
         text.append(f" {lane:<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
     exposed = view.last("exposed_ms") or 0.0

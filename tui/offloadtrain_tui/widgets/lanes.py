@@ -56,9 +56,9 @@ class Lanes:
 
     @property
     def rows(self) -> list[str]:
-        """The lanes, top to bottom; waits, collectives and matrices only if there are any."""
+        """The lanes, top to bottom; what is rare only if there is any."""
         names = (LANES[0], schema.WAIT, *LANES[1:])
-        rare = (schema.WAIT, "comm", "ortho")
+        rare = (schema.WAIT, "comm", "ortho", "write")
         return [name for name in names if name not in rare or self.lane(name)]
 
     def lane(self, name: str) -> list[schema.LaneSpan]:

@@ -1,0 +1,143 @@
+"""State that is written while later steps run is that of its own step, and changes none of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine import EngineError
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step import modes
+from offloadtrain.step.prove import prove
+from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
+from tests.numerics.models import MODELS, STREAMED, batches, loss_of
+
+STEPS, SAVED = 5, (1, 3)
+
+
+class Copies:
+    """A writer that takes its time, as a disk does."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[Tensor]] = {}
+        self.finished = False
+
+    def write(self, bucket: str, fields: Sequence[Tensor]) -> None:
+        time.sleep(0.001)
+        self.found[bucket] = [field.to("cpu", copy=True) for field in fields]
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def trained(lanes: Lanes, name: str, state: str, precision: str, **options: Any) -> Any:
+    """Return what each save has written, the state beside it, and the weights at the end."""
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        with on_lanes(lanes):
+            optimizer = ot.offload(
+                model,
+                ot.AdamW(lr=1e-2),
+                device="cpu",
+                precision=precision,
+                state=state,
+                **{"clip_norm": 0.5, **options},
+            )
+        writers = []
+        for step, tokens in enumerate(batches(STEPS), 1):
+            optimizer.backward(loss_of(model, tokens))
+            optimizer.step()
+            if step in SAVED:
+                writers.append(Copies())
+                optimizer.write_state(writers[-1])
+        optimizer.finish_writing()
+        optimizer.synchronize()
+        assert all(writer.finished for writer in writers)
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    layout = optimizer.flat_states()
+    for writer in writers:
+        assert [flat.numel for flat in layout] == [
+            field.numel()
+            for name in dict.fromkeys(f.bucket for f in layout)
+            for field in writer.found[name]
+        ]
+    optimizer.close()
+    return [writer.found for writer in writers], weights
+
+
+def same(found: Any, expected: Any) -> None:
+    for mine, other in zip(found[0], expected[0], strict=True):
+        assert mine.keys() == other.keys()
+        for bucket, fields in other.items():
+            for field, value in zip(mine[bucket], fields, strict=True):
+                assert torch.equal(field, value), bucket
+    for key, value in expected[1].items():
+        assert torch.equal(found[1][key], value), key
+
+
+EACH = pytest.mark.parametrize(
+    ("mode", "placement", "state", "precision"),
+    [
+        (mode, placement, *CASES[number % len(CASES)])
+        for number, (mode, placement) in enumerate(product(MODES, PLACEMENTS))
+    ],
+)
+"""Every placement in every mode, the formats in turn."""
+
+
+@pytest.mark.slow
+@pytest.mark.cover(0, 1)
+@EACH
+@pytest.mark.parametrize("lanes", ["threads", "late"])
+def test_what_is_written_is_the_state_of_its_step(
+    lanes: str, mode: str, placement: str, state: str, precision: str
+) -> None:
+    name = sorted(STREAMED)[0]
+    options = options_of(mode, precision) | PLACEMENTS[placement]
+    chosen: dict[str, Lanes] = {
+        "threads": ThreadLanes(longest_delay_ms=1.0),
+        "late": SeededLanes(7, late=True),
+    }
+    expected = trained(SequentialLanes(), name, state, precision, **options)
+    same(trained(chosen[lanes], name, state, precision, **options), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.cover(0, 1)
+@EACH
+def test_a_real_run_that_saves_has_no_race(
+    mode: str, placement: str, state: str, precision: str
+) -> None:
+    lanes = RecordingLanes(SequentialLanes())
+    options = options_of(mode, precision) | PLACEMENTS[placement]
+    trained(lanes, sorted(STREAMED)[0], state, precision, **options)
+    assert prove(lanes.program) == []
+
+
+@pytest.mark.slow
+def test_frozen_weights_of_streamed_blocks_are_written() -> None:
+    same(
+        trained(ThreadLanes(), "frozen", "fp32", "bf16", working="host"),
+        trained(SequentialLanes(), "frozen", "fp32", "bf16", working="host"),
+    )
+
+
+def test_state_is_not_written_inside_a_step() -> None:
+    model: nn.Module = MODELS[sorted(STREAMED)[0]]()
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu")
+    optimizer.backward(loss_of(model, batches(1)[0]))
+    with pytest.raises(EngineError, match="between backward and step"):
+        optimizer.write_state(Copies())
+    optimizer.close()

@@ -18,11 +18,11 @@ import torch
 
 from offloadtrain.cli import main as command_line
 from offloadtrain.engine.engine import Engine
-from offloadtrain.hardware import atomic_io
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import build
+from offloadtrain.train.checkpoint.writer import TensorWriter
 from offloadtrain.train.trainer import Trainer
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -31,7 +31,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "reduce-scatter": (Ranks, "reduce_scatter"),
     "adam": (AdamW, "update"),
     "all-gather": (Ranks, "all_gather"),
-    "checkpoint": (atomic_io, "write_file"),
+    "checkpoint": (TensorWriter, "write"),
     "error": (Transformer, "forward"),
 }
 MORE_POINTS: dict[str, tuple[Any, str]] = {

@@ -241,10 +241,12 @@ class Supervisor:
                 rank.kill()
 
     def _ended(self, rank: _Rank) -> None:
-        """Give the others a while to end, if this one has failed."""
-        if rank.code in (DONE, STOPPED) or self._kill_at_s is not None or self._stopped(rank):
+        """Give the others a while to end, if this one has failed; or has stopped before the run
+        began, where another may wait for its connection and hear nothing else."""
+        stopped = rank.code == STOPPED or self._stopped(rank)
+        if rank.code == DONE or self._kill_at_s is not None or (stopped and self._run):
             return
-        if rank.code is not None and rank.code < 0:
+        if not stopped and rank.code is not None and rank.code < 0:
             name = signal.Signals(-rank.code).name
             say(f"{rank} was killed by {name}; last phase: {rank.said.phase}")
         self._kill_at_s = time.monotonic() + GRACE_S
@@ -269,6 +271,8 @@ class Supervisor:
     def _code(self) -> int:
         codes = [FAILED if rank.code is None else rank.code for rank in self._ranks]
         if STOPPED in codes or (self._stopping and any(map(self._stopped, self._ranks))):
+            if codes[0] == -signal.SIGKILL and not self._run:  # it could not say so
+                say("stopped before the first step; the same command starts again")
             return STOPPED
         if self._hung:
             return HUNG

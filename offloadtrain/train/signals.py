@@ -41,8 +41,14 @@ class StopRequests:
         self._before: dict[int, object] = {}
 
     def defer(self) -> None:
-        """From now on only note stops."""
+        """From now on only note stops.
+
+        Raises:
+            StoppedEarlyError: one has come, and was lost where exceptions are (a finalizer).
+        """
         self._deferred = True
+        if self.requested:
+            raise StoppedEarlyError(self.requested)
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():

@@ -84,6 +84,16 @@ def test_done_and_the_others_output_is_labelled(launched: Start) -> None:
     assert err == "[rank 1] hello of 1\n"
 
 
+@pytest.mark.slow
+def test_a_stop_before_the_run_begins_waits_for_no_rank(launched: Start, tmp_path: Path) -> None:
+    """One rank ends as asked; the other is in a call that handles no signal, and waits for it."""
+    process = launched("until_stopped() if rank else until_stopped(())")
+    ready(tmp_path, process)
+    process.terminate()
+    out, err = result(process)
+    assert out == "code 75\n" and "stopped before the first step" in err
+
+
 @pytest.mark.parametrize(
     ("does", "code"),
     [
@@ -113,8 +123,9 @@ def test_a_killed_rank_is_named_and_all_start_again_in_the_run(
 if attempt == 0:
     watchdog.run = "the-run"
     Path(folder, f"told{rank}").write_text("")
-    while not all(Path(folder, f"told{r}").exists() for r in (0, 1)): time.sleep(0.02)
-    time.sleep(1.0)
+    def busy(): HEARTBEAT.beat(); time.sleep(0.02)
+    while not all(Path(folder, f"told{r}").exists() for r in (0, 1)): busy()
+    for _ in range(50): busy()
     if rank: os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 print("goes on in", run, flush=True)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_a_signal_before_the_first_step_ends_building(number: int) -> None:
     with StopRequests() as stop, pytest.raises(StoppedEarlyError, match="SIG"):
         signal.raise_signal(number)
     assert stop.requested == signal.Signals(number).name
+
+
+def test_a_stop_that_a_finalizer_has_swallowed_is_not_lost() -> None:
+    with StopRequests() as stop:
+        with suppress(StoppedEarlyError):  # as Python does around __del__
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedEarlyError, match="SIGTERM"):
+            stop.defer()
 
 
 def test_usr1_asks_for_a_checkpoint() -> None:

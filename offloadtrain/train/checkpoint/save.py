@@ -189,7 +189,8 @@ class Save:
     def give_up(self) -> None:
         """Remove what was written of it. Idempotent."""
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # of a file that nobody wants any more
+                self._writer.close()
         if self._ranks.rank == 0:
             with suppress(OSError):  # else `clean` does it, before the next save
                 atomic_io.remove_folder(self._unfinished)

@@ -82,10 +82,10 @@ class TensorWriter:
         try:
             if self.failure is None:
                 self._file.sync()
-        except OSError as error:
-            self.failure = error
-        finally:
+            # Some file systems say only here that the disk is full.
             self.close()
+        except OSError as error:
+            self.failure = self.failure or error
 
     def close(self) -> None:
         """Release file and threads. Idempotent."""

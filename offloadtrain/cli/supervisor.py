@@ -147,6 +147,7 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._run = ""
         self._stopping = False
+        self._stopped_s = 0.0
         self._hung = False
         self._kill_at_s: float | None = None
 
@@ -236,7 +237,9 @@ class Supervisor:
         alive = {rank.rank: rank.pulse for rank in self._ranks if rank.code is None}
         if self._kill_at_s is None and (hung := judge(alive)):
             self._report(hung)
-        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+        # Before the run begins there is nothing to lose, whatever a rank is busy with.
+        early = self._stopping and not self._run and now_s >= self._stopped_s + GRACE_S
+        if early or (self._kill_at_s is not None and now_s >= self._kill_at_s):
             for rank in self._ranks:
                 rank.kill()
 
@@ -270,7 +273,8 @@ class Supervisor:
 
     def _code(self) -> int:
         codes = [FAILED if rank.code is None else rank.code for rank in self._ranks]
-        if STOPPED in codes or (self._stopping and any(map(self._stopped, self._ranks))):
+        early = self._stopping and not self._run and set(codes) <= {STOPPED, -signal.SIGKILL}
+        if STOPPED in codes or early or (self._stopping and any(map(self._stopped, self._ranks))):
             if codes[0] == -signal.SIGKILL and not self._run:  # it could not say so
                 say("stopped before the first step; the same command starts again")
             return STOPPED
@@ -300,7 +304,7 @@ class Supervisor:
         elif self._stopping:
             self._abort()
         else:
-            self._stopping = True
+            self._stopping, self._stopped_s = True, time.monotonic()
             for rank in self._ranks:
                 rank.signal(number)
 

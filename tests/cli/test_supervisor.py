@@ -85,9 +85,14 @@ def test_done_and_the_others_output_is_labelled(launched: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_before_the_run_begins_waits_for_no_rank(launched: Start, tmp_path: Path) -> None:
-    """One rank ends as asked; the other is in a call that handles no signal, and waits for it."""
-    process = launched("until_stopped() if rank else until_stopped(())")
+@pytest.mark.parametrize(
+    "does", ["until_stopped() if rank else until_stopped(())", "until_stopped(())"]
+)
+def test_a_stop_before_the_run_begins_waits_for_no_rank(
+    launched: Start, tmp_path: Path, does: str
+) -> None:
+    """Rank 0, or both, are in a call that handles no signal; the other one ends as asked."""
+    process = launched(does)
     ready(tmp_path, process)
     process.terminate()
     out, err = result(process)

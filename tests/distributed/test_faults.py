@@ -254,6 +254,7 @@ def test_a_killed_launcher_takes_its_ranks_along(job: Path, tmp_path: Path) -> N
     started.wait_for_step(ranks=2)
     assert len(processes_of(tmp_path / "run")) == 3
     started.process.kill()
+    started.process.wait()
     assert none_left(tmp_path / "run")
 
 

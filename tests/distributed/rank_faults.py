@@ -84,7 +84,6 @@ class Job:
             code = self.process.wait(WITHIN_S)
         except subprocess.TimeoutExpired as error:
             self.process.kill()  # the ranks end with it
-            self.process.kill()
             self.process.wait()  # else its end is a warning in a later test
             raise AssertionError(f"it hangs:\n{self.text}") from error
         assert self._reader is not None

@@ -263,9 +263,13 @@ def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
 def test_who_arrives_last_is_seen() -> None:
     """Each took 100 ms; rank 2 came last and so waited least."""
     told = StepStats.of(
-        [[1.0, 100.0, 40.0, 0, 0, 0], [2.0, 100.0, 38.0, 0, 1, 0], [3.0, 100.0, 5.0, 0, 0, 1]]
+        [
+            [1.0, 100.0, 40.0, 0, 0, 0, 1],
+            [2.0, 100.0, 38.0, 0, 1, 0, 0],
+            [3.0, 100.0, 5.0, 0, 0, 1, 1],
+        ]
     )
-    assert told.loss == 2.0 and told.asks and told.saves
+    assert told.loss == 2.0 and told.asks and told.saves and not told.written
     assert told.own_ms == (65.0, 67.0, 100.0)
 
 

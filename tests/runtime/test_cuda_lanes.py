@@ -335,7 +335,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "waits for what is not recorded": (waits_without_the_flag, "never recorded|^race: "),
     "records at once": (records_at_once, "after what was launched later"),
     "all on one stream": (runs_on_the_current_stream, "^race: |after what was launched later"),
-    "the host lane does not wait": (leaves_out("_host_waits"), "^race: "),
+    "the host lane does not wait": (leaves_out("_queue_waits"), "^race: "),
     "nobody waits for events": (leaves_out("_block_on"), "^race: "),
 }
 

@@ -18,15 +18,11 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import cuda_driver
 from offloadtrain.runtime.lanes.base import (
     HostProgress,
@@ -38,73 +34,17 @@ from offloadtrain.runtime.lanes.base import (
     Operation,
     Range,
     Span,
-    now_ms,
     views,
 )
 from offloadtrain.runtime.lanes.host_lane import (
     Endable,
-    Flag,
     HostLane,
     PythonHostLane,
     make_host_lane,
 )
+from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes, own
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
-
-_KEPT = 32
-"""Intervals of compute to keep before those that have ended are counted and dropped."""
-_CLOCK_READS = 5
-"""Readings of both clocks at the start of a timeline; the most certain one holds."""
-
-
-class _CudaEvent(LaneEvent):
-    """`cuda` is None for lanes without a stream; `issued` is set once there is something to wait
-    for."""
-
-    __slots__ = ("cuda", "handle", "issued", "lane")
-
-    def __init__(self, lane: Lane, cuda: torch.cuda.Event | None, issued: Flag) -> None:
-        self.lane = lane
-        self.cuda = cuda
-        self.issued = issued
-        self.handle = ctypes.c_uint64()
-        """Return the event's address once it is issued, for threads without Python."""
-
-    def issue(self, stream: torch.cuda.Stream) -> None:
-        assert self.cuda is not None
-        self.cuda.record(stream)
-        # Before `issued` is set, whose lock makes it visible to the native host thread.
-        self.handle.value = self.cuda.cuda_event
-
-    def has_happened(self) -> bool:
-        if self.cuda is None or not self.issued.is_set():
-            return self.issued.is_set()
-        # 0: its lane has failed before. An event that was never recorded would say it is done.
-        return self.handle.value != 0 and bool(self.cuda.query())
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamInterval:
-    """An interval of a stream, known once both events have happened.
-
-    Attributes:
-        waits: parts of it in which the stream was idle.
-    """
-
-    lane: str
-    name: str
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    waits: tuple[_StreamInterval, ...] = ()
-
-    def is_over(self) -> bool:
-        return bool(self.end.query() and self.start.query())
-
-    def busy_ms(self) -> float:
-        return self.elapsed_ms() - sum(wait.elapsed_ms() for wait in self.waits)
-
-    def elapsed_ms(self) -> float:
-        return float(self.start.elapsed_time(self.end))
 
 
 class CudaLanes(Lanes):
@@ -139,18 +79,10 @@ class CudaLanes(Lanes):
         if not state_on_device:
             self._queues[Lane.HOST] = self._host
         self._closed = False
-        self._running: dict[Lane, deque[_StreamInterval]] = {lane: deque() for lane in Lane}
-        """Operations of each lane that are not known to have ended, in order."""
-        self._waits: deque[_StreamInterval] = deque()
-        """Waits of compute that are not known to have ended."""
-        self._waits_in_span: list[_StreamInterval] = []
+        self._times = StreamTimes()
         self._draining = False
         """The lanes are drained at the end of a sampled step: these waits are not compute's."""
         self._computed_on: torch.cuda.Stream | None = None
-        self._open_spans = 0
-        self._computes_since: torch.cuda.Event | None = None
-        self._timeline: list[_StreamInterval] | None = None
-        self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def launch(
         self,
@@ -181,11 +113,11 @@ class CudaLanes(Lanes):
             raise LaneError(f"nothing will happen on {lane}: the lanes are closed")
         if lane in self._queues:
             # The host thread's flag: it may wait for it without the interpreter's lock.
-            event = _CudaEvent(lane, None, self._host.make_flag())
+            event = StreamEvent(lane, None, self._host.make_flag())
             self._queues[lane].set(event.issued)
             return event
         # blocking: the host thread sleeps in synchronize() and leaves its core to Adam.
-        event = _CudaEvent(lane, torch.cuda.Event(blocking=True), self._host.make_flag())
+        event = StreamEvent(lane, torch.cuda.Event(blocking=True), self._host.make_flag())
         worker = self._workers.get(lane)
         # `always`: set after a failure too, or a thread that waits for it would never end.
         if worker is None:
@@ -196,7 +128,7 @@ class CudaLanes(Lanes):
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         self._failure.check()
-        event = _own(event)
+        event = own(event)
         worker = self._workers.get(lane)
         # A lane with a thread waits there: what is behind the wait in its queue is held back, and
         # this thread goes on launching.
@@ -217,7 +149,7 @@ class CudaLanes(Lanes):
             self._block_until_issued(event)
             self._stream_wait(lane, event)
 
-    def _queue_waits(self, queue: HostLane, event: _CudaEvent) -> None:
+    def _queue_waits(self, queue: HostLane, event: StreamEvent) -> None:
         # On the queue's thread: for a copy, it blocks on the CUDA event itself.
         if event.cuda is None:
             queue.wait(event.issued)
@@ -225,12 +157,12 @@ class CudaLanes(Lanes):
             queue.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        own = _own(event)
-        if not own.has_happened():
+        awaited = own(event)
+        if not awaited.has_happened():
             # While this thread is blocked compute runs dry: its stream is idle between the events.
             began = self._timing_event(Lane.COMPUTE)
-            self._block_on(own)
-            self._expose(own.lane, began)
+            self._block_on(awaited)
+            self._expose(awaited.lane, began)
         self._failure.check()
 
     def synchronize(self) -> None:
@@ -269,70 +201,37 @@ class CudaLanes(Lanes):
     def start_timeline(self) -> None:
         # Compute is empty from here on, so an event happens as soon as it is recorded.
         self._stream(Lane.COMPUTE).synchronize()
-        tries = [self._read_clocks() for _ in range(_CLOCK_READS)]
-        _, now, event = min(tries, key=lambda found: found[0])
-        self._timeline, self._origin = [], (now, event)
+        self._times.start_timeline(self._stream(Lane.COMPUTE))
         for queue in self._queues.values():
             queue.keep_intervals(True)
         self._keep_sizes()
-
-    def _read_clocks(self) -> tuple[float, float, torch.cuda.Event]:
-        """Return (uncertainty in ms, host clock in ms, event of that moment). Another process that
-        takes the core in between makes the uncertainty large."""
-        event, before_ms = torch.cuda.Event(enable_timing=True), now_ms()
-        event.record(self._stream(Lane.COMPUTE))
-        event.synchronize()
-        after_ms = now_ms()
-        return after_ms - before_ms, after_ms, event
 
     def take_timeline(self) -> list[Interval]:
         # The intervals need events that have happened, and threads append to the list until then.
         self._draining = True
         self.synchronize()
         self._draining = False
-        taken, self._timeline = self._timeline or [], None
-        assert self._origin is not None
-        resolved = [self._resolve(entry) for entry in taken]
+        began_ms, resolved = self._times.take_timeline()
         for queue in self._queues.values():
-            resolved += queue.take_intervals(self._origin[0])
+            resolved += queue.take_intervals(began_ms)
             queue.keep_intervals(False)
         return self._sized(resolved)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        # An evaluation has no step() that counts them: events would pile up.
-        if len(self._running[Lane.COMPUTE]) >= _KEPT:
-            self._settle()
         began = self._timing_event(Lane.COMPUTE)
-        if self._open_spans == 0:
-            self._computes_since = began
-        self._open_spans += 1
+        self._times.opened(began, self.totals)
         return Span(name, tuple(reads), tuple(writes), mark=began)
 
     def close_span(self, span: Span) -> None:
         if not span.closed and isinstance(span.mark, torch.cuda.Event):
-            ended = self._timing_event(Lane.COMPUTE)
-            self._open_spans -= 1
-            if self._open_spans == 0 and self._computes_since is not None:
-                waits, self._waits_in_span = tuple(self._waits_in_span), []
-                whole = _StreamInterval(Lane.COMPUTE, "compute", self._computes_since, ended, waits)
-                self._running[Lane.COMPUTE].append(whole)
-            self._sample(_StreamInterval(Lane.COMPUTE, span.name, span.mark, ended))
+            self._times.closed(span.name, span.mark, self._timing_event(Lane.COMPUTE))
         span.closed = True
 
     def read_totals(self) -> LaneTotals:
-        self._settle()
+        self._times.settle(self.totals)
         for lane, queue in self._queues.items():
             self.totals.busy_ms[lane] = queue.busy_ms()
         return super().read_totals()
-
-    def _settle(self) -> None:
-        """Count the intervals that have ended; never waits."""
-        # Called by the training thread or autograd's, while lane threads append at the other end.
-        for lane, running in self._running.items():
-            while running and running[0].is_over():
-                self.totals.busy_ms[lane] += running.popleft().busy_ms()
-        while self._waits and self._waits[0].is_over():
-            self.totals.exposed_ms += self._waits.popleft().elapsed_ms()
 
     def _pending(self) -> dict[Lane, int]:
         found = {lane: worker.pending() for lane, worker in self._workers.items()}
@@ -372,13 +271,9 @@ class CudaLanes(Lanes):
         with torch.cuda.stream(self._stream(lane)), torch.profiler.record_function(name):
             start = self._timing_event(lane)
             fn(*operands)
-            interval = _StreamInterval(lane, name, start, self._timing_event(lane))
-        # Compute's operations inside a span are in the span's time.
-        if lane is not Lane.COMPUTE or self._open_spans == 0:
-            self._running[lane].append(interval)
-        self._sample(interval)
+            self._times.ran(lane, name, start, self._timing_event(lane))
 
-    def _issue(self, event: _CudaEvent, lane: Lane) -> None:
+    def _issue(self, event: StreamEvent, lane: Lane) -> None:
         # After a failure the flag is set without an event: waiting threads find the error.
         try:
             if self._failure.error is None:
@@ -386,19 +281,19 @@ class CudaLanes(Lanes):
         finally:
             event.issued.set()
 
-    def _stream_wait(self, lane: Lane, event: _CudaEvent) -> None:
+    def _stream_wait(self, lane: Lane, event: StreamEvent) -> None:
         # First the flag: a stream does not wait for an event that is not recorded yet.
         event.issued.wait()
         if event.cuda is not None:
             self._stream(lane).wait_event(event.cuda)
 
-    def _block_on(self, event: _CudaEvent) -> None:
+    def _block_on(self, event: StreamEvent) -> None:
         # First the flag: an event that is not recorded yet would return at once.
         event.issued.wait()
         if event.cuda is not None:
             event.cuda.synchronize()
 
-    def _block_until_issued(self, event: _CudaEvent) -> None:
+    def _block_until_issued(self, event: StreamEvent) -> None:
         # This thread launches compute: while it is blocked, compute's stream runs dry.
         if not event.issued.is_set():
             began = self._timing_event(Lane.COMPUTE)
@@ -408,26 +303,13 @@ class CudaLanes(Lanes):
 
     def _expose(self, lane: Lane, began: torch.cuda.Event) -> None:
         """Count a stall of compute since `began`, in which it waited for `lane`."""
-        wait = _StreamInterval(WAIT, lane.value, began, self._timing_event(Lane.COMPUTE))
-        self._waits.append(wait)
-        if self._open_spans:
-            self._waits_in_span.append(wait)
-        if not self._draining:
-            self._sample(wait)
+        ended = self._timing_event(Lane.COMPUTE)
+        self._times.waited(lane, began, ended, drains=self._draining)
 
     def _timing_event(self, lane: Lane) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
-
-    def _sample(self, interval: _StreamInterval) -> None:
-        if (timeline := self._timeline) is not None:
-            timeline.append(interval)
-
-    def _resolve(self, entry: _StreamInterval) -> Interval:
-        assert self._origin is not None
-        start_ms = self._origin[1].elapsed_time(entry.start)
-        return Interval(entry.lane, entry.name, start_ms, entry.elapsed_ms())
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -442,9 +324,3 @@ def _bind(device: torch.device) -> None:
     torch.cuda.set_device(device)
     # The context is made current by the first call of the runtime; a query is the cheapest.
     torch.cuda.current_stream(device).query()
-
-
-def _own(event: LaneEvent) -> _CudaEvent:
-    if not isinstance(event, _CudaEvent):
-        raise TypeError(f"{event!r} was not recorded by these lanes")
-    return event

@@ -1,0 +1,174 @@
+"""Events of lanes on a device, and the time that its streams work and wait, known once they have.
+
+Nothing here blocks: times are read from events that have happened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from offloadtrain.events.schema import WAIT
+from offloadtrain.runtime.lanes.base import Interval, LaneEvent, LaneTotals, now_ms
+from offloadtrain.runtime.lanes.host_lane import Flag
+from offloadtrain.step.operations import Lane
+
+_KEPT = 32
+"""Intervals of compute to keep before those that have ended are counted and dropped."""
+_CLOCK_READS = 5
+"""Readings of both clocks at the start of a timeline; the most certain one holds."""
+
+
+class StreamEvent(LaneEvent):
+    """`cuda` is None for lanes without a stream; `issued` is set once there is something to wait
+    for."""
+
+    __slots__ = ("cuda", "handle", "issued", "lane")
+
+    def __init__(self, lane: Lane, cuda: torch.cuda.Event | None, issued: Flag) -> None:
+        self.lane = lane
+        self.cuda = cuda
+        self.issued = issued
+        self.handle = ctypes.c_uint64()
+        """Return the event's address once it is issued, for threads without Python."""
+
+    def issue(self, stream: torch.cuda.Stream) -> None:
+        assert self.cuda is not None
+        self.cuda.record(stream)
+        # Before `issued` is set, whose lock makes it visible to the native host thread.
+        self.handle.value = self.cuda.cuda_event
+
+    def has_happened(self) -> bool:
+        if self.cuda is None or not self.issued.is_set():
+            return self.issued.is_set()
+        # 0: its lane has failed before. An event that was never recorded would say it is done.
+        return self.handle.value != 0 and bool(self.cuda.query())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInterval:
+    """An interval of a stream, known once both events have happened.
+
+    Attributes:
+        waits: parts of it in which the stream was idle.
+    """
+
+    lane: str
+    name: str
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    waits: tuple[StreamInterval, ...] = ()
+
+    def is_over(self) -> bool:
+        return bool(self.end.query() and self.start.query())
+
+    def busy_ms(self) -> float:
+        return self.elapsed_ms() - sum(wait.elapsed_ms() for wait in self.waits)
+
+    def elapsed_ms(self) -> float:
+        return float(self.start.elapsed_time(self.end))
+
+
+class StreamTimes:
+    """Busy and exposed time of streams, and the timeline of a sampled step.
+
+    The training thread and the device's autograd thread call it, and threads of lanes append.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[Lane, deque[StreamInterval]] = {lane: deque() for lane in Lane}
+        """Operations of each lane that are not known to have ended, in order."""
+        self._waits: deque[StreamInterval] = deque()
+        """Waits of compute that are not known to have ended."""
+        self._waits_in_span: list[StreamInterval] = []
+        self._open_spans = 0
+        self._computes_since: torch.cuda.Event | None = None
+        self._timeline: list[StreamInterval] | None = None
+        self._origin: tuple[float, torch.cuda.Event] | None = None
+
+    def ran(self, lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Note an operation on a stream."""
+        interval = StreamInterval(lane, name, start, end)
+        # Compute's operations inside a span are in the span's time.
+        if lane is not Lane.COMPUTE or self._open_spans == 0:
+            self._running[lane].append(interval)
+        self._sample(interval)
+
+    def waited(
+        self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, *, drains: bool
+    ) -> None:
+        """Note a stall of compute, which waited for `lane`; one that `drains` the lanes for a
+        timeline is not in it."""
+        wait = StreamInterval(WAIT, lane.value, start, end)
+        self._waits.append(wait)
+        if self._open_spans:
+            self._waits_in_span.append(wait)
+        if not drains:
+            self._sample(wait)
+
+    def opened(self, start: torch.cuda.Event, totals: LaneTotals) -> None:
+        """Note that a span has opened."""
+        # An evaluation has no step() that counts them: events would pile up.
+        if len(self._running[Lane.COMPUTE]) >= _KEPT:
+            self.settle(totals)
+        if self._open_spans == 0:
+            self._computes_since = start
+        self._open_spans += 1
+
+    def closed(self, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Note that a span has closed."""
+        self._open_spans -= 1
+        if self._open_spans == 0 and self._computes_since is not None:
+            waits, self._waits_in_span = tuple(self._waits_in_span), []
+            whole = StreamInterval(Lane.COMPUTE, "compute", self._computes_since, end, waits)
+            self._running[Lane.COMPUTE].append(whole)
+        self._sample(StreamInterval(Lane.COMPUTE, name, start, end))
+
+    def settle(self, totals: LaneTotals) -> None:
+        """Count the intervals that have ended; never waits."""
+        # Called by the training thread or autograd's, while lane threads append at the other end.
+        for lane, running in self._running.items():
+            while running and running[0].is_over():
+                totals.busy_ms[lane] += running.popleft().busy_ms()
+        while self._waits and self._waits[0].is_over():
+            totals.exposed_ms += self._waits.popleft().elapsed_ms()
+
+    def start_timeline(self, stream: torch.cuda.Stream) -> None:
+        """Keep intervals from now on. `stream` is empty: its events happen as soon as recorded."""
+        tries = [_read_clocks(stream) for _ in range(_CLOCK_READS)]
+        _, now, event = min(tries, key=lambda found: found[0])
+        self._timeline, self._origin = [], (now, event)
+
+    def take_timeline(self) -> tuple[float, list[Interval]]:
+        """Return the host clock in ms at its start, and the intervals since; all are over."""
+        assert self._origin is not None
+        taken, self._timeline = self._timeline or [], None
+        began_ms, origin = self._origin
+        return began_ms, [
+            Interval(one.lane, one.name, origin.elapsed_time(one.start), one.elapsed_ms())
+            for one in taken
+        ]
+
+    def _sample(self, interval: StreamInterval) -> None:
+        if (timeline := self._timeline) is not None:
+            timeline.append(interval)
+
+
+def own(event: LaneEvent) -> StreamEvent:
+    """Return the event, as lanes on a device have recorded it."""
+    if not isinstance(event, StreamEvent):
+        raise TypeError(f"{event!r} was not recorded by these lanes")
+    return event
+
+
+def _read_clocks(stream: torch.cuda.Stream) -> tuple[float, float, torch.cuda.Event]:
+    """Return (uncertainty in ms, host clock in ms, event of that moment). Another process that
+    takes the core in between makes the uncertainty large."""
+    event, before_ms = torch.cuda.Event(enable_timing=True), now_ms()
+    event.record(stream)
+    event.synchronize()
+    after_ms = now_ms()
+    return after_ms - before_ms, after_ms, event

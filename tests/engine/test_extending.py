@@ -24,6 +24,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.step import formats
 from offloadtrain.train.dry_run import check
+from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.plan.test_plan import planned, small
@@ -170,6 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize(("rule", "state"), [("signum", "fp32"), ("signum", TOY), ("adamw", TOY)])

@@ -98,7 +98,7 @@ def program(name: str, *args: str, **kwargs: Any) -> list[Entry]:
     return lanes.program
 
 
-@pytest.mark.cover(1, 2)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize(("state", "precision"), CASES)
 @pytest.mark.parametrize("accum", [1, 2])
 @each_mode
@@ -117,7 +117,7 @@ def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatc
     assert prove(program("unusual", accum=accum, steps=4, **MODES[mode])) == []
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize(("state", "precision"), CASES[::2])
 @pytest.mark.parametrize("placement", sorted(set(PLACEMENTS) - {"on the device"}))
 @each_mode

@@ -131,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_nothing_touches_weights_undeclared(name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ each_policy = pytest.mark.parametrize("activation", POLICIES)
 PLACED = [("device", name) for name in MODELS] + [("host", name) for name in STREAMED]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @each_policy
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("working", "name"), PLACED)

@@ -87,6 +87,8 @@ class Step(Event):
         mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
         comm_bytes: bytes this rank has sent in collectives.
         own_ms: step time without waits for slower ranks in collectives; 0: a single rank.
+        device_peak_bytes: most that torch's allocator held within the step; 0: no GPU.
+        host_peak_bytes: most resident memory the sampler saw within the step; 0: no sample.
         ranks_ms: in the log of rank 0, the `own_ms` of every rank; empty for a single rank.
     """
 
@@ -115,6 +117,8 @@ class Step(Event):
     comm_bytes: int = 0
     own_ms: float = 0.0
     ranks_ms: tuple[float, ...] = ()
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +141,47 @@ class Memory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveMemory(Event):
+    """What the memory sampler saw since its last record.
+
+    A quantity is (least, newest, peak), one number where the three are equal, or nothing if it is
+    not known. The attributes are those of `memory_ring.MemoryPoint`, in KiB.
+
+    Attributes:
+        step: the step in progress.
+    """
+
+    KIND: ClassVar[str] = "live_memory"
+    step: int
+    allocated_kib: tuple[int, ...] = ()
+    reserved_kib: tuple[int, ...] = ()
+    inactive_kib: tuple[int, ...] = ()
+    free_kib: tuple[int, ...] = ()
+    pinned_kib: tuple[int, ...] = ()
+    rss_kib: tuple[int, ...] = ()
+    available_kib: tuple[int, ...] = ()
+    swap_kib: tuple[int, ...] = ()
+    page_cache_kib: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory(Event):
+    """Memory inside a sampled step.
+
+    Attributes:
+        tier: "device": held by torch's allocator; "host": resident memory of the process.
+        at_ms: since the beginning of the step, as of its spans.
+        kib: the most between this time and the one before.
+    """
+
+    KIND: ClassVar[str] = "step_memory"
+    step: int
+    tier: str
+    at_ms: tuple[float, ...]
+    kib: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpan(Event):
     """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
     `num_bytes`: bytes written by a copy or collective. On the lane WAIT: a wait of compute, named
@@ -152,12 +197,23 @@ class LaneSpan(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process with memory on a GPU; `num_bytes` None: the driver does not say."""
+
+    pid: int
+    num_bytes: int | None = None
+    user: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
     """One GPU as NVML sees it, all processes included; None: not reported by the driver.
 
     Attributes:
         pcie_tx_bytes_per_s: sent by the GPU (to the host) since the last sample; rx: received.
         throttle: why its clocks are throttled, "" if they are not.
+        processes: only in the monitor's own samples, never in a log.
     """
 
     index: int
@@ -175,6 +231,7 @@ class GpuSample:
     pcie_tx_bytes_per_s: float | None = None
     pcie_rx_bytes_per_s: float | None = None
     throttle: str = ""
+    processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +369,8 @@ class RunEnded(Event):
 KINDS: dict[str, type[Event]] = {
     kind.KIND: kind
     for kind in (
-        RunStarted, Step, Memory, LaneSpan, System, Eval, Checkpoint, Warning_, Alert, Control,
-        Sample, PlanCompared, RunEnded,
+        RunStarted, Step, Memory, LiveMemory, StepMemory, LaneSpan, System, Eval, Checkpoint,
+        Warning_, Alert, Control, Sample, PlanCompared, RunEnded,
     )
 }  # fmt: skip
 

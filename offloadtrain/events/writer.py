@@ -48,6 +48,7 @@ class EventWriter:
         capacity: int = 4096,
         on_error: Callable[[OSError], None] | None = None,
         on_recovery: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the log for appending, with mode 0600 if it is new.
 
@@ -55,12 +56,13 @@ class EventWriter:
             path: None: events are held until `open`.
             on_error: called once, on the writer's thread, when the disk begins to refuse.
             on_recovery: called there with the number of lost events, when the rest is written.
+            clock: the time of a record, in Unix seconds.
 
         Raises:
             OSError: the log cannot be opened.
         """
         self.error: OSError | None = None
-        self._rank = rank
+        self._rank, self._clock = rank, clock
         self._capacity = capacity
         self._on_error, self._on_recovery = on_error, on_recovery
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
@@ -94,7 +96,7 @@ class EventWriter:
         if self._closed or (self._queue.qsize() >= limit and type(event) is not RunEnded):
             self._count_drop()
         else:
-            self._queue.put((event, time.time(), time.monotonic_ns()))
+            self._queue.put((event, self._clock(), time.monotonic_ns()))
         if type(event) is RunEnded:
             self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
 

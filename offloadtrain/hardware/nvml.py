@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from offloadtrain.events.schema import GpuSample
+from offloadtrain.events.schema import GpuProcess, GpuSample
 
 _PCIE_COUNTERS = (197, 198)
 """NVML_FI_DEV_PCIE_COUNT_TX_BYTES and …_RX_BYTES."""
@@ -68,6 +68,7 @@ class Nvml:
         self._clock = clock
         self._module: Any = None
         self._handles: dict[int, Any] = {}
+        self._by_uuid: dict[str, Any] = {}
         self._counted: dict[tuple[int, int], tuple[float, int]] = {}
         """(GPU, field) → time and value of the counter's last reading."""
         self.state = self._start(load)
@@ -109,9 +110,12 @@ class Nvml:
         """Read the constant facts."""
         return tuple(self._describe(i, handle) for i, handle in self._handles.items())
 
-    def sample(self) -> tuple[GpuSample, ...]:
-        """Sample memory, load, power, temperature and link; takes about a millisecond per GPU."""
-        return tuple(self._sample(i, handle) for i, handle in self._handles.items())
+    def sample(self, *, processes: bool = False) -> tuple[GpuSample, ...]:
+        """Sample memory, load, power, temperature and link; takes about a millisecond per GPU.
+
+        `processes`: also list who has memory on it.
+        """
+        return tuple(self._sample(i, handle, processes) for i, handle in self._handles.items())
 
     def _describe(self, index: int, handle: Any) -> Gpu:
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
@@ -122,6 +126,15 @@ class Nvml:
             memory_bytes=None if memory is None else int(memory.total),
             **_link(self.ask, handle),
         )
+
+    def memory_free(self, uuid: str) -> int | None:
+        """Return the bytes free on the GPU of this UUID, as the driver says; None: not known."""
+        if uuid not in self._by_uuid:
+            named = ((_text(self.ask("nvmlDeviceGetUUID", h)), h) for h in self._handles.values())
+            self._by_uuid = dict(named)
+        handle = self._by_uuid.get(uuid)
+        memory = None if handle is None else self.ask("nvmlDeviceGetMemoryInfo", handle)
+        return None if memory is None else int(memory.free)
 
     def _pcie_rates(self, index: int, handle: Any) -> tuple[float | None, float | None]:
         """Return the bytes per second the GPU has sent and received since the last sample.
@@ -154,7 +167,13 @@ class Nvml:
         held = [word for bit, word in _THROTTLES.items() if (reasons or 0) & bit]
         return ", ".join(held)
 
-    def _sample(self, index: int, handle: Any) -> GpuSample:
+    def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
+        """List the processes that compute on the GPU, the largest first."""
+        found = self.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+        listed = [GpuProcess(pid=int(one.pid), num_bytes=one.usedGpuMemory) for one in found]
+        return tuple(sorted(listed, key=lambda one: -(one.num_bytes or 0)))
+
+    def _sample(self, index: int, handle: Any, processes: bool) -> GpuSample:
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
         load = self.ask("nvmlDeviceGetUtilizationRates", handle)
         milliwatts = self.ask("nvmlDeviceGetPowerUsage", handle)
@@ -163,6 +182,7 @@ class Nvml:
         return GpuSample(
             **_link(self.ask, handle),
             throttle=self._throttle(handle),
+            processes=self._processes(handle) if processes else (),
             pcie_tx_bytes_per_s=rates[0],
             pcie_rx_bytes_per_s=rates[1],
             index=index,

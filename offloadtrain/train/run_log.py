@@ -30,7 +30,6 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.step.spec import BucketSpec, StepSpec
 from offloadtrain.train.build import TrainingContext, update_rule
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
@@ -39,13 +38,13 @@ from offloadtrain.train.loggers.loggers import Loggers
 from offloadtrain.train.loggers.row import Source
 from offloadtrain.train.plan_vs_actual import Hindsight
 from offloadtrain.train.progress import Progress, StepClock, StepStats
+from offloadtrain.train.records import plan_facts, step_record
 from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.run_memory import RunMemory, gpu_uuid
 from offloadtrain.train.signals import StoppedEarlyError
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled
-_MEMORY_EVERY_S = 1.0
-_MEMORY_CHANGE = 0.005
 
 
 class RunLog:
@@ -64,12 +63,10 @@ class RunLog:
         self._loggers = Loggers(lambda told: self.warn("logger-failed", told))
         self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
+        self._memory: RunMemory | None = None
         self._progress = Progress()
         self._peak_flops: float | None = None
         self._recent_ms: deque[float] = deque(maxlen=50)
-        self._memory: dict[tuple[str, str], int] = {}
-        self._rows: tuple[schema.MemoryRow, ...] = ()
-        self._rows_read_s = -math.inf
         self._next_timeline = (0.0, 2)
         self._optimizer: OffloadOptimizer | None = None
         self._hindsight: Hindsight | None = None
@@ -88,7 +85,7 @@ class RunLog:
         elif error is not None:
             self.ended("failed", f"{type(error).__name__}: {error}")
         self._console.end_line()
-        self._sampler.close()
+        self._close_samplers()
         self._writer.close()
         if (refused := self._writer.error) is not None:
             self._console.say(
@@ -131,6 +128,13 @@ class RunLog:
                 **facts,
             )
         )
+        self._memory = RunMemory(
+            context.optimizer,
+            self._writer.emit,
+            self._run.events(self._rank).with_suffix(".ring"),
+            nvml=self._nvml,
+            warn=self.warn,
+        )
         self._introduce(context, machine, device_name, waiting)
         self._hindsight = Hindsight(
             context.plan, measured_rates=config.device.machine.endswith(".toml")
@@ -162,20 +166,12 @@ class RunLog:
             "why": context.why,
         }
         if device.type == "cuda":
-            plan["gpu_uuid"] = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            plan["gpu_uuid"] = gpu_uuid(device)
             measured = bandwidth(device)
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
-        found = context.plan
-        host = {owner: size for owner, size in found.host.items() if owner != "Python, torch"}
-        return plan | {
-            "machine": found.name,
-            "memory": {"device": found.placed.device(), "host": host},
-            "activations": found.activations.owners(),
-            "step": asdict(found.prediction),
-            "update_rule": type(update_rule(self._config)).__name__,
-            "adam_bytes_per_step": _update_bytes(found.placed.spec),
-        }
+        rule = type(update_rule(self._config)).__name__
+        return plan | plan_facts(context.plan) | {"update_rule": rule}
 
     def _introduce(
         self, context: TrainingContext, machine: SystemInfo, device_name: str, waiting: str
@@ -197,13 +193,18 @@ class RunLog:
     def ended(self, status: str, message: str = "") -> None:
         """Log the last record of this start."""
         self._compare_with_plan()
-        self._sampler.close()  # before a wait that is no stalled step
+        self._close_samplers()  # before a wait that is no stalled step
         if self._config.log.to:
             self.doing("ending the loggers")
         with HEARTBEAT.outside():  # a service takes as long as it takes
             self._loggers.close(failed=status == "failed")
         self._writer.emit(self._sampler.sample())
         self._emit_end(status, message)
+
+    def _close_samplers(self) -> None:
+        self._sampler.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _emit_end(self, status: str, message: str) -> None:
         self._writer.emit(
@@ -238,11 +239,14 @@ class RunLog:
         compiles = not self._recent_ms and kernels.backend().name == "numba"
         why = " (Numba compiles the CPU kernels)" if compiles else ""
         self.doing(f"step {self._progress.step + 1}{why}")
-        not_before_s, not_before_step = self._next_timeline
+        follow, (not_before_s, not_before_step) = False, self._next_timeline
         if time.monotonic() >= not_before_s and self._progress.step >= not_before_step:
             later_step = self._progress.step + _TIMELINE_EVERY_STEPS
             self._next_timeline = (time.monotonic() + _TIMELINE_EVERY_S, later_step)
             optimizer.sample_timeline()
+            follow = True
+        if self._memory is not None:
+            self._memory.step_begins(self._progress.step + 1, follow=follow)
 
     def step(
         self,
@@ -257,28 +261,18 @@ class RunLog:
         """Log an attempted step; `number` counts from 1, and a skipped step repeats it."""
         tokens_per_s = 1e3 * self._config.batch_tokens / clock.total_ms
         scaling = self._optimizer is not None and self._optimizer.working_dtype is torch.float16
-        step = schema.Step(
-            step=number,
-            loss=told.loss,
+        step = step_record(
+            number,
+            progress,
+            report,
+            clock,
+            told,
             lr=lr,
-            tokens=progress.tokens,
-            grad_norm=report.grad_norm,
-            clip_coef=report.clip_coef,
-            loss_scale=report.loss_scale if scaling else None,
-            skipped=report.skipped,
-            tokens_per_s=tokens_per_s,
-            step_ms=clock.total_ms,
-            exposed_ms=report.exposed_ms,
-            busy_ms=dict(report.busy_ms),
-            d2h_bytes=report.d2h_bytes,
-            h2d_bytes=report.h2d_bytes,
-            comm_bytes=report.comm_bytes,
-            own_ms=told.own_ms[self._rank] if len(told.own_ms) > 1 else 0.0,
-            ranks_ms=told.own_ms if len(told.own_ms) > 1 and self._rank == 0 else (),
-            early_buckets=report.early_buckets,
-            speculation_hit=report.speculation_hit,
+            rank=self._rank,
+            batch_tokens=self._config.batch_tokens,
+            scaling=scaling,
             mfu=self._mfu(tokens_per_s),
-            **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
+            peaks=self._memory.step_ends(report) if self._memory else (0, 0),
         )
         self._tell(step)
         self._keep_run()
@@ -286,8 +280,8 @@ class RunLog:
             self._alerts.step(step)
         for interval in report.timeline:
             self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
-        if time.monotonic() - self._rows_read_s > _MEMORY_EVERY_S:
-            self._tell_memory(number)
+        if self._memory is not None and (rows := self._memory.news()):
+            self._tell(schema.Memory(step=number, rows=rows))
         self._recent_ms.append(clock.total_ms)
         if self._hindsight is not None:
             self._hindsight.step(report, clock.total_ms)
@@ -302,7 +296,7 @@ class RunLog:
 
     def _line(self, step: schema.Step) -> StepLine:
         held = {tier.value: 0 for tier in Tier}
-        for row in self._rows:
+        for row in self._memory.read if self._memory else ():
             held[row.tier] += row.num_bytes
         left = self._config.train.steps - step.step
         return StepLine(
@@ -329,37 +323,9 @@ class RunLog:
         return tokens_per_s * per_token / self._peak_flops
 
     def memory_rows(self) -> tuple[schema.MemoryRow, ...]:
-        """Return the engine's Ledger and, on a GPU, torch's other memory."""
-        assert self._optimizer is not None
-        rows = [
-            schema.MemoryRow(
-                owner=row.owner, tier=row.tier, num_bytes=row.bytes, peak_bytes=row.peak_bytes
-            )
-            for row in self._optimizer.ledger.rows()
-        ]
-        device = self._optimizer.device
-        if device.type == "cuda":
-            own = sum(row.num_bytes for row in rows if row.tier == Tier.DEVICE)
-            rows.append(
-                schema.MemoryRow(
-                    owner="activations and gradients",
-                    tier=Tier.DEVICE.value,
-                    num_bytes=max(torch.cuda.memory_allocated(device) - own, 0),
-                    peak_bytes=max(torch.cuda.max_memory_allocated(device) - own, 0),
-                )
-            )
-        return tuple(rows)
-
-    def _tell_memory(self, number: int) -> None:
-        """Read the rows, and log them if one has changed by more than half a percent."""
-        self._rows, self._rows_read_s = self.memory_rows(), time.monotonic()
-        now = {(row.owner, row.tier): row.peak_bytes for row in self._rows}
-        same = now.keys() == self._memory.keys() and all(
-            abs(now[key] - self._memory[key]) <= _MEMORY_CHANGE * self._memory[key] for key in now
-        )
-        if not same:
-            self._memory = now
-            self._tell(schema.Memory(step=number, rows=self._rows))
+        """Return the owners' bytes now."""
+        assert self._memory is not None
+        return self._memory.rows()
 
     def _tell(self, event: Source) -> None:
         """Log an event whose scalars other tools get too."""
@@ -452,14 +418,3 @@ class RunLog:
 
     def _writes_again(self, lost: int) -> None:
         self._console.say(f"the event log is being written again; {lost} records were lost")
-
-
-def _update_bytes(spec: StepSpec) -> int:
-    """Count the bytes that updates move through one rank's host memory in a step."""
-
-    def of_one(bucket: BucketSpec) -> float:
-        gradient = 4 if spec.accumulates else bucket.weight_bytes
-        moved = bucket.format.traffic_per_param(bucket.moments, bucket.weight_bytes, gradient)
-        return moved * bucket.params
-
-    return round(sum(map(of_one, spec.buckets)) / spec.ranks)

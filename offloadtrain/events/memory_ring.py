@@ -1,0 +1,168 @@
+"""Samples of memory several times a second, in a file of fixed size beside the log.
+
+[Note: The ring file]
+`events/rank000.ring` holds the newest CAPACITY samples of a rank. All numbers are little-endian.
+
+    header, 64 bytes      magic b"OTMEMRNG", u32 version, u32 bytes of a slot, u32 slots, zeros
+    slot i, 112 bytes     u64 number, f64 Unix seconds, i64 step, 9 x i64 bytes (`QUANTITIES`, -1:
+                          not known), 12 zeros, u32 CRC-32 of the 108 bytes before
+
+Sample n, from 1, is in slot (n - 1) % slots. The writer overwrites a slot by one call and never
+waits; a reader that meets a slot half written sees it by its checksum, and reads it again next
+time. A new start of the run begins a new file of the same name; a reader sees its inode change.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from offloadtrain.boundary.safe_open import UnsafeFileError, open_descriptor
+
+QUANTITIES = (
+    "allocated", "reserved", "inactive", "free", "pinned", "rss", "available", "swap",
+    "page_cache",
+)  # fmt: skip
+MAGIC, VERSION, CAPACITY = b"OTMEMRNG", 1, 1024
+_HEADER = struct.Struct("<8sIII44x")
+_BODY = struct.Struct("<Qdq9q12x")
+_SLOT_BYTES = _BODY.size + 4
+FILE_BYTES = _HEADER.size + CAPACITY * _SLOT_BYTES
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """One sample, in bytes; None: not known.
+
+    Attributes:
+        step: the step in progress.
+        allocated: tensors of torch's allocator on the device.
+        reserved: of the device, by torch's allocator; with what it keeps for later tensors.
+        inactive: free parts of reserved segments that other tensors hold in place: fragmentation.
+        free: on the device, as the driver says, whoever holds the rest.
+        pinned: page-locked host memory of this process.
+        rss: resident memory of this process.
+        available: of the host, under every limit.
+        swap, page_cache: of the host, used.
+    """
+
+    time_s: float
+    step: int
+    allocated: int | None = None
+    reserved: int | None = None
+    inactive: int | None = None
+    free: int | None = None
+    pinned: int | None = None
+    rss: int | None = None
+    available: int | None = None
+    swap: int | None = None
+    page_cache: int | None = None
+
+
+class RingWriter:
+    """Writes a new ring file; the calls are those of one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Replace the file, so that readers of an earlier start's keep what they have.
+
+        Raises:
+            UnsafeFileError, OSError: it cannot be written.
+        """
+        path.unlink(missing_ok=True)
+        self._fd = open_descriptor(path, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        os.posix_fallocate(self._fd, 0, FILE_BYTES)  # a disk that fills later does not matter
+        os.pwrite(self._fd, _HEADER.pack(MAGIC, VERSION, _SLOT_BYTES, CAPACITY), 0)
+        self._number = 0
+
+    def write(self, point: MemoryPoint) -> None:
+        """Write the next sample.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        self._number += 1
+        slot = (self._number - 1) % CAPACITY
+        os.pwrite(self._fd, _packed(self._number, point), _HEADER.size + slot * _SLOT_BYTES)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RingReader:
+    """Reads the samples that are new since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        """The file is opened by `poll`, which may find none."""
+        self._path = path
+        self._inode = -1
+        self._next = 1
+
+    def poll(self) -> list[MemoryPoint]:
+        """Return new samples, the oldest first; at most CAPACITY.
+
+        Raises:
+            UnsafeFileError: it is no ring file, or none of this version.
+            OSError: it cannot be read; FileNotFoundError: there is none.
+        """
+        fd = open_descriptor(self._path, max_bytes=FILE_BYTES)
+        try:
+            self._look(fd)
+            return self._read(fd)
+        finally:
+            os.close(fd)
+
+    def _look(self, fd: int) -> None:
+        """Begin anew in a file of another start."""
+        facts = os.fstat(fd)
+        if facts.st_ino == self._inode:
+            return
+        header = os.pread(fd, _HEADER.size, 0)
+        expected = _HEADER.pack(MAGIC, VERSION, _SLOT_BYTES, CAPACITY)
+        if facts.st_size != FILE_BYTES or header != expected:
+            raise UnsafeFileError(self._path, f"it is no ring file of version {VERSION}")
+        self._inode, self._next = facts.st_ino, 1
+
+    def _read(self, fd: int) -> list[MemoryPoint]:
+        """Read on from the next number; read all slots if the writer has lapped the reader."""
+        found: list[MemoryPoint] = []
+        while (sample := self._at(fd, self._next)) and sample[0] == self._next:
+            found.append(sample[1])
+            self._next += 1
+            if len(found) == CAPACITY:
+                return found
+        if sample and sample[0] > self._next:
+            return self._scan(fd)
+        return found
+
+    def _scan(self, fd: int) -> list[MemoryPoint]:
+        whole = [self._at(fd, number) for number in range(1, CAPACITY + 1)]
+        ordered = sorted((one for one in whole if one), key=lambda one: one[0])
+        fresh = [one for one in ordered if one[0] >= self._next]
+        self._next = fresh[-1][0] + 1 if fresh else self._next
+        return [point for _, point in fresh]
+
+    def _at(self, fd: int, number: int) -> tuple[int, MemoryPoint] | None:
+        """Return the sample in the slot of `number`; None: empty, or half written."""
+        slot = (number - 1) % CAPACITY
+        return _unpacked(os.pread(fd, _SLOT_BYTES, _HEADER.size + slot * _SLOT_BYTES))
+
+
+def _packed(number: int, point: MemoryPoint) -> bytes:
+    time_s, step, *sizes = astuple(point)
+    body = _BODY.pack(number, time_s, step, *(_UNKNOWN if s is None else s for s in sizes))
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _unpacked(slot: bytes) -> tuple[int, MemoryPoint] | None:
+    body = slot[: _BODY.size]
+    if len(slot) != _SLOT_BYTES or slot[_BODY.size :] != struct.pack("<I", zlib.crc32(body)):
+        return None
+    number, time_s, step, *sizes = _BODY.unpack(body)
+    if not number or not math.isfinite(time_s):
+        return None
+    return number, MemoryPoint(time_s, step, *(None if s < 0 else s for s in sizes))

@@ -1,0 +1,235 @@
+"""Live memory of a rank: samples beside training, several times a second.
+
+[Note: Sampling without waiting]
+The sampler's thread reads counters: the allocator's own, the driver's through NVML, and files of
+the kernel. None of them waits for the device, and no step waits for the sampler. What lives between
+two samples of the device is in the allocator's own peak, which the training thread sets back after
+each step: so the peak of a record is that of the step so far, and none is lost. The kernel keeps no
+such peak of resident memory that can be set back: there, shorter peaks than the interval may be
+missed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.events import schema
+from offloadtrain.events.memory_ring import QUANTITIES, MemoryPoint, RingWriter
+from offloadtrain.hardware import host_memory
+
+INTERVAL_S = 0.2
+RECORD_S = 2.0
+WITHIN_STEP_S = 0.02
+"""Interval inside a sampled step, of which there is at most one in 20."""
+
+AVAILABLE_S = 1.0
+"""Interval of reading what every cgroup leaves: it costs more than all the rest."""
+
+CURVE_POINTS = 64
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on the device; the attributes are those of `MemoryPoint`.
+
+    Attributes:
+        peak: most allocated since the step began.
+        free: None: the driver does not say.
+    """
+
+    allocated: int
+    reserved: int
+    inactive: int
+    peak: int
+    free: int | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """The least, newest and greatest of each quantity, until a record is made of them."""
+
+    _seen: dict[str, list[int]] = field(default_factory=dict)
+    step: int = 0
+
+    def add(self, point: MemoryPoint, peak: int | None = None) -> None:
+        """Add a sample; `peak`: most allocated since the sample before, if the allocator knows."""
+        self.step = point.step
+        for name in QUANTITIES:
+            if (size := getattr(point, name)) is None:
+                continue
+            least, _, most = self._seen.get(name, (size, size, size))
+            most = max(most, peak or 0) if name == "allocated" else most
+            self._seen[name] = [min(least, size), size, max(most, size)]
+
+    def record(self) -> schema.LiveMemory:
+        """Return what was seen, and begin anew."""
+        seen, self._seen = self._seen, {}
+        return schema.LiveMemory(
+            step=self.step, **{f"{name}_kib": _short(sizes) for name, sizes in seen.items()}
+        )
+
+
+class MemorySampler:
+    """Samples memory on its own thread, into the ring file and records for the log."""
+
+    def __init__(
+        self,
+        emit: Callable[[schema.Event], None],
+        *,
+        read_device: Callable[[], DeviceMemory] | None = None,
+        pinned: Callable[[], int | None] = lambda: None,
+        ring: RingWriter | None = None,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Start sampling.
+
+        Args:
+            emit: gets a record every RECORD_S, on the sampler's thread.
+            read_device: None: the host is sampled alone.
+            ring: closed with the sampler, or when its disk refuses.
+        """
+        self._emit, self._read_device, self._pinned = emit, read_device, pinned
+        self._ring, self._interval_s, self._clock = ring, interval_s, clock
+        self._window = Window()
+        self._step = 0
+        self._host_peak = 0
+        self._curve: list[tuple[float, int]] | None = None
+        self._began_s = 0.0
+        self._available: int | None = None
+        self._available_until_s = 0.0
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+        self._thread.start()
+
+    def step_begins(self, step: int, *, follow: bool = False) -> None:
+        """Tell what step is in progress; `follow`: sample it closely."""
+        self._step = step
+        if follow:
+            self._began_s, self._curve = time.perf_counter(), []
+            self._wake.set()  # the thread may sleep for longer than the step takes
+
+    def step_ends(self) -> tuple[int, schema.StepMemory | None]:
+        """Return the most resident memory seen in the step, and its curve if it was followed."""
+        peak, self._host_peak = self._host_peak, 0
+        curve, self._curve = self._curve, None
+        if not curve:
+            return peak, None
+        return peak, self._curve_record(curve)
+
+    def _curve_record(self, curve: list[tuple[float, int]]) -> schema.StepMemory:
+        times, sizes = zip(*thinned(curve), strict=True)
+        tier = "host" if self._read_device is None else "device"
+        return schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
+
+    def close(self) -> None:
+        """End the thread with a last record. Idempotent."""
+        self._ended.set()
+        self._wake.set()
+        self._thread.join(timeout=10 * INTERVAL_S)  # a hanging driver keeps it, and nobody waits
+
+    def _run(self) -> None:
+        next_record_s = time.monotonic() + RECORD_S
+        while not self._ended.is_set():
+            self._sample()
+            if time.monotonic() >= next_record_s:
+                self._emit(self._window.record())
+                next_record_s += RECORD_S
+            # wait for the next sample; a step that is followed ends the wait
+            self._wake.wait(self._interval_s if self._curve is None else WITHIN_STEP_S)
+            self._wake.clear()
+        self._emit(self._window.record())
+        self._close_ring()
+
+    def _sample(self) -> None:
+        device = self._read_device() if self._read_device else None
+        if time.monotonic() >= self._available_until_s:
+            self._available, self._available_until_s = _available(), time.monotonic() + AVAILABLE_S
+        point = point_of(self._clock(), self._step, device, self._pinned(), self._available)
+        self._window.add(point, device.peak if device else None)
+        self._host_peak = max(self._host_peak, point.rss or 0)
+        curve = self._curve
+        if curve is not None:
+            size = device.allocated if device else point.rss or 0
+            curve.append((1e3 * (time.perf_counter() - self._began_s), size))
+        if self._ring is not None:
+            try:
+                self._ring.write(point)
+            except OSError:  # the log's own writer tells of the disk; records go on
+                self._close_ring()
+
+    def _close_ring(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+
+def point_of(
+    time_s: float,
+    step: int,
+    device: DeviceMemory | None,
+    pinned: int | None,
+    available: int | None,
+) -> MemoryPoint:
+    """Return a sample of the host now, and of what was read of the device."""
+    stated = _meminfo()
+    return MemoryPoint(
+        time_s=time_s,
+        step=step,
+        allocated=device.allocated if device else None,
+        reserved=device.reserved if device else None,
+        inactive=device.inactive if device else None,
+        free=device.free if device else None,
+        pinned=pinned,
+        rss=resident_bytes(),
+        available=available,
+        swap=_difference(stated, "SwapTotal", "SwapFree"),
+        page_cache=stated.get("Cached"),
+    )
+
+
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process; None: not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE_BYTES
+    return None
+
+
+def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return at most CURVE_POINTS of (ms, bytes), in KiB, each with the most up to its time."""
+    group = -(-len(curve) // CURVE_POINTS)
+    parts = [curve[i : i + group] for i in range(0, len(curve), group)]
+    return [(round(part[-1][0], 1), max(size for _, size in part) >> 10) for part in parts]
+
+
+def _available() -> int | None:
+    with suppress(OSError, ValueError, OffloadTrainError):
+        return max(host_memory.available_bytes(), 0)
+    return None
+
+
+def _meminfo() -> dict[str, int]:
+    """Return the sizes in /proc/meminfo, in bytes; empty where there is none."""
+    with suppress(OSError, ValueError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
+    return {}
+
+
+def _difference(stated: dict[str, int], whole: str, part: str) -> int | None:
+    if whole not in stated or part not in stated:
+        return None
+    return stated[whole] - stated[part]
+
+
+def _short(sizes: list[int]) -> tuple[int, ...]:
+    least, now, most = (size >> 10 for size in sizes)
+    return (now,) if least == now == most else (least, now, most)

@@ -1,0 +1,46 @@
+"""The counters of torch's allocator on one GPU. Reading them waits for nothing on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offloadtrain.hardware.memory_sampler import DeviceMemory
+
+
+class AllocatorCounters:
+    """The allocator's bytes now, at the peak of the step, and at the peak of the run.
+
+    The allocator has one peak. `step_ends` sets it back, so it is the step's; the run's is kept
+    here. Nobody else in the process may set it back.
+    """
+
+    def __init__(self, device: torch.device, free: Callable[[], int | None] = lambda: None) -> None:
+        """`free`: bytes free on the device, as the driver says."""
+        self._device, self._free = device, free
+        self._run_peak = 0
+
+    def read(self) -> DeviceMemory:
+        """Read all counters; any thread may."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        allocated = stats["allocated_bytes"]["all"]
+        return DeviceMemory(
+            allocated=allocated["current"],
+            reserved=stats["reserved_bytes"]["all"]["current"],
+            inactive=stats["inactive_split_bytes"]["all"]["current"],
+            peak=allocated["peak"],
+            free=self._free(),
+        )
+
+    def step_ends(self) -> int:
+        """Return the peak of the step, and set the allocator's back; on the training thread."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._run_peak = max(self._run_peak, peak)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    @property
+    def run_peak(self) -> int:
+        """The greatest peak since the process began."""
+        return max(self._run_peak, torch.cuda.max_memory_allocated(self._device))

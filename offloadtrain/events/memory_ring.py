@@ -3,13 +3,15 @@
 [Note: The ring file]
 `events/rank000.ring` holds the newest CAPACITY samples of a rank. All numbers are little-endian.
 
-    header, 64 bytes      magic b"OTMEMRNG", u32 version, u32 bytes of a slot, u32 slots, zeros
+    header, 64 bytes      magic b"OTMEMRNG", u32 version, u32 bytes of a slot, u32 slots, u64 Unix
+                          nanoseconds of the beginning, zeros
     slot i, 112 bytes     u64 number, f64 Unix seconds, i64 step, 9 x i64 bytes (`QUANTITIES`, -1:
                           not known), 12 zeros, u32 CRC-32 of the 108 bytes before
 
 Sample n, from 1, is in slot (n - 1) % slots. The writer overwrites a slot by one call and never
 waits; a reader that meets a slot half written sees it by its checksum, and reads it again next
-time. A new start of the run begins a new file of the same name; a reader sees its inode change.
+time. A new start of the run begins a new file of the same name; a reader sees it by its beginning,
+since its inode may be that of the old file.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import time
 import zlib
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -28,10 +31,11 @@ QUANTITIES = (
     "page_cache",
 )  # fmt: skip
 MAGIC, VERSION, CAPACITY = b"OTMEMRNG", 1, 1024
-_HEADER = struct.Struct("<8sIII44x")
+_HEADER = struct.Struct("<8sIIIQ36x")
 _BODY = struct.Struct("<Qdq9q12x")
 _SLOT_BYTES = _BODY.size + 4
 FILE_BYTES = _HEADER.size + CAPACITY * _SLOT_BYTES
+_FORM = (MAGIC, VERSION, _SLOT_BYTES, CAPACITY)
 _UNKNOWN = -1
 
 
@@ -76,7 +80,7 @@ class RingWriter:
         path.unlink(missing_ok=True)
         self._fd = open_descriptor(path, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)
         os.posix_fallocate(self._fd, 0, FILE_BYTES)  # a disk that fills later does not matter
-        os.pwrite(self._fd, _HEADER.pack(MAGIC, VERSION, _SLOT_BYTES, CAPACITY), 0)
+        os.pwrite(self._fd, _HEADER.pack(*_FORM, time.time_ns()), 0)
         self._number = 0
 
     def write(self, point: MemoryPoint) -> None:
@@ -99,7 +103,7 @@ class RingReader:
     def __init__(self, path: Path) -> None:
         """The file is opened by `poll`, which may find none."""
         self._path = path
-        self._inode = -1
+        self._beginning = -1
         self._next = 1
 
     def poll(self) -> list[MemoryPoint]:
@@ -118,14 +122,12 @@ class RingReader:
 
     def _look(self, fd: int) -> None:
         """Begin anew in a file of another start."""
-        facts = os.fstat(fd)
-        if facts.st_ino == self._inode:
-            return
         header = os.pread(fd, _HEADER.size, 0)
-        expected = _HEADER.pack(MAGIC, VERSION, _SLOT_BYTES, CAPACITY)
-        if facts.st_size != FILE_BYTES or header != expected:
+        if os.fstat(fd).st_size != FILE_BYTES or _HEADER.unpack(header)[:4] != _FORM:
             raise UnsafeFileError(self._path, f"it is no ring file of version {VERSION}")
-        self._inode, self._next = facts.st_ino, 1
+        beginning = _HEADER.unpack(header)[4]
+        if beginning != self._beginning:
+            self._beginning, self._next = beginning, 1
 
     def _read(self, fd: int) -> list[MemoryPoint]:
         """Read on from the next number; read all slots if the writer has lapped the reader."""

@@ -26,11 +26,11 @@ from offloadtrain.hardware import host_memory
 
 INTERVAL_S = 0.2
 RECORD_S = 2.0
-WITHIN_STEP_S = 0.02
+WITHIN_STEP_S = 0.025
 """Interval inside a sampled step, of which there is at most one in 20."""
 
-AVAILABLE_S = 1.0
-"""Interval of reading what every cgroup leaves: it costs more than all the rest."""
+HOST_S = 1.0
+"""Interval of reading the host's memory under every limit: it costs more than all the rest."""
 
 CURVE_POINTS = 64
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -50,6 +50,15 @@ class DeviceMemory:
     inactive: int
     peak: int
     free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of the host; the attributes are those of `MemoryPoint`."""
+
+    available: int | None = None
+    swap: int | None = None
+    page_cache: int | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +113,8 @@ class MemorySampler:
         self._host_peak = 0
         self._curve: list[tuple[float, int]] | None = None
         self._began_s = 0.0
-        self._available: int | None = None
-        self._available_until_s = 0.0
+        self._host = HostMemory()
+        self._host_until_s = 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
         self._thread.start()
@@ -151,9 +160,9 @@ class MemorySampler:
 
     def _sample(self) -> None:
         device = self._read_device() if self._read_device else None
-        if time.monotonic() >= self._available_until_s:
-            self._available, self._available_until_s = _available(), time.monotonic() + AVAILABLE_S
-        point = point_of(self._clock(), self._step, device, self._pinned(), self._available)
+        if time.monotonic() >= self._host_until_s:
+            self._host, self._host_until_s = read_host(), time.monotonic() + HOST_S
+        point = point_of(self._clock(), self._step, device, self._pinned(), self._host)
         self._window.add(point, device.peak if device else None)
         self._host_peak = max(self._host_peak, point.rss or 0)
         curve = self._curve
@@ -177,10 +186,9 @@ def point_of(
     step: int,
     device: DeviceMemory | None,
     pinned: int | None,
-    available: int | None,
+    host: HostMemory,
 ) -> MemoryPoint:
-    """Return a sample of the host now, and of what was read of the device."""
-    stated = _meminfo()
+    """Return a sample: this process's resident memory now, and what was read of the rest."""
     return MemoryPoint(
         time_s=time_s,
         step=step,
@@ -190,7 +198,17 @@ def point_of(
         free=device.free if device else None,
         pinned=pinned,
         rss=resident_bytes(),
-        available=available,
+        available=host.available,
+        swap=host.swap,
+        page_cache=host.page_cache,
+    )
+
+
+def read_host() -> HostMemory:
+    """Read the host's memory; takes half a millisecond."""
+    stated = _meminfo()
+    return HostMemory(
+        available=_available(),
         swap=_difference(stated, "SwapTotal", "SwapFree"),
         page_cache=stated.get("Cached"),
     )

@@ -1,0 +1,196 @@
+"""Live memory: peaks between samples are in records, and what it writes is little."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadtrain.events import schema
+from offloadtrain.events.memory_ring import MemoryPoint, RingReader, RingWriter
+from offloadtrain.hardware import memory_sampler
+from offloadtrain.hardware.memory_sampler import HostMemory, MemorySampler, Window, thinned
+from offloadtrain.runtime.device_memory import AllocatorCounters
+from tests.runtime.fake_allocator import FakeAllocator
+
+GIB = 1 << 30
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    allocator = FakeAllocator(32 * GIB)
+    allocator.install(monkeypatch)
+    return allocator
+
+
+class Sampled:
+    """A sampler whose samples can be waited for."""
+
+    def __init__(self, ring: Path, allocator: AllocatorCounters | None) -> None:
+        self.records: list[schema.Event] = []
+        self._sampled = threading.Semaphore(0)
+        self.sampler = MemorySampler(
+            self.records.append,
+            read_device=allocator.read if allocator else None,
+            pinned=self._pinned,
+            ring=RingWriter(ring),
+            interval_s=0.001,
+        )
+        self.reader = RingReader(ring)
+
+    def _pinned(self) -> int:
+        self._sampled.release()  # a sample is being taken
+        return GIB
+
+    def two_more(self) -> None:
+        """Wait until a sample was taken that began after this call."""
+        while self._sampled.acquire(blocking=False):
+            pass
+        assert self._sampled.acquire(timeout=60) and self._sampled.acquire(timeout=60)
+
+
+def live(found: Sampled) -> schema.LiveMemory:
+    (record,) = found.records
+    assert isinstance(record, schema.LiveMemory)
+    return record
+
+
+def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
+    gpu: FakeAllocator, tmp_path: Path
+) -> None:
+    """Activations that are gone before anybody looks: the allocator's own peak tells."""
+    gpu.take(24 * GIB)
+    counters = AllocatorCounters(DEVICE, gpu.free)
+    found = Sampled(tmp_path / "ring", counters)
+    found.sampler.step_begins(1)
+    found.two_more()
+    gpu.take(5 * GIB)
+    gpu.take(-5 * GIB)
+    found.two_more()
+    found.sampler.step_ends()
+    assert counters.step_ends() == 29 * GIB
+    gpu.take(GIB)
+    gpu.take(-GIB)
+    assert counters.step_ends() == 25 * GIB  # the next step's own
+    assert counters.run_peak == 29 * GIB
+    found.sampler.close()
+    record = live(found)
+    assert record.allocated_kib == (24 << 20, 24 << 20, 29 << 20)
+    assert record.reserved_kib == (24 << 20, 29 << 20, 29 << 20)
+    assert record.free_kib[1] == 3 << 20
+    assert record.pinned_kib == (1 << 20,) and record.step == 1
+
+
+def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
+    """A block that is touched and freed within the run is in the peak and in the least."""
+    found = Sampled(tmp_path / "ring", None)
+    found.sampler.step_begins(1, follow=True)
+    found.two_more()
+    block = bytearray(96 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    found.two_more()
+    del block
+    found.two_more()
+    peak, curve = found.sampler.step_ends()
+    found.sampler.close()
+    record = live(found)
+    least, _, most = record.rss_kib
+    assert most - least > 90 << 10 and peak >> 10 == most
+    assert not record.allocated_kib and record.available_kib and record.page_cache_kib
+    assert curve is not None and curve.tier == "host"
+    assert max(curve.kib) - min(curve.kib) > 90 << 10
+    assert list(curve.at_ms) == sorted(curve.at_ms)
+
+
+def test_the_ring_has_every_sample_and_the_thread_ends(gpu: FakeAllocator, tmp_path: Path) -> None:
+    found = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
+    found.two_more()
+    gpu.take(GIB)
+    found.two_more()
+    found.sampler.close()
+    found.sampler.close()
+    points = found.reader.poll()
+    assert points[0].allocated == 0 and points[-1].allocated == GIB
+    assert [point.time_s for point in points] == sorted(point.time_s for point in points)
+    assert not any(thread.name == "memory-sampler" for thread in threading.enumerate())
+
+
+def test_a_full_disk_ends_the_ring_and_not_the_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(ring: RingWriter, point: MemoryPoint) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RingWriter, "write", full)
+    found = Sampled(tmp_path / "ring", None)
+    found.two_more()
+    found.two_more()
+    found.sampler.close()
+    assert live(found).rss_kib
+
+
+@pytest.mark.slow
+def test_an_hour_is_less_than_a_megabyte() -> None:
+    """Records every 2 s in which every quantity moves, at the sizes of a large machine; and a curve
+    of a step of 0.5 s, for which steps are followed most often, every 10 s."""
+    draw = random.Random(0)
+
+    def size() -> int:
+        return draw.randrange(100 * GIB, 999 * GIB)
+
+    window, written = Window(), 0
+    for _ in range(1800):
+        for _ in range(3):
+            sizes = [size() for _ in memory_sampler.QUANTITIES]
+            sizes[4], sizes[7] = 900 * GIB, 0  # pinned memory and swap do not move
+            window.add(MemoryPoint(0.0, 123_456, *sizes))
+        written += len(schema.to_line(window.record(), 0, 1_795_000_000.1234567, 10**15))
+    points = round(0.5 / memory_sampler.WITHIN_STEP_S)
+    curve = thinned([(draw.uniform(0, 500), size()) for _ in range(points)])
+    at_ms, kib = zip(*curve, strict=True)
+    followed = schema.StepMemory(step=123_456, tier="device", at_ms=at_ms, kib=kib)
+    written += 360 * len(schema.to_line(followed, 0, 1_795_000_000.1234567, 10**15))
+    assert written < 1e6
+
+
+def test_a_curve_keeps_its_highest_points() -> None:
+    curve = [(float(i), 1 << 30) for i in range(1000)]
+    curve[333] = (333.0, 7 << 30)
+    few = thinned(curve)
+    assert len(few) <= memory_sampler.CURVE_POINTS
+    assert max(size for _, size in few) == 7 << 20
+    assert few[-1][0] == 999.0
+
+
+@pytest.mark.slow
+def test_sampling_costs_a_fraction_of_a_core(gpu: FakeAllocator, tmp_path: Path) -> None:
+    """In CPU time of its thread per sample, beside reading a file of the kernel: at 5 Hz a share of
+    0.5 % of a core is 1 ms for a sample."""
+    counters = AllocatorCounters(DEVICE, gpu.free)
+    ring = RingWriter(tmp_path / "ring")
+
+    def sample() -> None:
+        point = memory_sampler.point_of(time.time(), 1, counters.read(), 0, HostMemory())
+        Window().add(point)
+        ring.write(point)
+
+    def stat() -> None:
+        Path("/proc/self/status").read_text()
+
+    assert _least_cpu_s(sample) < 12 * _least_cpu_s(stat)
+    ring.close()
+
+
+def _least_cpu_s(work: Callable[[], None], times: int = 50) -> float:
+    spent = []
+    for _ in range(times):
+        began = time.thread_time()
+        work()
+        spent.append(time.thread_time() - began)
+    return min(spent)

@@ -18,6 +18,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "machine": plan.name,
         "memory": {"device": plan.placed.device(), "host": host},
+        "process_bytes": plan.process_bytes,
         "activations": plan.activations.owners(),
         "step": asdict(plan.prediction),
         "adam_bytes_per_step": _update_bytes(plan.placed.spec),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 from offloadtrain_tui.app import PANELS, with_keys
 
+from benchmarks.generated_runs import generate
 from tests.tui.recordings import Timed, plain, ranks, unlucky, write
+
+GPUS = {"gpu": 1, "gpus": 4}
+"""Recordings that are generated runs of the 13B job, and their ranks."""
 
 Screens = dict[str, str]
 """What each screen shows, by its name."""
@@ -22,6 +28,11 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sc
     from tests.tui.test_app import text, watching
 
     @cache
+    def generated(recording: str) -> Path:
+        base = tmp_path_factory.mktemp("generated")
+        return generate(base / "run", ranks=GPUS[recording], steps=30)
+
+    @cache
     def look(recording: str, size: str) -> Screens:
         logs: dict[str, list[list[Timed]]] = {
             "plain": [plain()],
@@ -30,7 +41,11 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sc
             "nothing": [[]],
         }
         base = tmp_path_factory.mktemp("screens")
-        folder = write(base / "runs/20261121-080000-demo", *logs[recording])
+        folder = base / "runs/20261121-080000-demo"
+        if recording in GPUS:
+            shutil.copytree(generated(recording), folder)
+        else:
+            write(folder, *logs[recording])
 
         async def one_by_one() -> Screens:
             found = {}

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtrain_tui.history import SAMPLED_STEPS, History, View, fold
-from offloadtrain_tui.memory import devices
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.widgets.lanes import union_ms, waits_of
 
@@ -219,14 +218,3 @@ def test_the_time_left_goes_by_the_median() -> None:
     ]
     history = fold(lines([(BEGIN_S, recordings.start(steps=100)), *slow]))
     assert View.at(history).seconds_left() == pytest.approx(50.0, rel=0.05)
-
-
-@pytest.mark.parametrize(("device", "note"), [("cpu", ""), ("cuda:0", "no NVIDIA driver")])
-def test_a_run_on_a_cpu_is_not_told_that_it_lacks_a_driver(device: str, note: str) -> None:
-    """It reads as an error, in every frame; where a GPU computes it is one."""
-    sample = replace(recordings.system(random.Random(0), gpus=0), gpu_state="no NVIDIA driver")
-    started = recordings.start(plan={"device": device})
-    told = [(BEGIN_S, started), (BEGIN_S, recordings.memory(0)), (BEGIN_S + 1, sample)]
-    (bar,) = devices(View.at(fold(lines(told))), None)
-    assert bar.note == note and bar.parts
-    assert bar.title == ("DEVICE (CPU)" if device == "cpu" else "DEVICE")

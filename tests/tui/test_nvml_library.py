@@ -30,6 +30,7 @@ QUESTIONS = {
     "nvmlDeviceGetCurrPcieLinkWidth": "void *gpu, unsigned *out",
     "nvmlDeviceGetMaxPcieLinkWidth": "void *gpu, unsigned *out",
     "nvmlDeviceGetCurrentClocksEventReasons": "void *gpu, unsigned long long *out",
+    "nvmlDeviceGetComputeRunningProcesses_v3": "void *gpu, unsigned *count, struct process *out",
     "nvmlDeviceGetFieldValues": "void *gpu, int count, struct field *out",
     "nvmlSystemGetDriverVersion": "char *out, unsigned length",
 }
@@ -49,6 +50,11 @@ ANSWERS = {
     "nvmlDeviceGetCurrPcieLinkWidth": "*out = 8;",
     "nvmlDeviceGetMaxPcieLinkWidth": "*out = 16;",
     "nvmlDeviceGetCurrentClocksEventReasons": "*out = 0x44;",
+    "nvmlDeviceGetComputeRunningProcesses_v3": (
+        "unsigned room = *count; *count = 2; if (room < 2) return 7;"
+        " out[0].pid = 4000000000u; out[0].used = 1ull << 30;"
+        " out[1].pid = (unsigned)getpid(); out[1].used = 39ull << 30;"
+    ),
     "nvmlDeviceGetFieldValues": (
         "for (int i = 0; i < count; ++i) { static unsigned long long moved; moved += 5000000000ull;"
         " out[i].result = 0; out[i].type = 3; out[i].value = moved; }"
@@ -59,12 +65,14 @@ _STRUCT = """
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 static int is_refused(const char *name) {
     const char *refused = getenv("REFUSED");
     return refused && !strcmp(refused, name);
 }
 struct field { unsigned id, scope; long long when, latency; int type, result;
                unsigned long long value; };
+struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
 """
 _LOOK = """
 import json, os, sys
@@ -77,7 +85,8 @@ def look(refused):
     nvml = Nvml(clock=lambda: next(times))
     sample(nvml)
     found = sample(nvml)
-    return {"state": nvml.state, "driver": nvml.driver(), **asdict(found)}
+    free = nvml.memory_free("GPU-2")
+    return {"pid": os.getpid(), "free": free, "state": nvml.state, "driver": nvml.driver(), **asdict(found)}
 print(json.dumps({refused: look(refused) for refused in ("", *sys.argv[1:])}))
 """
 
@@ -126,6 +135,22 @@ def test_two_gpus_answer(found: dict[str, dict[str, object]]) -> None:
     assert gpu["throttle"] == "power cap, hardware thermal slowdown"
     # Each question moves the one counter of the library on by 5 GB; a GPU asks twice in 2 s.
     assert gpu["pcie_tx_bytes_per_s"] == gpu["pcie_rx_bytes_per_s"] == 1e10
+
+
+def test_each_gpu_names_its_processes_and_its_free_memory(
+    found: dict[str, dict[str, object]],
+) -> None:
+    """The largest first; a process not seen from here has neither user nor command."""
+    told = found[""]
+    gpus = told["gpus"]
+    assert isinstance(gpus, list)
+    own, other = gpus[1]["processes"]
+    assert own["pid"] == told["pid"] and own["num_bytes"] == 39 << 30
+    assert own["user"] and "python" in own["command"]
+    assert other == {"pid": 4_000_000_000, "num_bytes": 1 << 30, "user": "", "command": ""}
+    assert told["free"] == 99 << 30
+    assert found["nvmlDeviceGetMemoryInfo"]["free"] is None
+    assert found["nvmlDeviceGetUUID"]["free"] is None
 
 
 @pytest.mark.parametrize("refused", sorted(QUESTIONS))

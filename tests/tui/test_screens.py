@@ -28,6 +28,12 @@ CASES = [
             ("transfers", "small", "plain"),
             ("overview", "medium", "unlucky"),
             ("events", "medium", "unlucky"),
+            *(
+                (screen, size, recording)
+                for screen in ("overview", "memory", "timeline")
+                for size in ("small", "medium", "wide")
+                for recording in ("gpu", "gpus")
+            ),
         )
     ),
 ]

@@ -19,6 +19,8 @@ import orjson
 
 from offloadtrain.events import schema
 from offloadtrain.events.schema import Json, Record
+from offloadtrain_tui.live_memory import Live, LiveMemory
+from offloadtrain_tui.moments import Moment, moment_of
 from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
 
@@ -26,7 +28,7 @@ LANES = ("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "write")
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
-    "comm_bytes", "own_ms",
+    "comm_bytes", "own_ms", "device_peak_bytes", "host_peak_bytes",
 )  # fmt: skip
 _COLUMNS = (*STEP_FIELDS, "val_loss")
 DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
@@ -36,28 +38,10 @@ SAMPLED_STEPS = 256
 """Number of newest timelines kept."""
 
 _T = TypeVar("_T")
-_BULK = (schema.Step, schema.System)
+_BULK = (schema.Step, schema.System, schema.LiveMemory)
 """Kinds read without their classes, since there are hundreds of thousands."""
 _SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
 """Prefix of a span's line; spans are parsed only for display."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A line of the event list.
-
-    Attributes:
-        level: "info", "good", "warning" or "error".
-        raw: the record's line in the log.
-    """
-
-    time_s: float
-    step: int | None
-    kind: str
-    level: str
-    text: str
-    rank: int = 0
-    raw: bytes = b""
 
 
 @dataclass(slots=True)
@@ -100,6 +84,8 @@ class History:
         self.starts = Timed()
         self.ends = Timed()
         self.memory = Timed()
+        self.live = LiveMemory()
+        self.curves = Timed()
         self.systems = Timed()
         self.evals = Timed()
         self.checkpoints = Timed()
@@ -129,8 +115,10 @@ class History:
             self.unreadable += bool(line.strip())
             return
         kind = values.get("k") if isinstance(values, dict) else None
-        if (kind == "step" and self._step(values, line)) or (
-            kind == "system" and self._system(values)
+        if (
+            (kind == "step" and self._step(values, line))
+            or (kind == "system" and self._system(values))
+            or (kind == "live_memory" and self.live.add(values))
         ):
             return
         record = schema.from_values(values)
@@ -147,7 +135,7 @@ class History:
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
             fold(self, record.event, record.time_s)
-        moment = _moment(record, line)
+        moment = moment_of(record, line)
         if moment is not None:
             self.moments.add(record.time_s, moment)
 
@@ -301,63 +289,11 @@ _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
     schema.RunStarted: _kept("starts"),
     schema.RunEnded: _kept("ends"),
     schema.Memory: _kept("memory"),
+    schema.StepMemory: _kept("curves"),
     schema.Eval: _kept("evals"),
     schema.Checkpoint: _kept("checkpoints"),
     schema.Alert: _kept("alerts"),
     schema.Control: _kept("controls"),
-}
-
-
-def _moment(record: Record, line: bytes) -> Moment | None:
-    """Return the line of the event list for a record, if any."""
-    tell = _TOLD.get(type(record.event))
-    if tell is None:
-        return None
-    level, text = tell(record.event)
-    if not text:
-        return None
-    step = getattr(record.event, "step", None)
-    kind = record.event.KIND
-    return Moment(record.time_s, step, kind, level, clean(text), record.rank, line)
-
-
-def _told_start(event: schema.RunStarted) -> tuple[str, str]:
-    what = "started" if not event.start_step else f"resumes after step {event.start_step}"
-    return "good", f"{event.name} {what}, pid {event.pid}"
-
-
-def _told_end(event: schema.RunEnded) -> tuple[str, str]:
-    level = {"done": "good", "stopped": "warning"}.get(event.status, "error")
-    return level, f"{event.status} at step {event.step}" + (
-        f": {event.message}" if event.message else ""
-    )
-
-
-def _told_checkpoint(event: schema.Checkpoint) -> tuple[str, str]:
-    return "error" if event.state == "failed" else "good", f"{event.state} {event.path}"
-
-
-def _told_alert(event: schema.Alert) -> tuple[str, str]:
-    if event.state == "cleared":
-        return "good", f"{event.code} is over: {event.message}"
-    return event.level, f"{event.code}: {event.message}"
-
-
-def _told_control(event: schema.Control) -> tuple[str, str]:
-    level = {"done": "good", "refused": "error"}.get(event.state, "info")
-    return level, f"{event.action} {event.state}" + (f": {event.message}" if event.message else "")
-
-
-_TOLD: dict[type, Callable[[Any], tuple[str, str]]] = {
-    schema.RunStarted: _told_start,
-    schema.RunEnded: _told_end,
-    schema.Checkpoint: _told_checkpoint,
-    schema.Alert: _told_alert,
-    schema.Control: _told_control,
-    schema.Warning_: lambda event: ("warning", f"{event.code}: {event.message}"),
-    schema.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
-    schema.PlanCompared: lambda event: ("info", event.message),
-    schema.Sample: lambda event: ("info", f"sample: {event.prompt}{event.text}"),
 }
 
 
@@ -410,6 +346,23 @@ class View:
         values: Json | None = self.history.systems.at(self.time_s, None)
         record = schema.from_values(values) if values is not None else None
         return record.event if record and isinstance(record.event, schema.System) else None
+
+    @property
+    def system_time_s(self) -> float | None:
+        found = self.history.systems
+        count = found.count(self.time_s)
+        return found.times[count - 1] if count else None
+
+    @property
+    def live(self) -> Live | None:
+        """The newest sample of the rank's memory."""
+        return self.history.live.at(self.time_s)
+
+    @property
+    def curve(self) -> schema.StepMemory | None:
+        """Memory within the newest sampled step."""
+        found: schema.StepMemory | None = self.history.curves.at(self.time_s, None)
+        return found
 
     @property
     def val_loss(self) -> float | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain.boundary.safe_open import open_regular
+from offloadtrain.events.memory_ring import RingReader
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.history import History, View
@@ -40,6 +41,7 @@ class Snapshot:
         whole: True if the logs have been read to their end.
         out_of_memory: the run was killed, probably by the kernel for memory.
         refused: why logs are not read: they are no regular files.
+        lives_here: its process is alive, and on this host.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Snapshot:
     whole: bool = True
     refused: tuple[str, ...] = ()
     out_of_memory: bool = False
+    lives_here: bool = False
 
     @property
     def first(self) -> View:
@@ -73,6 +76,7 @@ class RunReader:
     whole: bool = False
     _glances: dict[Path, History] = field(default_factory=dict)
     _tails: dict[Path, Tail] = field(default_factory=dict)
+    _rings: dict[Path, RingReader] = field(default_factory=dict)
     _looked_s: float = 0.0
 
     def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
@@ -88,11 +92,19 @@ class RunReader:
                 if tail.left_bytes > _LONG_BYTES:
                     self._glances[path] = glance(path, _rank_of(path), 1 << 20)
             self.histories[path].feed_lines(lines)
+            self._see_ring(path)
             found |= bool(lines)
             self.whole &= len(lines) < most_lines // 2
         if self.whole:
             self._glances.clear()
         return found
+
+    def _see_ring(self, log: Path) -> None:
+        """Read the newest sample of memory; without a ring file, records of the log are shown."""
+        ring = self._rings.setdefault(log, RingReader(log.with_suffix(".ring")))
+        with suppress(OSError):
+            for point in ring.poll()[-1:]:
+                self.histories[log].live.see(point)
 
     def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
         """Return the run at the time `at_s`; None: the newest."""
@@ -104,7 +116,9 @@ class RunReader:
         refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
         folder = self.run.folder
         killed = state == "killed" and runs.killed_for_memory(folder)
-        return Snapshot(self.run.name, folder, views, state, self.whole, refused, killed)
+        return Snapshot(
+            self.run.name, folder, views, state, self.whole, refused, killed, bool(alive)
+        )
 
     def close(self) -> None:
         for tail in self._tails.values():

@@ -1,15 +1,44 @@
-"""The Ledger's rows as bars: owners by tier, with the plan and the machine's memory."""
+"""Memory as the screens show it: a bar per GPU and one of the host, by owner, and their history."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui.history import View
+from offloadtrain_tui.live_memory import Live
+from offloadtrain_tui.text import milliseconds
+from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.widgets.area import Area
 from offloadtrain_tui.widgets.bars import Part, Tier
 
-UNATTRIBUTED = "unattributed"
+ACTIVATIONS, PROCESS = "activations and gradients", "Python, torch"
+WORDS = {
+    "exp_avg": "Adam m",
+    "exp_avg_sq": "Adam v",
+    "exp_avg_scale": "scales of Adam m",
+    "exp_avg_sq_scale": "scales of Adam v",
+    "correction": "low bits of weights",
+}
+"""Words for people; records keep those of the code."""
+
+OLD_S = 15.0
+"""What was logged longer ago than this says so; samples of the machine come every 5 s."""
+
+_COLUMNS = 96
+_BANDS = 5
+
+
+def word(owner: str) -> str:
+    return WORDS.get(owner, owner)
+
+
+# ---- the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +57,7 @@ def rows(view: View) -> list[Row]:
     plan = planned(view)
     found = [
         Row(row.tier, row.owner, row.num_bytes, row.peak_bytes, plan.get((row.tier, row.owner)))
-        for row in view.memory
+        for row in _owners(view)
     ]
     there = {(row.tier, row.owner) for row in found}
     found += [Row(*key, 0, 0, size) for key, size in plan.items() if key not in there]
@@ -37,67 +66,300 @@ def rows(view: View) -> list[Row]:
 
 def planned(view: View) -> dict[tuple[str, str], int]:
     """Return (tier, owner) → bytes of the run's initial plan."""
-    memory: Any = view.start.plan.get("memory") if view.start else None
-    if not isinstance(memory, dict):
-        return {}
-    return {
+    plan: Any = view.start.plan if view.start else {}
+    memory = plan.get("memory")
+    found = {
         (tier, owner): size
-        for tier, owners in memory.items()
+        for tier, owners in (memory.items() if isinstance(memory, dict) else ())
         if isinstance(owners, dict)
         for owner, size in owners.items()
         if isinstance(size, int)
     }
+    moving = plan.get("activations")
+    if found and isinstance(moving, dict) and not is_on_cpu(view):
+        found["device", ACTIVATIONS] = sum(s for s in moving.values() if isinstance(s, int))
+    return found
 
 
-def host(view: View, machine: schema.System | None) -> Tier:
-    """Return the bar of host memory: this run's, others', free.
+def _owners(view: View) -> list[schema.MemoryRow]:
+    """Return the Ledger's rows; the moving ones as the sampler saw them last."""
+    live, known = view.live, list(view.memory)
+    allocated = live.now("allocated") if live else None
+    if allocated is None:
+        return known
+    fixed = [row for row in known if (row.owner, row.tier) != (ACTIVATIONS, "device")]
+    held = sum(row.num_bytes for row in fixed if row.tier == "device")
+    moving = schema.MemoryRow(
+        owner=ACTIVATIONS,
+        tier="device",
+        num_bytes=max(allocated - held, 0),
+        peak_bytes=max(_peak([view], "device") - held, 0),
+    )
+    return [*fixed, moving]
 
-    `machine`: this one, shown if the run has no samples.
-    """
-    parts = _parts(view, "host")
-    system = view.system or machine
+
+# ---- bars
+
+
+def local(shown: ViewState) -> schema.System | None:
+    """Return the monitor's own sample of this machine if it is the run's: it lives here, and on one
+    of these GPUs. Without a run it is what is shown."""
+    machine = shown.machine if shown.is_live else None
+    start = shown.view.start
+    if machine is None or start is None:
+        return machine
+    uuids = {_uuid(view) for view in shown.views} - {""}
+    there = {gpu.uuid for gpu in machine.gpus}
+    return machine if shown.snapshot.lives_here and uuids <= there else None
+
+
+def devices(shown: ViewState) -> list[Tier]:
+    """Return a bar for the GPU of each rank; those of this machine without a run, and none for a
+    run on CPUs, whose tensors are in the bar of the host."""
+    start, own = shown.view.start, local(shown)
+    if start is None:
+        return [_of_machine(gpu) for gpu in own.gpus] if own else []
+    if is_on_cpu(shown.view):
+        return []
+    return [_of_rank(view, own, shown) for view in shown.views]
+
+
+def bars(shown: ViewState) -> tuple[Tier, ...]:
+    """Return all bars: GPUs, then the host."""
+    return (*devices(shown), host(shown))
+
+
+def _of_machine(gpu: schema.GpuSample) -> Tier:
+    used, total = gpu.memory_used_bytes or 0, gpu.memory_total_bytes or 0
+    return Tier(f"GPU {gpu.index}", (), total, other=used, note=_load(gpu))
+
+
+def _of_rank(view: View, own: schema.System | None, shown: ViewState) -> Tier:
+    live = view.live
+    gpu, age = _gpu(view, own), ""
+    if own is None and gpu is not None:
+        age = _age(view.system_time_s, shown)
+    parts = _device_parts(view.memory, live)
+    total = (gpu.memory_total_bytes if gpu else None) or 0
+    cache, others = _beside(parts, live, gpu, total)
+    return Tier(
+        f"GPU {gpu.index}" if gpu else f"GPU of rank {view.history.rank}",
+        parts,
+        total,
+        cache,
+        others,
+        note="  ".join(filter(None, (_load(gpu) if gpu else _why_no_gpu(view), age))),
+        peak=_peak([view], "device"),
+        planned=sum(size for (tier, _), size in planned(view).items() if tier == "device"),
+    )
+
+
+def _device_parts(rows_: Sequence[schema.MemoryRow], live: Live | None) -> tuple[Part, ...]:
+    """Return the Ledger's owners, and what else of torch is allocated."""
+    owned = [row for row in rows_ if row.tier == "device"]
+    allocated = live.now("allocated") if live else None
+    if allocated is None:
+        return _parts(owned)
+    parts = _parts(row for row in owned if row.owner != ACTIVATIONS)
+    moving = max(allocated - sum(part.nbytes for part in parts), 0)
+    return (*parts, Part(ACTIVATIONS, moving)) if moving else parts
+
+
+def _beside(
+    parts: Sequence[Part], live: Live | None, gpu: schema.GpuSample | None, total: int
+) -> tuple[int, int]:
+    """Return the bytes of the allocator's cache, and of others on the device."""
+    used = sum(part.nbytes for part in parts)
+    cache = max((live.now("reserved") or 0) - used, 0) if live else 0
+    free = live.now("free") if live else None
+    taken = (gpu.memory_used_bytes if gpu else None) or 0
+    taken = total - free if free is not None and total else taken
+    return cache, max(taken - used - cache, 0)
+
+
+def host(shown: ViewState) -> Tier:
+    """Return the bar of the host: all ranks there by owner, others, free."""
+    views, own = _neighbours(shown.views), local(shown)
+    system = shown.view.system or own
+    lives = [view.live for view in views]
+    rss = sum(_resident(view, live) for view, live in zip(views, lives, strict=True))
+    parts = _host_parts(views, rss)
     if system is None:
         return Tier("HOST", parts)
     used = sum(part.nbytes for part in parts)
-    rest = max(system.rss_bytes - used, 0)
-    if rest:
-        parts = (*parts, Part(UNATTRIBUTED, rest))
-    taken = max(system.host_total_bytes - system.host_available_bytes - used - rest, 0)
-    from_swap = f"swap {system.swap_used_bytes >> 20} MiB" if system.swap_used_bytes else ""
-    return Tier("HOST", parts, system.host_total_bytes, taken, from_swap)
+    newest = max((live for live in lives if live), key=lambda live: live.time_s, default=None)
+    available = newest.now("available") if newest else None
+    available = system.host_available_bytes if available is None else available
+    swap = (newest.now("swap") if newest else None) or system.swap_used_bytes
+    ranks = f"{len(views)} ranks" if len(views) > 1 else ""
+    from_swap = f"swap {units.format_bytes(swap)}" if swap else ""
+    age = _age(newest.time_s if newest else shown.view.system_time_s, shown)
+    return Tier(
+        "HOST",
+        parts,
+        system.host_total_bytes,
+        other=max(system.host_total_bytes - available - used, 0),
+        note="  ".join(filter(None, (ranks, from_swap, age))),
+        peak=_peak(views, "host"),
+        planned=_planned_host(views),
+    )
 
 
-def devices(view: View, machine: schema.System | None) -> list[Tier]:
-    """Return one bar per known GPU, the run's first, with the run's own parts."""
-    parts = _parts(view, "device")
-    system = machine or view.system
+def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
+    """Return the owners of all ranks, and the rest of their resident memory."""
+    tiers = ("host", "device") if views and is_on_cpu(views[0]) else ("host",)
+    parts = _parts(row for view in views for row in view.memory if row.tier in tiers)
+    rest = max(rss - sum(part.nbytes for part in parts), 0)
+    name = f"{PROCESS}, activations" if "device" in tiers else PROCESS
+    return (*parts, Part(name, rest)) if rest else parts
+
+
+def _planned_host(views: Sequence[View]) -> int:
+    """Return the planned bytes of these ranks, their processes' own included."""
+    tiers = ("host", "device") if views and is_on_cpu(views[0]) else ("host",)
+    sizes = [size for view in views for (tier, _), size in planned(view).items() if tier in tiers]
+    own = [view.start.plan.get("process_bytes") for view in views if view.start]
+    return sum(sizes) + sum(size for size in own if isinstance(size, int)) if sizes else 0
+
+
+def _neighbours(views: Sequence[View]) -> list[View]:
+    """Return the ranks on the host of the first."""
+    return [view for view in views if _host_of(view) == _host_of(views[0])]
+
+
+def _host_of(view: View) -> object:
+    return view.start.machine.get("host") if view.start else None
+
+
+def _resident(view: View, live: Live | None) -> int:
+    rss = live.now("rss") if live else None
+    system = view.system if rss is None else None
+    return rss if rss is not None else system.rss_bytes if system else 0
+
+
+def _peak(views: Sequence[View], tier: str) -> int:
+    """Return the most of any step until now, of all these ranks; 0: not known."""
+    found = [v.history.series[f"{tier}_peak_bytes"].extent(0, v.length)[1] for v in views]
+    newest = [
+        (view.live.most("allocated" if tier == "device" else "rss") or 0) if view.live else 0
+        for view in views
+    ]
+    most = (max(a if math.isfinite(a) else 0.0, b) for a, b in zip(found, newest, strict=True))
+    return round(sum(most))
+
+
+def _gpu(view: View, own: schema.System | None) -> schema.GpuSample | None:
+    """Return the newest sample of the rank's GPU; the only one of a log without UUIDs."""
+    system = own or view.system
     gpus = system.gpus if system else ()
-    if not gpus:
-        if parts and _is_on_cpu(view):  # the GPU's state does not matter here
-            return [Tier("DEVICE (CPU)", parts)]
-        return [Tier("DEVICE", parts, note=system.gpu_state if system else "")]
-    bars, uuid = [], view.start.plan.get("gpu_uuid") if view.start else None
-    owner = next((gpu.index for gpu in gpus if gpu.uuid == uuid), gpus[0].index)
-    for gpu in gpus:
-        own = parts if gpu.index == owner and not _is_on_cpu(view) else ()
-        held = sum(part.nbytes for part in own)
-        other = max((gpu.memory_used_bytes or 0) - held, 0)
-        load = "" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy"
-        heat = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C"
-        power = "" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
-        note = "  ".join(filter(None, (gpu.name, load, heat, power)))
-        bars.append(Tier(f"GPU {gpu.index}", own, gpu.memory_total_bytes or 0, other, note))
-    bars.sort(key=lambda bar: not bar.parts)
-    if _is_on_cpu(view) and parts:
-        bars.insert(0, Tier("DEVICE (CPU)", parts))
-    return bars
+    named = [gpu for gpu in gpus if gpu.uuid == _uuid(view)]
+    return named[0] if named else gpus[0] if len(gpus) == 1 else None
 
 
-def _is_on_cpu(view: View) -> bool:
+def _why_no_gpu(view: View) -> str:
+    system = view.system
+    return system.gpu_state if system else ""
+
+
+def _load(gpu: schema.GpuSample) -> str:
+    load = "" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy"
+    heat = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C"
+    power = "" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
+    return "  ".join(filter(None, (gpu.name, load, heat, power, gpu.throttle)))
+
+
+def _age(time_s: float | None, shown: ViewState) -> str:
+    """Say how old a logged sample is, of a run that goes on."""
+    if time_s is None or not shown.is_live or shown.state in ("done", "stopped", "failed"):
+        return ""
+    age_s = shown.now_s - time_s
+    return f"as of {units.format_duration(age_s)} ago" if age_s > OLD_S else ""
+
+
+def is_on_cpu(view: View) -> bool:
     return view.start is not None and view.start.plan.get("device") == "cpu"
 
 
-def _parts(view: View, tier: str) -> tuple[Part, ...]:
-    held = [row for row in view.memory if row.tier == tier and row.num_bytes]
-    ordered = sorted(held, key=lambda row: (-row.num_bytes, row.owner))
-    return tuple(Part(row.owner, row.num_bytes) for row in ordered)
+def _uuid(view: View) -> str:
+    return str(view.start.plan.get("gpu_uuid", "")) if view.start else ""
+
+
+def _parts(owned: Iterable[schema.MemoryRow]) -> tuple[Part, ...]:
+    """Add up by owner, the largest first."""
+    sizes: dict[str, int] = {}
+    for row in owned:
+        sizes[row.owner] = sizes.get(row.owner, 0) + row.num_bytes
+    ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Part(word(owner), size) for owner, size in ordered if size)
+
+
+# ---- history
+
+_Stretch = tuple[tuple[Part, ...], int, int]
+"""Parts, bytes of the allocator's cache, bytes of others."""
+
+
+def device_history(view: View, tier: Tier) -> Area:
+    """Return a GPU's memory over time: owners, the most of what moves, others, and the limit."""
+    found: list[_Stretch | None] = []
+    for live in view.history.live.stretches(view.time_s, _COLUMNS):
+        if live is None:
+            found.append(None)
+            continue
+        peak = live.at_peak("allocated", "reserved")
+        parts = _device_parts(View.at(view.history, live.time_s).memory or view.memory, peak)
+        found.append((parts, *_beside(parts, peak, None, tier.total)))
+    return _area(f"{tier.title} over time", found, view, tier)
+
+
+def host_history(views: Sequence[View], tier: Tier) -> Area:
+    """Return the host's memory over time; times are those of the first rank's records."""
+    there = _neighbours(views)
+    found: list[_Stretch | None] = []
+    for live in there[0].history.live.stretches(there[0].time_s, _COLUMNS):
+        if live is None:
+            found.append(None)
+            continue
+        then = [View.at(view.history, live.time_s) for view in there]
+        seen = [(view.live or live).most("rss") or 0 for view in then[1:]]
+        parts = _host_parts(then, sum(seen, live.most("rss") or 0))
+        available = live.now("available")
+        used = sum(part.nbytes for part in parts)
+        others = 0 if available is None else max(tier.total - available - used, 0)
+        found.append((parts, 0, others))
+    return _area("host over time", found, there[0], tier)
+
+
+def _area(title: str, found: Sequence[_Stretch | None], view: View, tier: Tier) -> Area:
+    """Return bands in the order of the bar: its largest owners, the rest of them, cache, others."""
+    names = [part.owner for part in tier.parts]
+    columns = [None if one is None else (*_bands(one[0], names), *one[1:]) for one in found]
+    extent = view.history.live.extent_s(view.time_s)
+    ago = f"{units.format_duration(extent[1] - extent[0])} ago" if extent else ""
+    return Area(title, tuple(columns), tier.total, tier.planned, (ago, "now"))
+
+
+def _bands(parts: Sequence[Part], names: Sequence[str]) -> tuple[int, ...]:
+    by_owner = {part.owner: part.nbytes for part in parts}
+    main = [by_owner.pop(name, 0) for name in names[:_BANDS]]
+    return (*main, sum(by_owner.values()))
+
+
+def within_step(view: View, start_ms: float, end_ms: float) -> Area:
+    """Return memory between two times of the newest sampled step, above the least of it."""
+    curve = view.curve
+    if curve is None or not curve.kib or len(curve.kib) != len(curve.at_ms) or end_ms <= start_ms:
+        return Area("memory within the step")
+    sizes = [1024 * kib for kib in curve.kib]
+    least, most = min(sizes), max(sizes)
+    columns = []
+    for number in range(_COLUMNS):
+        at_ms = start_ms + (end_ms - start_ms) * (number + 0.5) / _COLUMNS
+        index = min(bisect_left(curve.at_ms, at_ms), len(sizes) - 1)
+        columns.append((sizes[index] - least, 0, 0))
+    where = "torch on the GPU" if curve.tier == "device" else "the process"
+    low, high = units.format_bytes(least), units.format_bytes(most)
+    title = f"memory of {where} within step {curve.step}: {low} to {high}"
+    return Area(
+        title, tuple(columns), axis=(milliseconds(start_ms), milliseconds(end_ms)), base=least
+    )

@@ -17,9 +17,10 @@ from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import requests, runs
-from offloadtrain_tui.history import LANES, History, Moment, View
+from offloadtrain_tui.history import LANES, History, View
 from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.log_reader import RunReader, Snapshot
+from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.tail import Tail
 from offloadtrain_tui.text import clean, milliseconds, short

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import psutil
 
-from offloadtrain.events.schema import System
+from offloadtrain.events.schema import GpuProcess, GpuSample, System
 from offloadtrain.hardware.nvml import Nvml
 
 SAMPLE_S = 1.0
@@ -55,6 +56,19 @@ def sample(nvml: Nvml) -> System:
         host_available_bytes=int(memory.available),
         host_total_bytes=int(memory.total),
         swap_used_bytes=int(swap.used),
-        gpus=nvml.sample(),
+        gpus=tuple(_named(gpu) for gpu in nvml.sample(processes=True)),
         gpu_state=nvml.state,
     )
+
+
+def _named(gpu: GpuSample) -> GpuSample:
+    return replace(gpu, processes=tuple(map(_with_owner, gpu.processes)))
+
+
+def _with_owner(process: GpuProcess) -> GpuProcess:
+    """Add user and command; they stay empty for a process of another container."""
+    try:
+        found = psutil.Process(process.pid)
+        return replace(process, user=found.username(), command=" ".join(found.cmdline()))
+    except (psutil.Error, OSError, ValueError):
+        return process

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Input
 
-from offloadtrain_tui.history import Moment
+from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill

@@ -1,52 +1,83 @@
-"""2: memory by owner and tier, planned and actual, and over time."""
+"""2: memory by owner and tier, planned and actual, over time, and whose it is on each GPU."""
 
 from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import DataTable
+from textual.widgets import DataTable, Static
 
 from offloadtrain.config import units
+from offloadtrain.events import schema
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.plots import sample_plot
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.bars import StackBar, Tier
-from offloadtrain_tui.widgets.chart import Chart, Plot
+from offloadtrain_tui.widgets.area import Area, AreaChart
+from offloadtrain_tui.widgets.bars import MemoryBars
 from offloadtrain_tui.widgets.table import fill
 
-COLUMNS = ("tier", "owner", "now", "peak", "planned", "peak/plan")
+COLUMNS = ("where", "owner", "now", "peak", "planned", "peak/plan")
+PROCESSES = ("GPU", "pid", "user", "memory", "command")
 
 
 class MemoryPanel(Panel):
-    """Bars, a table, and the history of the process and of the machine."""
+    """Bars, tables of owners and processes, and histories of a GPU and of the host."""
 
     def compose(self) -> ComposeResult:
-        with Vertical(id="memory-bars"):
-            yield StackBar(Tier("DEVICE"), id="memory-device")
-            yield StackBar(Tier("HOST"), id="memory-host")
+        yield MemoryBars(legend=4, id="memory-bars")
         with Horizontal(id="memory-rest"):
-            yield DataTable(id="memory-rows", cursor_type="row", zebra_stripes=True)
+            with Vertical(id="memory-tables"):
+                yield DataTable(id="memory-rows", cursor_type="row", zebra_stripes=True)
+                yield Static(id="memory-processes-text", markup=False)
+                yield DataTable(id="memory-processes", cursor_type="row", zebra_stripes=True)
             with Vertical(id="memory-history"):
-                yield Chart(Plot("host"), id="memory-samples", pickable=False)
-                yield Chart(Plot("GPUs"), id="memory-gpus", pickable=False)
+                yield AreaChart(Area("GPU over time"), id="memory-gpu")
+                yield AreaChart(Area("host over time"), id="memory-host")
 
     def show(self, shown: ViewState) -> None:
-        view = shown.view
-        machine = shown.machine if shown.is_live else None
-        self.query_one("#memory-device", StackBar).show(memory.devices(view, machine)[0])
-        self.query_one("#memory-host", StackBar).show(memory.host(view, machine))
-        fill(self.query_one(DataTable), COLUMNS, [_cells(row) for row in memory.rows(view)])
-        names = {"rss_bytes": "this run", "host_available_bytes": "available"}
-        samples = sample_plot("host memory", names, view, shown.now_s)
-        self.query_one("#memory-samples", Chart).show(samples)
-        gpus = sample_plot("GPU memory, all processes", {"gpu_bytes": ""}, view, shown.now_s)
-        self.query_one("#memory-gpus", Chart).show(gpus)
+        tiers = memory.bars(shown)
+        self.query_one(MemoryBars).show(tiers)
+        on_device = "CPU" if memory.is_on_cpu(shown.view) else "GPU"
+        rows = [_cells(row, on_device) for row in memory.rows(shown.view)]
+        fill(self.query_one("#memory-rows", DataTable), COLUMNS, rows)
+        on_gpu = self.query_one("#memory-gpu", AreaChart)
+        on_gpu.display = len(tiers) > 1 and shown.view.start is not None
+        if on_gpu.display:
+            on_gpu.show(memory.device_history(shown.view, tiers[0]))
+        host = memory.host_history(shown.views, tiers[-1])
+        self.query_one("#memory-host", AreaChart).show(host)
+        self._show_processes(shown)
+
+    def _show_processes(self, shown: ViewState) -> None:
+        own, text = memory.local(shown), self.query_one("#memory-processes-text", Static)
+        gpus = own.gpus if own else ()
+        rows = [_process(gpu, one) for gpu in gpus for one in gpu.processes]
+        table = self.query_one("#memory-processes", DataTable)
+        table.display = bool(rows)
+        fill(table, PROCESSES, rows)
+        text.update(_about_processes(shown, own))
 
 
-def _cells(row: memory.Row) -> tuple[str, ...]:
+def _about_processes(shown: ViewState, own: schema.System | None) -> str:
+    """Say whose processes are listed, or why none are."""
+    if memory.is_on_cpu(shown.view):
+        return " this run uses no GPU"
+    if own is None:
+        return " processes on the GPU: seen only on the run's own host, while it lives"
+    if not own.gpus:
+        return f" processes on the GPU: {clean(own.gpu_state)}"
+    return " processes on each GPU"
+
+
+def _process(gpu: schema.GpuSample, one: schema.GpuProcess) -> tuple[str, ...]:
+    size = "-" if one.num_bytes is None else f"{one.num_bytes >> 20} MiB"
+    user, command = clean(one.user, 20) or "-", clean(one.command, 60) or "not of this container"
+    return str(gpu.index), str(one.pid), user, size, command
+
+
+def _cells(row: memory.Row, on_device: str) -> tuple[str, ...]:
     planned = "-" if row.planned is None else units.format_bytes(row.planned)
     share = f"{row.peak / row.planned:.2f}" if row.planned else "-"
     now, peak = units.format_bytes(row.nbytes), units.format_bytes(row.peak)
-    return row.tier, clean(row.owner), now, peak, planned, share
+    where = on_device if row.tier == "device" else row.tier
+    return where, clean(memory.word(row.owner)), now, peak, planned, share

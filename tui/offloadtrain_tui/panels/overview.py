@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Grid, Vertical
+from textual.containers import Grid
 
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.bars import StackBar, Tier
+from offloadtrain_tui.widgets.bars import MemoryBars
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
@@ -20,9 +20,7 @@ class Overview(Panel):
     """Memory, the lanes of the newest sampled step, four charts."""
 
     def compose(self) -> ComposeResult:
-        with Vertical(id="overview-bars"):
-            yield StackBar(Tier("DEVICE"), legend=1, id="overview-device")
-            yield StackBar(Tier("HOST"), legend=2, id="overview-host")
+        yield MemoryBars(legend=2, id="overview-bars")
         yield Timeline(Lanes(0), id="overview-lanes")
         with Grid(id="overview-charts"):
             for name in CHARTS:
@@ -30,9 +28,7 @@ class Overview(Panel):
 
     def show(self, shown: ViewState) -> None:
         view = shown.view
-        machine = shown.machine if shown.is_live else None
-        self.query_one("#overview-device", StackBar).show(memory.devices(view, machine)[0])
-        self.query_one("#overview-host", StackBar).show(memory.host(view, machine))
+        self.query_one(MemoryBars).show(memory.bars(shown))
         step = view.spans[0].step if view.spans else 0
         self.query_one("#overview-lanes", Timeline).show(Lanes(step, tuple(view.spans)))
         for name in CHARTS:

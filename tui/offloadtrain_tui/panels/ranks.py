@@ -10,6 +10,7 @@ from textual.widgets import DataTable, Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
+from offloadtrain_tui import memory
 from offloadtrain_tui.history import View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, milliseconds, short
@@ -44,10 +45,12 @@ class Ranks(Panel):
         views = shown.views
         self.query_one("#ranks-text", Static).update(skew(views))
         fill(self.query_one("#ranks-rows", DataTable), RANKS, rank_rows(views))
-        system = (shown.machine if shown.is_live else None) or shown.view.system
-        gpus = system.gpus if system else ()
+        own = memory.local(shown)
+        system = own or shown.view.system
+        gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
         state = clean(system.gpu_state) if system and not gpus else ""
-        where = "live" if shown.machine is not None and shown.is_live else "as logged"
+        state = "this run uses none" if memory.is_on_cpu(shown.view) else state
+        where = "live" if own is not None else "as logged"
         text = f" GPUs, {where}" if gpus else f" no GPU to show: {state or 'none was sampled'}"
         self.query_one("#ranks-gpu-text", Static).update(text)
         fill(self.query_one("#ranks-gpus", DataTable), GPUS, [_gpu(gpu) for gpu in gpus])

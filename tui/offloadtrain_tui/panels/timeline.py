@@ -8,8 +8,11 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
+from offloadtrain_tui import memory
+from offloadtrain_tui.history import View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.widgets.area import Area, AreaChart
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
 _FURTHEST = 64.0
@@ -25,23 +28,32 @@ class TimelinePanel(Panel):
         Binding("right,l", "shift(1)", "later", show=False),
     ]
     can_focus = True
+    _view: View | None = None
 
     def compose(self) -> ComposeResult:
         yield Timeline(Lanes(0), waits=12, id="timeline-lanes")
+        yield AreaChart(Area(""), id="timeline-memory")
 
     def show(self, shown: ViewState) -> None:
         widget = self.query_one(Timeline)
         spans = tuple(shown.view.spans)
-        widget.show(replace(widget.lanes, step=spans[0].step if spans else 0, spans=spans))
+        self._view = shown.view
+        self._draw(replace(widget.lanes, step=spans[0].step if spans else 0, spans=spans))
+
+    def _draw(self, lanes: Lanes) -> None:
+        """Draw the lanes, and the memory of the same interval below them."""
+        self.query_one(Timeline).show(lanes)
+        if self._view is not None:
+            self.query_one(AreaChart).show(memory.within_step(self._view, *lanes.shown))
 
     def action_stretch(self, factor: float) -> None:
         widget = self.query_one(Timeline)
         zoom = min(max(widget.lanes.zoom * factor, 1.0), _FURTHEST)
-        widget.show(replace(widget.lanes, zoom=zoom))
+        self._draw(replace(widget.lanes, zoom=zoom))
 
     def action_shift(self, direction: int) -> None:
         widget = self.query_one(Timeline)
         if widget.lanes.zoom > 1:
             step = direction * 0.25 / (widget.lanes.zoom - 1)
             offset = min(max(widget.lanes.offset + step, 0.0), 1.0)
-            widget.show(replace(widget.lanes, offset=offset))
+            self._draw(replace(widget.lanes, offset=offset))

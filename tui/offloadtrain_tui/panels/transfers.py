@@ -9,6 +9,7 @@ from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
+from offloadtrain_tui import memory
 from offloadtrain_tui.history import LANES, View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
@@ -91,7 +92,9 @@ def _adam(view: View) -> str:
 
 def _links(shown: ViewState) -> str:
     """Describe each link by NVML."""
-    system = (shown.machine if shown.is_live else None) or shown.view.system
+    if memory.is_on_cpu(shown.view):
+        return " links: this run uses no GPU"
+    system = memory.local(shown) or shown.view.system
     if system is None or not system.gpus:
         return f" links: {system.gpu_state if system and system.gpu_state else 'no GPU'}"
     return "\n".join(f" GPU {gpu.index} {link(gpu)}" for gpu in system.gpus)

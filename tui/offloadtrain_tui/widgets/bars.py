@@ -1,4 +1,4 @@
-"""Memory as stacked bars: owners of a tier, planned and free memory."""
+"""Memory as stacked bars: owners of a tier, cache, others and free memory, peak and plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from offloadtrain.config import units
-from offloadtrain_tui.widgets.styles import OWNER_COLORS, strip_of, styled
+from offloadtrain_tui.text import clean
+from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS, strip_of, styled
 
-_FILLS = "█▓▒░▚▞▤"
-"""Fill characters, so that parts differ without color too."""
+FREE, PEAK = "·", "┃"
+_NAME_WIDTH = 34
+_NARROW = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,95 +33,159 @@ class Tier:
     Attributes:
         parts: the largest first.
         total: total memory; 0: unknown, the parts are the whole.
+        cache: what torch's allocator keeps for later tensors.
         other: memory of others.
-        note: text after the title.
+        note: text after the figures.
+        peak: the most of the parts that there was; 0: not known.
+        planned: bytes of the plan; 0: none.
     """
 
     title: str
     parts: tuple[Part, ...] = ()
     total: int = 0
+    cache: int = 0
     other: int = 0
     note: str = ""
+    peak: int = 0
+    planned: int = 0
 
     @property
     def used(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def free(self) -> int:
+        return max(self.total - self.used - self.cache - self.other, 0)
 
-class StackBar(Widget):
-    """A title line, the bar, and as many owners as fit below."""
 
-    DEFAULT_CSS = "StackBar { height: auto; min-height: 2; }"
+class MemoryBars(Widget):
+    """Bars below each other: a line of figures, the bar, and as many owners as fit; more bars than
+    fit so have one line each."""
 
-    def __init__(self, tier: Tier, *, legend: int = 3, id: str | None = None) -> None:
+    DEFAULT_CSS = "MemoryBars { height: auto; }"
+
+    def __init__(self, *, legend: int = 2, id: str | None = None) -> None:
+        """`legend`: most lines of owners below a bar."""
         super().__init__(id=id)
-        self._tier = tier
+        self._tiers: tuple[Tier, ...] = ()
         self._legend = legend
 
     @property
-    def tier(self) -> Tier:
-        return self._tier
+    def tiers(self) -> tuple[Tier, ...]:
+        return self._tiers
 
-    def show(self, tier: Tier) -> None:
-        if tier != self._tier:
-            resized = len(tier.parts) != len(self._tier.parts)
-            self._tier = tier
-            self.refresh(layout=resized)
+    def show(self, tiers: tuple[Tier, ...]) -> None:
+        if tiers != self._tiers:
+            before = self._layout()
+            self._tiers = tiers
+            self.refresh(layout=self._layout() != before)
 
     def get_content_height(self, *_: object) -> int:
-        return 2 + self._legend_lines(self.app.size.width)
+        return max(len(self._layout()), 1)
 
     def render_line(self, y: int) -> Strip:
-        width = self.size.width
-        if y == 0:
-            segments = self._title()
-        elif y == 1:
-            segments = self._bar(width)
+        layout, width = self._layout(), self.size.width
+        if y >= len(layout):
+            return strip_of((), width)
+        tier, line = self._tiers[layout[y][0]], layout[y][1]
+        if line < 0:
+            segments = self._in_one_line(tier, width)
+        elif line == 0:
+            segments = self._title(tier)
+        elif line == 1:
+            segments = [Segment(" "), *self._bar(tier, width - 2)]
         else:
-            segments = self._names(y - 2, width)
+            segments = self._names(tier, line - 2, width)
         return strip_of(segments, width)
 
-    def _legend_lines(self, width: int) -> int:
-        per_line = max(width // 34, 1)
-        return min(-(-len(self._tier.parts) // per_line), self._legend)
+    def _layout(self) -> list[tuple[int, int]]:
+        """Return (bar, its line) of every line; line -1: all in one."""
+        size = self.app.size
+        legend = self._legend if size.height >= 30 else 0
+        lines: list[tuple[int, int]] = []
+        for number, tier in enumerate(self._tiers):
+            if len(self._tiers) > 2 and number < len(self._tiers) - 1:
+                lines.append((number, -1))
+                continue
+            per_line = max(size.width // _NAME_WIDTH, 1)
+            names = min(-(-len(self._labels(tier)) // per_line), max(legend, 1))
+            lines += [(number, line) for line in range(2 + names)]
+        return lines
 
     def _style(self, color: str, **options: bool) -> Style:
         return styled(self.app.theme_variables.get(color, ""), **options)
 
-    def _title(self) -> list[Segment]:
-        tier = self._tier
+    def _title(self, tier: Tier) -> list[Segment]:
         of = f" of {units.format_bytes(tier.total)}" if tier.total else ""
-        text = f" {units.format_bytes(tier.used)}{of}"
         return [
             Segment(f" {tier.title}", self._style("foreground", bold=True)),
-            Segment(text, self._style("primary")),
-            Segment(f"  {tier.note}", self._style("foreground", dim=True)),
+            Segment(f" {units.format_bytes(tier.used)}{of}", self._style("primary")),
+            *self._figures(tier),
+            Segment(f"  {clean(tier.note)}", self._style("foreground", dim=True)),
         ]
 
-    def _bar(self, width: int) -> list[Segment]:
-        tier, inner = self._tier, max(width - 2, 1)
-        whole = max(tier.total, tier.used + tier.other, 1)
-        segments, done, filled = [Segment(" ")], 0, 0
+    def _figures(self, tier: Tier) -> list[Segment]:
+        found = []
+        if tier.total:
+            scarce = tier.free < 0.05 * tier.total
+            text = f"  free {units.format_bytes(tier.free)}"
+            found.append(Segment(text, self._style("warning" if scarce else "success")))
+        if tier.peak:
+            text = f"  {PEAK} peak {units.format_bytes(tier.peak)}"
+            found.append(Segment(text, self._style("foreground")))
+        if tier.planned:
+            text = f"  planned {units.format_bytes(tier.planned)}"
+            found.append(Segment(text, self._style("foreground", dim=True)))
+        return found
+
+    def _in_one_line(self, tier: Tier, width: int) -> list[Segment]:
+        gib = 1 << 30
+        figures = f" {tier.used / gib:.1f}/{tier.total / gib:.1f} GiB "
+        free = f" free {tier.free / gib:.1f}  peak {tier.peak / gib:.1f}"
+        note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note)[:40]}"
+        room = max(width - len(tier.title) - len(figures) - len(free) - len(note) - 2, 8)
+        scarce = tier.total and tier.free < 0.05 * tier.total
+        return [
+            Segment(f" {tier.title}", self._style("foreground", bold=True)),
+            Segment(figures, self._style("primary")),
+            *self._bar(tier, room),
+            Segment(free, self._style("warning" if scarce else "success")),
+            Segment(note, self._style("foreground", dim=True)),
+        ]
+
+    def _bar(self, tier: Tier, inner: int) -> list[Segment]:
+        """Owners, others, free memory; the mark of the peak is drawn over them."""
+        whole = max(tier.total, tier.used + tier.cache + tier.other, 1)
+        cells: list[tuple[str, Style]] = []
+        done = 0
         for number, part in enumerate(tier.parts):
             done += part.nbytes
-            end = inner * done // whole
-            segments.append(self._cells(number, end - filled))
-            filled = end
-        end = min(inner * (done + tier.other) // whole, inner)
-        segments.append(Segment("-" * (end - filled), self._style("foreground", dim=True)))
-        segments.append(Segment("·" * (inner - end), self._style("foreground", dim=True)))
-        return segments
+            cells += [self._cell(number)] * (inner * done // whole - len(cells))
+        for sign, size in ((CACHE, tier.cache), (OTHERS, tier.other), (FREE, whole)):
+            done = min(done + size, whole)
+            rest = inner * done // whole - len(cells)
+            cells += [(sign, self._style("foreground", dim=True))] * rest
+        if 0 < tier.peak <= whole and cells:
+            cells[min(inner * tier.peak // whole, inner - 1)] = PEAK, self._style("error")
+        return [Segment(text, style) for text, style in cells]
 
-    def _cells(self, number: int, count: int) -> Segment:
+    def _cell(self, number: int) -> tuple[str, Style]:
         color = OWNER_COLORS[number % len(OWNER_COLORS)]
-        return Segment(_FILLS[number % len(_FILLS)] * count, self._style(color))
+        return FILLS[number % len(FILLS)], self._style(color)
 
-    def _names(self, line: int, width: int) -> list[Segment]:
-        per_line = max(width // 34, 1)
+    def _names(self, tier: Tier, line: int, width: int) -> list[Segment]:
+        per_line = max(self.app.size.width // _NAME_WIDTH, 1)
+        labels = self._labels(tier)[line * per_line : (line + 1) * per_line]
         segments = [Segment(" ")]
-        for number in range(line * per_line, (line + 1) * per_line):
-            if number < len(self._tier.parts):
-                part = self._tier.parts[number]
-                text = f" {part.owner} {units.format_bytes(part.nbytes)}"
-                segments += [self._cells(number, 1), Segment(f"{text[:32]:<33}")]
+        for sign, style, label in labels:
+            text = f" {clean(label)}"[: _NAME_WIDTH - 2]
+            segments += [Segment(sign, style), Segment(f"{text:<{_NAME_WIDTH - 1}}")]
         return segments
+
+    def _labels(self, tier: Tier) -> list[tuple[str, Style, str]]:
+        """Return sign and name of all that is in a bar."""
+        owned = [(*self._cell(number), part) for number, part in enumerate(tier.parts)]
+        dim = self._style("foreground", dim=True)
+        rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
+        owned += [(sign, dim, Part(name, size)) for sign, name, size in rest if size]
+        return [(s, c, f"{p.owner} {units.format_bytes(p.nbytes)}") for s, c, p in owned]

@@ -33,6 +33,12 @@ STATE_COLORS = {
 OWNER_COLORS = ("primary", "accent", "success", "warning", "secondary", "error", "foreground")
 """Colors of the parts of a bar, the largest first."""
 
+FILLS = "█▓▒░▚▞▤"
+"""Their fill characters, so that they differ without color too."""
+
+CACHE, OTHERS = "=", "-"
+"""The fills of what torch's allocator keeps, and of what others hold."""
+
 
 PLAIN = Style.null()
 

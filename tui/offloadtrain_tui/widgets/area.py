@@ -1,0 +1,132 @@
+"""Memory over time: bands of owners on top of each other, and the limit as a line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from offloadtrain.config import units
+from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS, strip_of, styled
+
+LABEL_WIDTH = 9
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """The contents of a chart of bands; equal ones look the same.
+
+    Attributes:
+        columns: from left to right, the bytes of each band, the last two those of the allocator's
+            cache and of others; None: not known.
+        limit: total memory; 0: not known.
+        planned: a line too; 0: no plan.
+        axis: labels below the left and the right end.
+        base: bytes below the lowest row, which are not in the columns.
+    """
+
+    title: str
+    columns: tuple[tuple[int, ...] | None, ...] = ()
+    limit: int = 0
+    planned: int = 0
+    axis: tuple[str, str] = ("", "")
+    base: int = 0
+
+    @property
+    def top(self) -> int:
+        """Bytes of the highest row: the limit, or all that was seen."""
+        seen = max((sum(column) for column in self.columns if column), default=0)
+        return max(self.limit, seen, 1)
+
+
+class AreaChart(Widget):
+    """A widget that draws an `Area`; colors and fills are those of the bars."""
+
+    DEFAULT_CSS = "AreaChart { height: 1fr; min-height: 4; }"
+
+    def __init__(self, area: Area, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._area = area
+
+    def show(self, area: Area) -> None:
+        if area != self._area:
+            self._area = area
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width, rows = self.size.width, self.size.height - 2
+        if y == 0:
+            segments = self._title()
+        elif y <= rows:
+            segments = self._row(y - 1, rows, width - LABEL_WIDTH)
+        else:
+            segments = self._axis(width - LABEL_WIDTH)
+        return strip_of(segments, width)
+
+    def _style(self, color: str, **options: bool) -> Style:
+        return styled(self.app.theme_variables.get(color, ""), **options)
+
+    def _title(self) -> list[Segment]:
+        area = self._area
+        if not any(area.columns):
+            return [Segment(f" {area.title}: no sample yet", self._style("foreground", dim=True))]
+        limit = f"  ─ limit {units.format_bytes(area.limit)}" if area.limit else ""
+        plan = f"  ┄ planned {units.format_bytes(area.planned)}" if area.planned else ""
+        return [
+            Segment(f" {area.title}", self._style("foreground", bold=True)),
+            Segment(limit, self._style("error")),
+            Segment(plan, self._style("foreground", dim=True)),
+        ]
+
+    def _row(self, y: int, rows: int, inner: int) -> list[Segment]:
+        """The row between two heights; a cell has the fill of the band in its middle."""
+        area, top = self._area, self._area.top
+        low, high = top * (rows - 1 - y) / rows, top * (rows - y) / rows
+        labelled = y in (0, rows - 1) or (rows > 5 and y == rows // 2)
+        height = area.base + (high if y < rows - 1 else low)
+        label = units.format_bytes(height) if labelled else ""
+        found = [Segment(f"{label:>{LABEL_WIDTH - 1}}│", self._style("foreground", dim=True))]
+        empty = Segment(" ")
+        if area.limit and low < area.limit <= high:
+            empty = Segment("─", self._style("error"))
+        elif area.planned and low < area.planned <= high:
+            empty = Segment("┄", self._style("foreground", dim=True))
+        for x in range(max(inner, 0)):
+            found.append(self._cell(x, inner, low, high) or empty)
+        return found
+
+    def _cell(self, x: int, inner: int, low: float, high: float) -> Segment | None:
+        columns = self._area.columns
+        column = columns[x * len(columns) // inner] if columns else None
+        if column is None:
+            return None
+        middle, height, last = (low + high) / 2, 0, 0
+        for number, size in enumerate(column):
+            height += size
+            last = number if size else last
+            if height > middle:
+                return self._filled(number, len(column))
+        eighths = round(8 * (height - low) / (high - low))
+        if eighths <= 0:
+            return None
+        return Segment(_EIGHTHS[eighths], self._color(last, len(column)))
+
+    def _filled(self, number: int, count: int) -> Segment:
+        fill = FILLS[number % len(FILLS)]
+        if number >= count - 2:
+            fill = (CACHE, OTHERS)[number - count + 2]
+        return Segment(fill, self._color(number, count))
+
+    def _color(self, number: int, count: int) -> Style:
+        if number >= count - 2:
+            return self._style("foreground", dim=True)
+        return self._style(OWNER_COLORS[number % len(OWNER_COLORS)])
+
+    def _axis(self, inner: int) -> list[Segment]:
+        left, right = self._area.axis
+        text = " " * LABEL_WIDTH + f"{left}{right:>{max(inner - len(left), 1)}}"
+        return [Segment(text, self._style("foreground", dim=True))]

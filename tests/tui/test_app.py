@@ -89,7 +89,7 @@ def test_every_screen_shows_what_it_is_for(
         assert "no step yet" in seen["overview"]
         return
     assert "working weights 24.0 GiB" in seen["overview"]
-    assert "exp_avg_sq" in seen["memory"] and "planned" in seen["memory"]
+    assert "Adam v" in seen["memory"] and "planned" in seen["memory"]
     assert "compute waited" in seen["transfers"] and "GB/s" in seen["transfers"]
     assert "gradient norm" in seen["plots"]
     assert "skew" in seen["ranks"] and "Tesla V100" in seen["ranks"]

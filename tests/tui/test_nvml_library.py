@@ -85,8 +85,8 @@ def look(refused):
     nvml = Nvml(clock=lambda: next(times))
     sample(nvml)
     found = sample(nvml)
-    free = nvml.memory_free("GPU-2")
-    return {"pid": os.getpid(), "free": free, "state": nvml.state, "driver": nvml.driver(), **asdict(found)}
+    told = {"pid": os.getpid(), "free": nvml.memory_free("GPU-2"), **asdict(found)}
+    return {"state": nvml.state, "driver": nvml.driver(), **told}
 print(json.dumps({refused: look(refused) for refused in ("", *sys.argv[1:])}))
 """
 

@@ -211,7 +211,8 @@ def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
     parts = _parts(row for view in views for row in view.memory if row.tier in tiers)
     rest = max(rss - sum(part.nbytes for part in parts), 0)
     name = f"{PROCESS}, activations" if "device" in tiers else PROCESS
-    return (*parts, Part(name, rest)) if rest else parts
+    whole = (*parts, Part(name, rest)) if rest else parts
+    return tuple(sorted(whole, key=lambda part: -part.nbytes))
 
 
 def _planned_host(views: Sequence[View]) -> int:

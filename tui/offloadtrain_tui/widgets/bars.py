@@ -15,7 +15,8 @@ from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS, 
 
 FREE, PEAK = "·", "┃"
 _NAME_WIDTH = 34
-_NARROW = 100
+_NARROW, _SHORT = 100, 30
+_ONE, _REST = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,10 @@ class MemoryBars(Widget):
         if y >= len(layout):
             return strip_of((), width)
         tier, line = self._tiers[layout[y][0]], layout[y][1]
-        if line < 0:
+        if line == _ONE:
             segments = self._in_one_line(tier, width)
+        elif line == _REST:
+            segments = self._rest()
         elif line == 0:
             segments = self._title(tier)
         elif line == 1:
@@ -99,18 +102,27 @@ class MemoryBars(Widget):
         return strip_of(segments, width)
 
     def _layout(self) -> list[tuple[int, int]]:
-        """Return (bar, its line) of every line; line -1: all in one."""
-        size = self.app.size
-        legend = self._legend if size.height >= 30 else 0
-        lines: list[tuple[int, int]] = []
-        for number, tier in enumerate(self._tiers):
-            if len(self._tiers) > 2 and number < len(self._tiers) - 1:
-                lines.append((number, -1))
-                continue
-            per_line = max(size.width // _NAME_WIDTH, 1)
-            names = min(-(-len(self._labels(tier)) // per_line), max(legend, 1))
-            lines += [(number, line) for line in range(2 + names)]
-        return lines
+        """Return (bar, its line) of every line; ONE: all in one; REST: of bars that do not fit."""
+        tiers = self._tiers
+        if len(tiers) <= 2:
+            return [line for number in range(len(tiers)) for line in self._lines(number)]
+        order = sorted(range(len(tiers) - 1), key=lambda number: tiers[number].free)
+        kept = sorted(order[: max(self.app.size.height // 6, 2)])
+        lines = [(number, _ONE) for number in kept]
+        lines += [(kept[0], _REST)] * (len(kept) < len(order))
+        return [*lines, (kept[0], 2), *self._lines(len(tiers) - 1)]
+
+    def _lines(self, number: int) -> list[tuple[int, int]]:
+        """Return the lines of a bar with figures above and owners below it."""
+        most = self._legend if self.app.size.height >= _SHORT else 1
+        per_line = max(self.app.size.width // _NAME_WIDTH, 1)
+        names = min(-(-len(self._labels(self._tiers[number])) // per_line), most)
+        return [(number, line) for line in range(2 + names)]
+
+    def _rest(self) -> list[Segment]:
+        drawn = sum(line == _ONE for _, line in self._layout())
+        text = f" and {len(self._tiers) - 1 - drawn} GPUs with more free memory"
+        return [Segment(text, self._style("foreground", dim=True))]
 
     def _style(self, color: str, **options: bool) -> Style:
         return styled(self.app.theme_variables.get(color, ""), **options)
@@ -141,7 +153,8 @@ class MemoryBars(Widget):
     def _in_one_line(self, tier: Tier, width: int) -> list[Segment]:
         gib = 1 << 30
         figures = f" {tier.used / gib:.1f}/{tier.total / gib:.1f} GiB "
-        free = f" free {tier.free / gib:.1f}  peak {tier.peak / gib:.1f}"
+        peak = f"  peak {tier.peak / gib:.1f}" if tier.peak else ""
+        free = f" free {tier.free / gib:.1f}{peak}"
         note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note)[:40]}"
         room = max(width - len(tier.title) - len(figures) - len(free) - len(note) - 2, 8)
         scarce = tier.total and tier.free < 0.05 * tier.total

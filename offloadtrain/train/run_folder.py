@@ -5,7 +5,7 @@ runs/<UTC time>-<name>/
     job.toml            the job as given
     resolved.toml       the job as run
     lock                flock held for the run's life: it is free once the run is over
-    events/rank000.jsonl
+    events/rank000.jsonl, rank000.ring    the log, and the newest samples of memory
     checkpoints/
     control/            requests from outside (control.py)
     metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if asked for (loggers/)

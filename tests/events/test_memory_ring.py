@@ -95,6 +95,7 @@ def test_what_is_no_ring_is_refused(tmp_path: Path) -> None:
             RingReader(path).poll()
 
 
+@pytest.mark.slow
 def test_links_and_endless_files_are_refused(tmp_path: Path) -> None:
     RingWriter(tmp_path / "real").close()
     for name, target in (("link", str(tmp_path / "real")), ("zero", "/dev/zero")):
@@ -108,6 +109,7 @@ def test_links_and_endless_files_are_refused(tmp_path: Path) -> None:
         RingReader(tmp_path / "none").poll()
 
 
+@pytest.mark.slow
 def test_the_documented_layout_is_the_written_one(tmp_path: Path) -> None:
     path = tmp_path / "rank000.ring"
     writer = RingWriter(path)

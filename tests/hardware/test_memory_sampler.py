@@ -87,6 +87,7 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
     assert record.pinned_kib == (1 << 20,) and record.step == 1
 
 
+@pytest.mark.slow
 def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
     """A block that is touched and freed within the run is in the peak and in the least."""
     found = Sampled(tmp_path / "ring", None)
@@ -108,6 +109,7 @@ def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
     assert list(curve.at_ms) == sorted(curve.at_ms)
 
 
+@pytest.mark.slow
 def test_the_ring_has_every_sample_and_the_thread_ends(gpu: FakeAllocator, tmp_path: Path) -> None:
     found = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
     found.two_more()
@@ -121,6 +123,7 @@ def test_the_ring_has_every_sample_and_the_thread_ends(gpu: FakeAllocator, tmp_p
     assert not any(thread.name == "memory-sampler" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_ring_and_not_the_records(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -43,8 +43,8 @@ def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixtur
         for step in (9, 12)
         for name in ("manifest.json", "state.json", "rank-000.bin")
     ]
-    names = {"run.json", "job.toml", "resolved.toml", "lock", "events/rank000.jsonl", *tensors}
-    assert found == names
+    events = {"events/rank000.jsonl", "events/rank000.ring"}
+    assert found == {"run.json", "job.toml", "resolved.toml", "lock", *events, *tensors}
     assert jobs.load(path / "resolved.toml") == job
     assert json.loads((path / "run.json").read_text())["name"] == "small"
     assert (path / "run.json").stat().st_uid == os.getuid()

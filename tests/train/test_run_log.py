@@ -6,15 +6,26 @@ import io
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
+from offloadtrain.events.memory_ring import RingReader
+from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.runtime.arena import Ledger, Tier
+from offloadtrain.train import run_memory
 from offloadtrain.train.build import assemble
 from offloadtrain.train.console import Console
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
-from tests.train.small_job import small_job
+from offloadtrain.train.run_memory import RunMemory
+from tests.runtime.fake_allocator import FakeAllocator
+from tests.train.small_job import run, small_job
 
 
 def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
@@ -56,3 +67,64 @@ def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
             ratios.append((between - began) / (time.thread_time_ns() - between))
     parts.optimizer.close()
     assert statistics.median(ratios) < 3
+
+
+GIB = 1 << 30
+
+
+def test_owners_are_logged_when_now_or_peak_moves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a GPU's other memory, both: activations that are still there, and those that were."""
+    gpu = FakeAllocator(32 * GIB)
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(run_memory, "gpu_uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(run_memory, "_EVERY_S", -1.0)
+    ledger = Ledger()
+    ledger.add("working weights", Tier.DEVICE, 24 * GIB)
+    gpu.take(24 * GIB)
+    optimizer: Any = SimpleNamespace(device=torch.device("cuda", 0), ledger=ledger, pinned=True)
+    records: list[schema.Event] = []
+    ring = tmp_path / "rank000.ring"
+    memory = RunMemory(optimizer, records.append, ring, nvml=Nvml(), warn=_no_warning)
+    report: Any = SimpleNamespace(timeline=("a span",))
+
+    def other() -> tuple[int, int]:
+        (row,) = [row for row in memory.news() if row.owner == "activations and gradients"]
+        return row.num_bytes, row.peak_bytes
+
+    assert other() == (0, 0) and memory.news() == ()
+    memory.step_begins(1, follow=True)
+    gpu.take(5 * GIB)
+    assert other() == (5 * GIB, 5 * GIB)
+    gpu.take(-5 * GIB)
+    assert other() == (0, 5 * GIB)
+    assert memory.step_ends(report)[0] == 29 * GIB
+    memory.step_begins(2, follow=False)
+    assert memory.step_ends(report)[0] == 24 * GIB
+    assert memory.news() == ()  # the run's peak stays, when the step's is set back
+    memory.close()
+    assert RingReader(ring).poll()[-1].allocated == 24 * GIB
+    assert isinstance(records[-1], schema.LiveMemory)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cpu_logs_the_memory_of_the_host(tmp_path: Path) -> None:
+    """Live records, the peak of each step, a curve of a sampled one, and the ring file."""
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path, "train.steps=24"), path) == 0
+    log = path / "events/rank000.jsonl"
+    events = [record.event for record in schema.read(log)]
+    steps = [event for event in events if isinstance(event, schema.Step)]
+    assert max(step.host_peak_bytes for step in steps) > 50 << 20
+    live = [event for event in events if isinstance(event, schema.LiveMemory)]
+    assert live and live[-1].rss_kib and not live[-1].allocated_kib
+    sampled = {event.step for event in events if isinstance(event, schema.LaneSpan)}
+    curves = [event for event in events if isinstance(event, schema.StepMemory)]
+    assert {curve.step for curve in curves} <= sampled
+    assert all(curve.tier == "host" for curve in curves)
+    assert RingReader(log.with_suffix(".ring")).poll()[-1].rss
+
+
+def _no_warning(code: str, message: str) -> None:
+    raise AssertionError(message)

@@ -95,6 +95,7 @@ def test_a_peak_inside_a_step_reaches_the_bar(monkeypatch: pytest.MonkeyPatch) -
     assert bar.peak == FIXED + 7 * GIB
 
 
+@pytest.mark.slow
 def test_the_plan_stands_beside(tmp_path: Path) -> None:
     plan = {
         "device": "cuda:0",
@@ -108,6 +109,7 @@ def test_the_plan_stands_beside(tmp_path: Path) -> None:
     assert planned[memory.ACTIVATIONS] == 3 * GIB
 
 
+@pytest.mark.slow
 def test_owners_have_words_for_people() -> None:
     _, host = memory.bars(shown(told(system())))
     assert {"Adam m", "Adam v"} < parts(host).keys()
@@ -136,6 +138,7 @@ def test_every_rank_has_its_gpu_and_the_host_is_of_all() -> None:
     assert host.used == 4 * 150 * GIB and "4 ranks" in host.note
 
 
+@pytest.mark.slow
 def test_ranks_of_another_host_are_not_in_its_bar() -> None:
     host = memory.bars(shown(*ranks(4, lambda rank: f"box{rank // 2}")))[-1]
     assert parts(host)["master weights"] == 2 * 48 * GIB
@@ -161,6 +164,7 @@ def test_only_the_runs_own_gpu_is_asked(uuid: str, lives_here: bool, is_its: boo
     assert ("77 W" in bar.note) == is_its and ("280 W" in bar.note) == (not is_its)
 
 
+@pytest.mark.slow
 def test_a_run_without_nvml_in_a_container_has_the_figures_of_its_log() -> None:
     blind = system(gpus=(), gpu_state="no NVIDIA driver on this machine")
     state = shown(told(system()), machine=blind, here=True)
@@ -180,6 +184,7 @@ def test_a_run_on_a_cpu_is_not_told_that_it_lacks_a_driver(state: str) -> None:
     assert ("working weights" in parts(bars[-1])) == (state == "cpu")
 
 
+@pytest.mark.slow
 def test_without_a_run_this_machine_is_shown() -> None:
     bars = memory.bars(shown(History(), machine=here("GPU-9", 3 * GIB)))
     assert [bar.title for bar in bars] == ["GPU 0", "HOST"]
@@ -189,6 +194,7 @@ def test_without_a_run_this_machine_is_shown() -> None:
 # ---- over time
 
 
+@pytest.mark.slow
 def test_history_shows_what_was_held_at_each_time() -> None:
     seen = [live((25 + n % 5) * GIB, reserved=30 * GIB, free=GIB) for n in range(50)]
     history = told(system(), *seen)
@@ -205,6 +211,7 @@ def test_history_shows_what_was_held_at_each_time() -> None:
     assert sum(bool(column) for column in then.columns) and then.axis != area.axis
 
 
+@pytest.mark.slow
 def test_a_long_log_keeps_its_extremes_in_little_memory() -> None:
     kept = LiveMemory()
     for number in range(3 * MOST):
@@ -219,17 +226,17 @@ def test_a_long_log_keeps_its_extremes_in_little_memory() -> None:
     assert len(kept._columns.times) <= MOST
 
 
-@pytest.mark.parametrize(
-    "values", [None, "x", [], [1, 2], [-1], [1.5], ["a"] * 3, [1 << 80], [True], [None] * 3]
-)
-def test_odd_sizes_are_not_known(values: object) -> None:
-    kept = LiveMemory()
-    assert kept.add({"t": 1.0, "allocated_kib": values, "rss_kib": [7]})
-    found = kept.at(math.inf)
-    assert found is not None and found.now("allocated") is None and found.now("rss") == 7 << 10
-    assert not kept.add({"t": "nan", "rss_kib": [7]}) and not kept.add({"rss_kib": [7]})
+def test_odd_sizes_are_not_known() -> None:
+    for values in (None, "x", [], [1, 2], [-1], [1.5], ["a"] * 3, [1 << 80], [True], [None] * 3):
+        kept = LiveMemory()
+        assert kept.add({"t": 1.0, "allocated_kib": values, "rss_kib": [7]})
+        found = kept.at(math.inf)
+        assert found is not None and found.now("allocated") is None
+        assert found.now("rss") == 7 << 10
+        assert not kept.add({"t": "nan", "rss_kib": [7]}) and not kept.add({"rss_kib": [7]})
 
 
+@pytest.mark.slow
 def test_the_ring_is_newer_than_the_log(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [(BEGIN_S, recordings.start()), (BEGIN_S + 1, live(GIB))])
     reader = RunReader(open_run(folder))

@@ -27,6 +27,7 @@ from offloadtrain.train.losses import loss_of
 from offloadtrain.train.saved_run import open_saved
 from tests.integrations.foreign_sources import save_dcp, save_torch, save_zero, state_of
 from tests.train.small_job import run, small_job, tensor_hashes
+from tests.train.test_hf_jobs import LORA, hf_job_of
 
 BEFORE, AFTER = 3, 6
 PLAIN = (
@@ -133,7 +134,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return found
 
 
-@pytest.mark.parametrize("source", ["torch", "dcp", "zero 2", "zero 3"])
+@pytest.mark.parametrize(
+    "source", ["torch", "dcp", pytest.param("zero 2", marks=pytest.mark.long), "zero 3"]
+)
 def test_a_converted_run_goes_on_as_the_plain_loop(
     plain: Reference, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +185,7 @@ def test_one_group_loads_into_an_optimizer_over_all_parameters(tmp_path: Path) -
     assert {float(entry["step"]) for entry in adam.state.values()} == {2.0}
 
 
-@pytest.mark.parametrize("state", ["split16", "int8"])
+@pytest.mark.parametrize("state", ["split16", pytest.param("int8", marks=pytest.mark.long)])
 def test_narrow_state_is_encoded_once(
     plain: Reference, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +203,24 @@ def test_narrow_state_is_encoded_once(
             assert torch.equal(entry["exp_avg"], wanted["exp_avg"].bfloat16().float()), name
         else:
             assert torch.allclose(found["model"][name], wanted["master"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("qwen3", ()), ("llama", (LORA,))], ids=["tied", "adapters"]
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_model_of_transformers_goes_there_and_back(
+    tmp_path: Path, name: str, overrides: tuple[str, ...]
+) -> None:
+    """Tied weights, and frozen ones that are in no group of the optimizer."""
+    job = hf_job_of(tmp_path, name, "train.eval_every=0", "train.checkpoint_every=0", *overrides)
+    few = replace(job, train=replace(job.train, steps=2))
+    assert run(few, tmp_path / "run") == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.pt"), "--to", "torch"]) == 0
+    (tmp_path / "job.toml").write_text(jobs.dump(job))
+    source, to = str(tmp_path / "a.pt"), str(tmp_path / "back")
+    assert main(["convert", source, "--job", str(tmp_path / "job.toml"), "--run", to]) == 0
+    assert tensor_hashes(tmp_path / "back", 2) == tensor_hashes(tmp_path / "run", 2)
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], int]] = {

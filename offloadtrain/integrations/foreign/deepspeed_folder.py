@@ -160,20 +160,21 @@ def _state(part: Mapping[str, Any], stage: int) -> _State:
     for kind, tensors in flats.items():
         if not all(isinstance(one, Tensor) and one.ndim == 1 for one in tensors):
             raise ForeignError(f"a rank has no {kind}: the state is not Adam's")
-    cut = {kind: _without_padding(kind, flats[kind], masters) for kind in flats}
+    for kind in MOMENTS:
+        _check_flats(kind, flats[kind], masters)
     first = groups[0].get("step") if groups else part.get("base_optimizer_state_step")
-    return _State(cut, [number(e.get("step", first)) for e in entries], groups)
+    return _State(flats, [number(e.get("step", first)) for e in entries], groups)
 
 
-def _without_padding(kind: str, flats: list[Tensor], masters: list[Tensor]) -> list[Tensor]:
-    """Moments are saved with the padding that masters are saved without."""
+def _check_flats(kind: str, flats: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Moments may have more than masters: padding, behind the last element of the last ranks."""
     for flat, master in zip(flats, masters, strict=True):
-        if flat.numel() < master.numel() or flat.dtype != torch.float32:
+        wide = flat.dtype == master.dtype == torch.float32
+        if flat.numel() < master.numel() or not wide:
             raise ForeignError(
                 f"{kind} of a rank has {flat.numel()} values of {flat.dtype}, and its master "
-                f"{master.numel()} of {master.dtype}; fp32 ones are read"
+                f"{master.numel()} of {master.dtype}; as many of fp32 are read"
             )
-    return [flat[: len(master)] for flat, master in zip(flats, masters, strict=True)]
 
 
 class _Flat:

@@ -173,16 +173,21 @@ def _runs_content(source: str) -> set[str]:
     return (names & modules) | calls
 
 
-LOADS_TORCH = {"hf.py", "rank_files.py", "scale.py"}
-"""With weights_only: the Trainer's schedule, a rank's state, what a benchmark's ranks told."""
+LOADS_TORCH = {"hf.py", "rank_files.py", "scale.py", "safe_load.py", "convert_to_torch.py"}
+"""With weights_only: the Trainer's schedule, a rank's state, what a benchmark's ranks told; files
+of other trainers, in a process of its own; a file that we have just laid out."""
+
+READS_PICKLES = {"dcp_metadata.py"}
+"""Its unpickler resolves no name: tests/integrations/test_foreign_hostile.py."""
 
 
 def test_no_content_of_a_file_is_run() -> None:
     folders = ("offloadtrain", "tui", "benchmarks", "tools", "examples")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     found = {path.name: what for path in paths if (what := _runs_content(path.read_text()))}
-    assert {name for name, what in found.items() if what != {"torch.load"}} == set()
-    assert set(found) == LOADS_TORCH
+    assert {name for name, what in found.items() if what == {"pickle"}} == READS_PICKLES
+    assert {name for name, what in found.items() if what == {"torch.load"}} == LOADS_TORCH
+    assert set(found) == LOADS_TORCH | READS_PICKLES
 
 
 @pytest.mark.parametrize(

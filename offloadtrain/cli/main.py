@@ -86,6 +86,15 @@ app.command(
     ),
 )
 app.command(
+    "offloadtrain.cli.commands.convert:convert",
+    name="convert",
+    help="Go on from checkpoints of torch, FSDP or DeepSpeed; write one for torch.",
+    help_epilogue=_examples(
+        "offloadtrain convert ds_run/global_step1000 --job my.toml",
+        "offloadtrain convert runs/latest state.pt --to torch",
+    ),
+)
+app.command(
     "offloadtrain.cli.commands.generate:generate",
     name="generate",
     help="Let a trained model continue a text.",

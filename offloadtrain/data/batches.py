@@ -117,6 +117,10 @@ class Batches:
     def windows(self) -> int:
         return self._grid.windows
 
+    def skip(self, calls: int) -> None:
+        """Pass over what the next `calls` calls of every rank would return."""
+        self._position += calls * self._batch * self._world
+
     def cut_documents(self) -> tuple[int, int]:
         """Return how many documents packing "padded" cuts, and how many tokens it leaves out."""
         if self._packing != "padded" or self._ends is None:

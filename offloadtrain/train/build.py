@@ -177,6 +177,15 @@ def _offloaded(config: Config, device: torch.device) -> tuple[LanguageModel, Off
     return OwnModel(model), offload_job(model, config, device)
 
 
+def empty_model(config: Config) -> torch.nn.Module:
+    """Return the job's model on the meta device; `model.hf` must be described."""
+    if config.hf is not None:
+        found: torch.nn.Module = hf_job.described_model(config.hf)
+        return found
+    with torch.device("meta"):
+        return Transformer(config.model)
+
+
 def offload_job(model: Transformer, config: Config, device: torch.device) -> OffloadOptimizer:
     """Offload a model with the options of its job, whose precision is resolved."""
     return offload(

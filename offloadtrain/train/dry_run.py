@@ -12,15 +12,11 @@ from dataclasses import replace
 from itertools import zip_longest
 
 import torch
-from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.job import Config
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
-from offloadtrain.integrations import hf_job
-from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import DeviceArena, Ledger, MetaArena
@@ -32,7 +28,7 @@ from offloadtrain.step.operations import Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.train.build import decay_groups, update_rule
+from offloadtrain.train.build import decay_groups, empty_model, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
@@ -75,7 +71,7 @@ def laid_out(plan: Plan) -> Ledger:
     config, planned = plan.placed.config, plan.copied.spec
     ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
     ranks = Ranks.fake(planned.ranks)
-    model = _empty_model(config)
+    model = empty_model(config)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)
     rules = [rule_of(rule, group) for group in groups]
@@ -87,14 +83,6 @@ def laid_out(plan: Plan) -> Ledger:
     map_memory(blocks, spec, device, arena=arena, ledger=ledger)
     _compare(ledger, spec)
     return ledger
-
-
-def _empty_model(config: Config) -> nn.Module:
-    if config.hf is not None:
-        found: nn.Module = hf_job.described_model(config.hf)
-        return found
-    with torch.device("meta"):
-        return Transformer(config.model)
 
 
 def _first_difference(spec: StepSpec, planned: StepSpec) -> str:

@@ -14,6 +14,7 @@ COMMANDS = [
         "train",
         "export",
         "checkpoints",
+        "convert",
         "generate",
         "eval",
         "plan",

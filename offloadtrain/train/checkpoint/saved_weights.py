@@ -1,8 +1,9 @@
-"""The weights of a checkpoint, straight from its files: without an engine, one at a time."""
+"""The weights and moments of a checkpoint, straight from its files: without an engine, one at a
+time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +53,24 @@ def saved_weights(
         yield name, whole.as_strided(entry.shape, entry.stride)
 
 
+def saved_state(found: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield (name, {"master" and the rule's moments}) of every trained parameter: fp32, in its
+    shape, on the host, decoded from any state format.
+
+    Raises:
+        CheckpointError: the state is of no format that is known here.
+    """
+    kinds = [field.name for field in FP32.fields(rule.moments)]
+    for name, pieces in _pieces_by_name(found).items():
+        if pieces[0].keys() == {UNTRAINED}:
+            continue
+        parts = [_decoded(found, piece, *_format(name, piece, rule), kinds) for piece in pieces]
+        whole = (torch.cat(of_kind) for of_kind in zip(*parts, strict=True))
+        entry = next(iter(pieces[0].values()))
+        views = (one.as_strided(entry.shape, entry.stride) for one in whole)
+        yield name, dict(zip(kinds, views, strict=True))
+
+
 def _pieces_by_name(found: Checkpoint) -> dict[str, list[_Piece]]:
     """Return name → its pieces, in order."""
     names: dict[str, dict[int, dict[str, Entry]]] = {}
@@ -64,15 +83,20 @@ def _read(found: Checkpoint, name: str, piece: _Piece, rule: AnyRule, working: b
     """Return the weights of a piece as (n,)."""
     if piece.keys() == {UNTRAINED}:
         return _values(found, piece[UNTRAINED])
+    source, own = _format(name, piece, rule)
+    if working and source.holds_weight:
+        return _values(found, piece[source.master[0].name])
+    return _decoded(found, piece, source, own, [FP32.master[0].name])[0]
+
+
+def _format(name: str, piece: _Piece, rule: AnyRule) -> tuple[StateFormat, Rule]:
+    """Return the format of a piece, and the rule whose moments it has."""
     dtypes = {kind: entry.dtype for kind, entry in piece.items()}
     kept_by: list[Rule] = [rule, rule.rest] if isinstance(rule, MatrixRule) else [rule]
-    known = ((recognise(dtypes, one.moments, FP32), one) for one in kept_by)
-    source, own = next(((source, one) for source, one in known if source), (None, rule))
-    if source is None:
-        raise CheckpointError(f"the state of '{name}' is of no known format: {', '.join(piece)}")
-    if source is FP32 or (working and source.holds_weight):
-        return _values(found, piece[source.master[0].name])
-    return _decoded(found, piece, source, own)
+    for one in kept_by:
+        if source := recognise(dtypes, one.moments, FP32):
+            return source, one
+    raise CheckpointError(f"the state of '{name}' is of no known format: {', '.join(piece)}")
 
 
 def _values(found: Checkpoint, entry: Entry) -> Tensor:
@@ -80,13 +104,22 @@ def _values(found: Checkpoint, entry: Entry) -> Tensor:
     return read_whole(found, entry).as_strided((entry.count,), (1,))
 
 
-def _decoded(found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
-    fields = source.fields(rule.moments)
+def _decoded(
+    found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule, kinds: Sequence[str]
+) -> list[Tensor]:
+    """Return fields of fp32 state as (n,) each."""
+    if source is FP32:
+        return [_values(found, piece[kind]) for kind in kinds]
+    fields, wide_fields = source.fields(rule.moments), FP32.fields(rule.moments)
     given = [_values(found, piece[one.name]) for one in fields]
-    whole = torch.empty(given[0].numel())
-    for lo in range(0, whole.numel(), _DECODED):
-        hi = min(lo + _DECODED, whole.numel())
-        wide = tuple(torch.empty(hi - lo) for _ in FP32.fields(rule.moments))
+    entry = next(iter(piece.values()))
+    numel = entry.hi - entry.lo
+    whole = {kind: torch.empty(numel) for kind in kinds}
+    for lo in range(0, numel, _DECODED):
+        hi = min(lo + _DECODED, numel)
+        wide = tuple(torch.empty(hi - lo) for _ in wide_fields)
         rule.convert(source, cut(fields, given, lo, hi), FP32, wide)
-        whole[lo:hi] = wide[0]
-    return whole
+        for field, values in zip(wide_fields, wide, strict=True):
+            if field.name in whole:
+                whole[field.name][lo:hi] = values
+    return list(whole.values())

@@ -1,0 +1,101 @@
+"""`offloadtrain convert`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+from offloadtrain.config.errors import ConfigError
+
+
+def convert(
+    source: Path,
+    out: Path | None = None,
+    /,
+    *,
+    to: Literal["run", "torch"] = "run",
+    job: str | None = None,
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
+    ] = (),
+    optimizer: Path | None = None,
+    run_dir: Annotated[Path | None, Parameter(name=("--run-dir", "--run"))] = None,
+) -> None:
+    """Make a run of a checkpoint of torch, FSDP or DeepSpeed; or a torch checkpoint of a run.
+
+    Model and state of Adam are taken over: fp32 masters, both moments, the step. Data, schedule and
+    random numbers are where a run of the job is after so many steps. `train JOB --resume` goes on.
+
+    Parameters
+    ----------
+    source
+        A file of torch.save, a folder of torch.distributed.checkpoint, or one of DeepSpeed's ZeRO
+        1, 2 or 3. With --to torch: a run folder, or one checkpoint.
+    out
+        With --to torch: the file to write, which must not exist.
+    to
+        run: a run folder of --job. torch: one file with "model", "optimizer" and "step", for
+        torch.optim.AdamW or Adam.
+    job
+        The job that goes on: a job file, or the name of a shipped job.
+    overrides
+        KEY=VALUE ...: values that override the job's.
+    optimizer
+        File or folder of the optimizer's state, if it is not in SOURCE.
+    run_dir
+        Folder of the run. Default: runs/<UTC time>-<name>.
+    """
+    given = {"--job": job, "--set": overrides, "--optimizer": optimizer, "--run-dir": run_dir}
+    asked = [key for key, value in given.items() if value]
+    if to == "torch":
+        if asked:
+            raise ConfigError(f"--to torch takes no {asked[0]}: a run has its own job")
+        if out is None:
+            raise ConfigError("--to torch needs the file to write: convert RUN OUT --to torch")
+        _to_torch(source, out)
+        return
+    if out is not None:
+        raise ConfigError(f"{out}: a run is made in --run-dir; --to torch writes a file")
+    if job is None:
+        raise ConfigError("--job is needed: the job that goes on from the checkpoint")
+    _to_run(source, job, overrides, optimizer, run_dir)
+
+
+def _to_run(
+    source: Path,
+    job: str,
+    overrides: tuple[str, ...],
+    optimizer: Path | None,
+    run_dir: Path | None,
+) -> None:
+    from offloadtrain.config import job as jobs
+    from offloadtrain.config import toml
+    from offloadtrain.train.console import Console
+    from offloadtrain.train.convert import to_run
+
+    for path in filter(None, (source, optimizer)):
+        if not os.path.exists(path):
+            raise ConfigError(f"{path} is not there")
+    path = find_job(job)
+    config = jobs.load(path, overrides, say_on_stderr)
+    text = toml.read(path)
+    console = Console()
+    with console.never_silent("converting"):
+        made = to_run(config, text, source, optimizer=optimizer, run_dir=run_dir, console=console)
+    print(made)
+
+
+def _to_torch(source: Path, out: Path) -> None:
+    from offloadtrain.train.convert_to_torch import to_torch
+    from offloadtrain.train.saved_run import open_saved
+
+    saved = open_saved(source)
+    for line in to_torch(saved, out):
+        print(line, file=sys.stderr)
+    print(out)

@@ -1,0 +1,136 @@
+"""The process that reads a checkpoint of another trainer.
+
+    python -m offloadtrain.integrations.foreign SOURCE [OPTIMIZER]
+
+It takes what is wanted as JSON from stdin, and writes one line of JSON to stdout, the facts or an
+error; then the tensors, in the order they were wanted. It writes no file, starts no process, and
+takes no more memory than the files have and `_SPARE_BYTES`: see [Note: A reader of its own].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from offloadtrain.integrations.foreign import dcp_folder, deepspeed_folder
+from offloadtrain.integrations.foreign.found import ForeignError, Found, Wanted
+from offloadtrain.integrations.foreign.match import Ordered
+from offloadtrain.integrations.foreign.safe_load import load
+from offloadtrain.integrations.foreign.tree import found_in
+
+_SPARE_BYTES = 4 << 30
+_CPU_S, _BYTES_PER_CPU_S = 300, 10_000_000
+
+
+def main(arguments: Sequence[str]) -> int:
+    out = sys.stdout.buffer
+    try:
+        sources = [Path(one) for one in arguments]
+        wanted = [_wanted(one) for one in json.load(sys.stdin)]
+        _limit(sum(map(_num_bytes, sources)))
+        ordered, facts = read(sources, wanted)
+        _tell(out, facts)
+        for tensor in ordered.tensors():
+            out.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        out.flush()
+    except ForeignError as error:
+        _tell(out, {"error": str(error)})
+        return 1
+    except MemoryError:
+        _tell(out, {"error": f"{arguments[0]}: reading it takes more memory than its files have"})
+        return 1
+    except Exception as error:  # whatever hostile content leads to
+        why = f"{type(error).__name__} {error}".partition("\n")[0]
+        _tell(out, {"error": f"{arguments[0]}: its content is not as expected: {why}"[:300]})
+        return 1
+    return 0
+
+
+def _wanted(one: list[Any]) -> Wanted:
+    name, shape, aliases, *rest = one
+    return Wanted(name, tuple(shape), tuple(aliases), *rest)
+
+
+def _limit(num_bytes: int) -> None:
+    """Bound this process by the size of the files that it reads."""
+    torch.set_num_threads(1)
+    seconds = _CPU_S + num_bytes // _BYTES_PER_CPU_S
+    data = 2 * num_bytes + _SPARE_BYTES
+    for kind, most in (
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_DATA, data),
+    ):
+        _, hard = resource.getrlimit(kind)
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (least, least))
+
+
+def _num_bytes(source: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    if not source.is_dir():
+        return source.stat().st_size if source.exists() else 0
+    return sum(
+        os.stat(os.path.join(folder, name), follow_symlinks=False).st_size
+        for folder, _, names in os.walk(source)
+        for name in names
+    )
+
+
+def read(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Ordered, dict[str, Any]]:
+    """Return the tensors, not read yet, and the facts of the first line.
+
+    Raises:
+        ForeignError: a source cannot be read, or is not of the model.
+    """
+    try:
+        found, kind = _found(sources, wanted)
+        ordered = Ordered(found, wanted)
+    except ForeignError as error:
+        text = str(error)
+        origin = str(sources[0])
+        raise ForeignError(text if text.startswith(origin) else f"{origin}: {text}") from None
+    groups = [[list(group.names), dict(group.values)] for group in found.groups]
+    return ordered, {
+        "kind": kind,
+        "step": found.step,
+        "groups": groups,
+        "notes": ordered.notes,
+    }
+
+
+def _found(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Found, str]:
+    for source in sources:
+        if not source.exists():
+            raise ForeignError(f"{source} is not there")
+    if len(sources) == 1 and (folder := deepspeed_folder.checkpoint_in(sources[0])):
+        return deepspeed_folder.read_folder(folder, wanted), "DeepSpeed's ZeRO"
+    trees, kinds = [], []
+    for source in sources:
+        is_dcp = (source / dcp_folder.INDEX).is_file()
+        if source.is_dir() and not is_dcp:
+            raise ForeignError(
+                f"{source} has neither .metadata (torch.distributed.checkpoint) nor "
+                "*_optim_states.pt (DeepSpeed)"
+            )
+        trees.append(dcp_folder.read_folder(source) if is_dcp else load(source))
+        kinds.append("torch.distributed.checkpoint" if is_dcp else "torch")
+    return found_in(trees, wanted), kinds[0]
+
+
+def _tell(out: IO[bytes], facts: dict[str, Any]) -> None:
+    out.write(json.dumps(facts).encode() + b"\n")
+    out.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

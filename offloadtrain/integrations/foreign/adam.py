@@ -1,0 +1,184 @@
+"""The state dict of a torch optimizer, read as Adam's: by the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from offloadtrain.integrations.foreign.found import MOMENTS, ForeignError, Group, Lazy, some
+from offloadtrain.integrations.foreign.names import Names
+
+Moments = dict[str, dict[str, Lazy]]
+
+_VALUES = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
+
+
+class OrderedParam(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+
+
+def adam_state(
+    optimizer: Mapping[str, Any], params: Sequence[OrderedParam], names: Names
+) -> tuple[Moments, int, list[Group]]:
+    """Return the moments by name, the step, and the groups.
+
+    Args:
+        params: the parameters in the order that the optimizer was given them.
+
+    Raises:
+        ForeignError: it is not Adam's, its parameters have no certain names, or steps differ.
+    """
+    groups = hyperparameters(optimizer["param_groups"])
+    by_key = _names_by_key(groups, optimizer["state"], params, names)
+    moments: Moments = {}
+    steps: dict[str, float] = {}
+    for key, entry in optimizer["state"].items():
+        if key not in by_key:
+            raise ForeignError(f"the optimizer's state '{key}' is of no parameter in its groups")
+        moments[by_key[key]] = _moments(by_key[key], entry)
+        steps[by_key[key]] = number(entry.get("step", groups[0].get("step")))
+    named = [
+        Group(tuple(by_key[key] for key in group["params"]), values_of(group)) for group in groups
+    ]
+    return moments, one_step(steps), named
+
+
+def hyperparameters(groups: Any) -> list[dict[str, Any]]:
+    """Check the groups of an optimizer.
+
+    Raises:
+        ForeignError: they ask for another update than Adam's.
+    """
+    found = [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else groups
+    if not found or not all(isinstance(group, Mapping) for group in found):
+        raise ForeignError("the optimizer's 'param_groups' are not a list of dictionaries")
+    for group in found:
+        if asked := [key for key in ("amsgrad", "maximize") if group.get(key)]:
+            raise ForeignError(f"the optimizer has {asked[0]} = True, which no job can go on with")
+    return [dict(group) for group in found]
+
+
+def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers that decide about an update."""
+    found = {key: group[key] for key in _VALUES if group.get(key) is not None}
+    return {
+        key: [number(one) for one in value] if isinstance(value, list | tuple) else number(value)
+        for key, value in found.items()
+    }
+
+
+def one_step(steps: Mapping[str, float]) -> int:
+    """Return the step of all parameters.
+
+    Raises:
+        ForeignError: there is no state, or steps differ: here all parameters step together.
+    """
+    if not steps:
+        raise ForeignError(
+            "the optimizer has no state yet; to begin with its weights alone, make a folder of "
+            "transformers and name it in model.hf"
+        )
+    for name, step in steps.items():
+        if not (1 <= step < 1 << 53 and step.is_integer()):
+            raise ForeignError(f"'{name}' is at step {step:g}, which is no count of steps")
+    last = max(steps.values())
+    for name, step in steps.items():
+        if step != last:
+            raise ForeignError(
+                f"'{name}' is at step {step:g} and others are at {last:g}; all parameters step "
+                "together here"
+            )
+    return int(last)
+
+
+def number(value: Any) -> float:
+    """Return a plain number or a tensor of one as a float.
+
+    Raises:
+        ForeignError: it is neither.
+    """
+    value = value.read() if isinstance(value, Lazy) else value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    raise ForeignError(f"the optimizer has {type(value).__name__} where a number is expected")
+
+
+def _moments(name: str, entry: Any) -> dict[str, Lazy]:
+    keys = set(entry) - {"step"} if isinstance(entry, Mapping) else set()
+    if keys != set(MOMENTS):
+        raise ForeignError(
+            f"'{name}' has the state {', '.join(sorted(map(str, keys))) or 'nothing'}; Adam's is "
+            f"{', '.join(MOMENTS)}"
+        )
+    values = {key: entry[key] for key in MOMENTS}
+    if not all(isinstance(one, Tensor | Lazy) for one in values.values()):
+        raise ForeignError(f"'{name}' has state that is no tensor")
+    return {key: one if isinstance(one, Lazy) else Lazy.of(one) for key, one in values.items()}
+
+
+def _names_by_key(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any],
+    params: Sequence[OrderedParam],
+    names: Names,
+) -> dict[Any, str]:
+    """Return key of the state → name: keys are names, or numbers in the groups' order."""
+    keys = [list(group["params"]) for group in groups]
+    flat = [key for of_group in keys for key in of_group]
+    if all(isinstance(key, str) for key in flat):
+        return {key: names.own(key) for key in flat}
+    told = [group.get("param_names") for group in groups]
+    if all(isinstance(one, list) and len(one) == len(k) for one, k in zip(told, keys, strict=True)):
+        pairs = zip(flat, (name for one in told for name in one or ()), strict=True)
+        return {key: names.own(str(name)) for key, name in pairs}
+    order = _in_order([len(of_group) for of_group in keys], params)
+    found = dict(zip(flat, order, strict=True))
+    _check_shapes(found, state, params)
+    return found
+
+
+def _in_order(sizes: Sequence[int], params: Sequence[OrderedParam]) -> list[str]:
+    """Return the names of numbered parameters: all of a model, or all that are trained; in two
+    groups those that decay, of two and more dimensions, and the others.
+
+    Raises:
+        ForeignError: neither is certain.
+    """
+    for held in (params, [one for one in params if one.trained]):
+        matrices = [one.name for one in held if len(one.shape) >= 2]
+        others = [one.name for one in held if len(one.shape) < 2]
+        orders: dict[tuple[int, ...], list[str]] = {(len(held),): [one.name for one in held]}
+        if len(matrices) != len(others):
+            orders[len(matrices), len(others)] = matrices + others
+            orders[len(others), len(matrices)] = others + matrices
+        if tuple(sizes) in orders:
+            return orders[tuple(sizes)]
+    raise ForeignError(
+        f"the optimizer numbers its parameters, in groups of {', '.join(map(str, sizes))}, and "
+        "their names are not certain: save it from torch.optim.AdamW(model.named_parameters()), "
+        "which keeps names"
+    )
+
+
+def _check_shapes(
+    found: Mapping[Any, str], state: Mapping[Any, Any], params: Sequence[OrderedParam]
+) -> None:
+    shapes = {one.name: one.shape for one in params}
+    wrong = [
+        name
+        for key, name in found.items()
+        if isinstance(state.get(key), Mapping)
+        and any(tuple(state[key][m].shape) != shapes[name] for m in MOMENTS if m in state[key])
+    ]
+    if wrong:
+        raise ForeignError(
+            f"moments are of other shapes than {some(wrong)}: the optimizer has its parameters in "
+            "another order; save it from torch.optim.AdamW(model.named_parameters()), which keeps "
+            "names"
+        )

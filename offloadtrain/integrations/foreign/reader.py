@@ -1,0 +1,150 @@
+"""A checkpoint of another trainer, read by a process of its own.
+
+[Note: A reader of its own]
+Such checkpoints are pickles. torch reads them with `weights_only`, which resolves no name but
+those of tensors, and the index of torch.distributed.checkpoint is read without resolving any. A
+defect in either would run with the rights of the process. It is therefore not this one: the reader
+has no environment, can write no file and start no process, and its memory and time are bounded.
+What comes back over the pipe is one line of JSON, then bytes whose number is known beforehand. The
+reader has the user's own rights to read files; against a hostile file that finds a defect in torch,
+use a user of its own as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+import offloadtrain
+from offloadtrain.integrations.foreign.found import MOMENTS, ForeignError, Group, Wanted
+
+_MOST_FACTS_BYTES = 64 << 20
+_KEPT = ("PATH", "LD_LIBRARY_PATH")
+"""Of the environment: what finding Python's and torch's libraries may need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A checkpoint of another trainer that holds all that a model wants.
+
+    Attributes:
+        kind: what wrote it.
+        step: optimizer steps done.
+        groups: the hyperparameters it was trained with.
+        notes: what the user should know, a sentence each.
+    """
+
+    kind: str
+    step: int
+    groups: Sequence[Group]
+    notes: Sequence[str]
+    _wanted: Sequence[Wanted]
+    _pipe: IO[bytes]
+    _source: Path
+
+    def tensors(self) -> Iterator[tuple[Wanted, dict[str, Tensor]]]:
+        """Yield every wanted tensor once, in the order that they were wanted: its fp32 "master" and
+        moments where it is trained, otherwise its "weight".
+
+        Raises:
+            ForeignError: the reader has ended before the last.
+        """
+        for one in self._wanted:
+            kinds = ("master", *MOMENTS) if one.trained else ("weight",)
+            dtype = torch.float32 if one.trained else getattr(torch, one.dtype)
+            yield one, {kind: self._tensor(one, dtype) for kind in kinds}
+
+    def _tensor(self, one: Wanted, dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(one.shape, dtype=dtype, device="cpu")
+        rest = whole.view(-1).view(torch.uint8).numpy().data
+        while len(rest):
+            count = self._pipe.readinto(rest)  # type: ignore[attr-defined]
+            if not count:
+                raise ForeignError(f"{self._source}: the reader ended in the midst of '{one.name}'")
+            rest = rest[count:]
+        return whole
+
+
+@contextmanager
+def open_foreign(
+    source: Path, optimizer: Path | None, wanted: Sequence[Wanted]
+) -> Iterator[Foreign]:
+    """Open a checkpoint, and compare it with what is wanted; its tensors are read later.
+
+    Args:
+        source: a file of `torch.save`, a folder of torch.distributed.checkpoint or of DeepSpeed.
+        optimizer: where the optimizer's state is, if not in `source`.
+
+    Raises:
+        ForeignError: it cannot be read, or is not of this model.
+    """
+    paths = [os.path.abspath(path) for path in (source, optimizer) if path is not None]
+    command = [sys.executable, "-P", "-m", "offloadtrain.integrations.foreign", *paths]
+    with subprocess.Popen(
+        command,
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # it has ended: the line below says why
+                process.stdin.write(json.dumps(wanted).encode())
+                process.stdin.close()
+            facts = _facts(source, process)
+            groups = [Group(tuple(names), values) for names, values in facts["groups"]]
+            yield Foreign(
+                str(facts["kind"]),
+                int(facts["step"]),
+                groups,
+                [str(note) for note in facts["notes"]],
+                wanted,
+                process.stdout,
+                source,
+            )
+        finally:
+            process.kill()
+
+
+def _environment() -> Mapping[str, str]:
+    found = {key: os.environ[key] for key in _KEPT if key in os.environ}
+    root = str(Path(offloadtrain.__file__).parent.parent)
+    return found | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _facts(source: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Read the first line.
+
+    Raises:
+        ForeignError: it is an error, or there is none.
+    """
+    assert process.stdout is not None
+    line = process.stdout.readline(_MOST_FACTS_BYTES)
+    try:
+        facts: dict[str, Any] = json.loads(line)
+    except ValueError:
+        raise ForeignError(f"{source}: the reader ended with {_end(process)}") from None
+    if "error" in facts:
+        raise ForeignError(str(facts["error"]))
+    return facts
+
+
+def _end(process: subprocess.Popen[bytes]) -> str:
+    process.kill()
+    code = process.wait()
+    if code >= 0:
+        return f"exit code {code}"
+    named = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+    return f"{named}, and has no checkpoint to tell of"

@@ -122,7 +122,7 @@ class Reference:
                 folder = self._folder / f"reference-{tries}"
                 save(folder, optimizer, model)
             self._found[tries] = there, resumed(self.case, folder, tries)
-            # A checkpoint ends the delay of mode "delayed": only there it makes a difference.
+            # An emergency checkpoint ends the delay of mode "delayed", and so does this one.
             if self.case.mode != "delayed":
                 assert same(self._found[tries][1], self.whole)
         return self._found[tries]

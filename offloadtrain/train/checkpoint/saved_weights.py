@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import UNTRAINED
@@ -55,7 +56,8 @@ def saved_weights(
 def _pieces_by_name(found: Checkpoint) -> dict[str, list[_Piece]]:
     """Return name → its pieces, in order."""
     names: dict[str, dict[int, dict[str, Entry]]] = {}
-    for entry in found.manifest.entries:
+    # Update mode "delayed": the weights of the state are the newer ones.
+    for entry in (one for one in found.manifest.entries if one.kind != WORKING):
         names.setdefault(entry.name, {}).setdefault(entry.lo, {})[entry.kind] = entry
     return {name: [pieces[lo] for lo in sorted(pieces)] for name, pieces in names.items()}
 

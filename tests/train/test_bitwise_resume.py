@@ -3,6 +3,7 @@ mode, placement and state format."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 import offloadtrain as ot
+from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import MANIFEST, DamagedCheckpointError, digest_of
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.train.bitwise import STEPS, Case, differ, parted, running, saving, whole
@@ -71,6 +74,20 @@ def test_a_run_goes_back_to_a_delay(tmp_path: Path, placement: str) -> None:
         run.load(tmp_path)
         run.train(range(4, STEPS + 1))
         assert differ((run.losses, run.bits()), expected) == []
+
+
+@pytest.mark.slow
+def test_weights_in_use_of_some_parameters_are_damage(tmp_path: Path) -> None:
+    with running(case_of("delayed", "on the device", ("fp32", "bf16"))) as run:
+        run.train(range(1, 3))
+        run.save(tmp_path, 2)
+        run.commit()
+    (path,) = checkpoint.find(tmp_path)
+    content = json.loads((path / MANIFEST).read_text())
+    next(one for one in content["tensors"] if one["kind"] == WORKING)["kind"] = "other"
+    (path / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of(content)}))
+    with pytest.raises(DamagedCheckpointError, match="weights in use of some parameters only"):
+        checkpoint.open_checkpoint(path)
 
 
 @pytest.mark.slow

@@ -49,12 +49,13 @@ class Model(nn.Module):
 
 
 class Rates(NamedTuple):
-    """Bytes per second of one round."""
+    """Bytes per second of one round, and processor seconds per byte of its reading."""
 
     write: float
     dd_write: float
     read: float
     dd_read: float
+    read_cpu: float
 
 
 def made(mib: int) -> tuple[nn.Module, ot.OffloadOptimizer]:
@@ -83,12 +84,15 @@ def one_round(folder: Path, model: nn.Module, optimizer: ot.OffloadOptimizer) ->
     dd_wrote_s = timed(
         lambda: dd(f"if={empty}", f"of={plain}", count, "oflag=direct", "conv=fsync")
     )
+    cpu_s = time.process_time()
     read_s = timed(lambda: restore(found, model, optimizer))
+    read_cpu_s = time.process_time() - cpu_s
     dd_read_s = timed(lambda: dd(f"if={plain}", "of=/dev/null", count, "iflag=direct"))
     plain.unlink()
     atomic_io.remove_folder(path)
     whole = num_bytes // DD_BYTES * DD_BYTES
-    return Rates(num_bytes / wrote_s, whole / dd_wrote_s, num_bytes / read_s, whole / dd_read_s)
+    wrote, dd_wrote, dd_read = num_bytes / wrote_s, whole / dd_wrote_s, whole / dd_read_s
+    return Rates(wrote, dd_wrote, num_bytes / read_s, dd_read, read_cpu_s / num_bytes)
 
 
 def stall(folder: Path, mib: int, rounds: int, batch: int) -> tuple[float, float, float]:
@@ -140,6 +144,8 @@ def main() -> None:
         stalled_s, write_s, step_s = stall(folder, args.mib, args.rounds, args.batch)
     _print("write", "oflag", [r.write for r in rates], [r.dd_write for r in rates])
     _print("load and verify", "iflag", [r.read for r in rates], [r.dd_read for r in rates])
+    per_byte = median(rate.read_cpu for rate in rates)
+    print(f"{'':16}{1e9 * per_byte:6.2f} s of processor time per GB")
     allowed_s = 1.1 * max(0.0, write_s - step_s)
     print(f"{'stall per save':16}{1e3 * stalled_s:6.0f} ms; goal {1e3 * allowed_s:.0f} ms")
     print(f"{'a write alone':16}{1e3 * write_s:6.0f} ms; a step {1e3 * step_s:.0f} ms")

@@ -144,16 +144,21 @@ class Bucket:
         assert buffer is not None
         return buffer
 
+    @property
+    def in_use(self) -> Tensor:
+        """The shard of the weights that forward uses, where they lie between two uses: (n,)."""
+        return self.load_source.flat if self.streamed else self.working.flat[self.lo : self.hi]
+
     def swap_state(self) -> None:
         """Make the other copy of the state the state."""
         # Views of `state` that a user holds show the old copy from here on.
         self.state, self.other = self.other, self.state
 
     def weights_of(self, slot: Slot) -> Tensor:
-        """View the shard's part of a parameter's weights, where loads read them: (n,)."""
+        """View the shard's part of a parameter in `in_use`: (n,)."""
         lo, hi = self.piece(slot)
         start = slot.offset + lo - self.lo if lo < hi else 0
-        return self.load_source.flat[start : start + hi - lo]
+        return self.in_use[start : start + hi - lo]
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
         """View the shard's part of a parameter's state: 1-D pieces of the buffers, in the order of

@@ -292,8 +292,12 @@ class Engine:
         for block in self.residency.streamed:
             block.expose_host_weights()
 
-    def emit(self) -> None:
+    def emit(self, *, delayed: bool = False) -> None:
         """Replace the working weights by the masters, rounded; waits until they are.
+
+        Args:
+            delayed: only behind the next backward, as update mode "delayed" does; older weights
+                were set where forward uses them.
 
         Raises:
             EngineError: between backward and step().
@@ -304,9 +308,10 @@ class Engine:
                 "weights cannot be replaced between backward and step(): call zero_grad()"
             )
         self._interpreter.journal.forget()
-        self._run(self.program.masters_set(), updates=True)
+        set_ = self.program.delay_set if delayed else self.program.masters_set
+        self._run(set_(), updates=True)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
-        self.synchronize()
+        self._drain()
 
     def write_state(self, writer: StateWriter) -> None:
         """Launch the writes of the state after the last step; they run beside the next ones.
@@ -318,8 +323,6 @@ class Engine:
         if self.phase is not Phase.FORWARD:
             raise EngineError("state cannot be written between backward and step()")
         self._functions.writer = writer
-        # Mode "delayed": without the weights that wait, the checkpoint would lack them.
-        self._run(self.program.flush(), updates=True)
         self._run(self.program.save())
 
     def finish_writing(self) -> None:
@@ -344,11 +347,15 @@ class Engine:
             # weights.
             if self.phase is Phase.FORWARD:
                 self._run(self.program.flush(), updates=True)
-            # The caller reads or writes state past the lanes: nothing may be in flight.
-            self.lanes.synchronize()
-            # The program knows it too: later launches wait for nothing before this point.
-            self.program.synchronized()
-            self.residency.expose_host_weights()
+            self._drain()
+
+    def _drain(self) -> None:
+        """Wait until all lanes are empty; parameters hold the weights that forward uses."""
+        # The caller reads or writes state past the lanes: nothing may be in flight.
+        self.lanes.synchronize()
+        # The program knows it too: later launches wait for nothing before this point.
+        self.program.synchronized()
+        self.residency.expose_host_weights()
 
     def _reset(self) -> None:
         """Restart after operations were cut short: end what was launched, forget the rest."""

@@ -12,6 +12,9 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.runtime.process_group import UNTRAINED
 
+WORKING = "working"
+"""Kind of the weights that forward uses, in update mode "delayed": older ones than the state's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -32,10 +35,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """One flat buffer of a bucket: a field of its state, or the weights of frozen parameters.
+    """One flat buffer of a bucket: a field of its state, the weights that forward uses beside it,
+    or those of frozen parameters.
 
     Attributes:
-        kind: the field's name, or `UNTRAINED`.
+        kind: the field's name, `WORKING` or `UNTRAINED`.
         dtype: torch's name of it.
         numel: its values, padding included.
         pieces: in the order of the buffer.
@@ -76,13 +80,19 @@ class StateWriter(Protocol):
         ...
 
 
-def flat_states(blocks: Iterable[Block], rank: int) -> Iterator[FlatState]:
-    """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights."""
+def flat_states(blocks: Iterable[Block], rank: int, *, in_use: bool) -> Iterator[FlatState]:
+    """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights.
+
+    Args:
+        in_use: behind the fields, the weights that forward uses.
+    """
     for block in blocks:
         for bucket in block.buckets:
             for field in bucket.format.fields(bucket.spec.moments):
                 dtype = field.dtype or bucket.spec.dtype
                 yield _flat(bucket, field.name, dtype, field.per, rank)
+            if in_use:
+                yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank)
         for bucket in block.frozen:
             yield _flat(bucket, UNTRAINED, bucket.spec.dtype, 1, rank)
 
@@ -94,6 +104,12 @@ def own_state(bucket: Bucket, slot: Slot) -> OwnState:
         fields = {field.name: (view, field.per) for field, view in pieces}
     else:
         fields = {UNTRAINED: (bucket.weights_of(slot), 1)}
+    return OwnState(slot.stride, *bucket.piece(slot), fields)
+
+
+def own_weights(bucket: Bucket, slot: Slot) -> OwnState:
+    """View this rank's part of the weights that forward uses; see `own_state`."""
+    fields = {WORKING: (bucket.weights_of(slot), 1)}
     return OwnState(slot.stride, *bucket.piece(slot), fields)
 
 

@@ -153,9 +153,9 @@ def master(bucket: Bucket, slot: Slot, rule: Rule) -> Tensor:
     return found
 
 
-def load_frozen(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
-    """Copy this rank's part of frozen weights out of all of them, in the parameter's shape, or out
-    of a 1-D piece from element `lo` on."""
+def load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
+    """Copy this rank's part of the weights that forward uses out of all of them, in the parameter's
+    shape, or out of a 1-D piece from element `lo` on."""
     flat = slot.flattened(tensor) if lo is None else tensor
     (first, last), lo = bucket.piece(slot), lo or 0
     begin, end = max(first, lo), min(last, lo + flat.numel())

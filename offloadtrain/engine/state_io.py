@@ -12,11 +12,13 @@ from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ParameterGuard
 from offloadtrain.engine.engine import Engine, EngineError
 from offloadtrain.engine.saved_state import (
+    WORKING,
     FlatState,
     OwnState,
     StateWriter,
     flat_states,
     own_state,
+    own_weights,
 )
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
@@ -57,7 +59,9 @@ class StateIO:
 
     def flat_states(self) -> list[FlatState]:
         """Describe every buffer that `write_state` writes, in its order."""
-        return list(flat_states(self._blocks, self.ranks.rank))
+        # After a failure of the device the weights on it are lost: the checkpoint ends the delay.
+        in_use = self._is_delayed and not self._engine.salvaged
+        return list(flat_states(self._blocks, self.ranks.rank, in_use=in_use))
 
     def write_state(self, writer: StateWriter) -> None:
         """Begin to write the state as it is after the last step; the next steps go on meanwhile.
@@ -93,6 +97,14 @@ class StateIO:
         held = [*self._slots(), *self._frozen_slots()]
         return {slot.name: own_state(b, slot) for b, slot in held}
 
+    def own_weights(self) -> dict[str, OwnState]:
+        """Return this rank's part of the weights that forward uses, where they may be older than
+        the state's (update mode "delayed"); otherwise nothing. To be overwritten like
+        `own_states`: `finish_load` makes it effective."""
+        # As in `own_states`; no newer weights wait afterwards.
+        self.synchronize()
+        return {s.name: own_weights(b, s) for b, s in self._slots()} if self._is_delayed else {}
+
     def load_named_state(
         self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
     ) -> None:
@@ -102,8 +114,9 @@ class StateIO:
         State of another format is converted, rounded to nearest where this one is narrower.
 
         Args:
-            tensors: of the parameter's shape; or 1-D, of its elements from `lo` on, a multiple of
-                128, in the order of its memory. Scales: one value per 128 elements.
+            tensors: its state, or `WORKING` alone; of the parameter's shape; or 1-D, of its
+                elements from `lo` on, a multiple of 128, in the order of its memory. Scales: one
+                value per 128 elements.
 
         Raises:
             EngineError: for an unknown parameter, a missing tensor or another shape.
@@ -112,15 +125,24 @@ class StateIO:
         self.synchronize()
         frozen = next(((b, s) for b, s in self._frozen_slots() if s.name == name), None)
         if frozen is not None:
-            state.load_frozen(*frozen, tensors[UNTRAINED], lo)
+            state.load_weights(*frozen, tensors[UNTRAINED], lo)
             return
         found = next(((b, s) for b, s in self._slots() if s.name == name), None)
         if found is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
-        state.load(*found, self._rules[found[0].group], tensors, lo)
+        if WORKING in tensors:
+            state.load_weights(*found, tensors[WORKING], lo)
+        else:
+            state.load(*found, self._rules[found[0].group], tensors, lo)
 
-    def finish_load(self, *, step: int, scaler: Mapping[str, float] | None = None) -> None:
+    def finish_load(
+        self, *, step: int, scaler: Mapping[str, float] | None = None, delayed: bool = False
+    ) -> None:
         """Set the step count and upload the weights, after `load_named_state` of every parameter.
+
+        Args:
+            delayed: the weights that forward uses were loaded, too, into `own_weights`: those of
+                the state wait as they did when they were saved.
 
         Raises:
             EngineError: only one of state and optimizer has a loss scaler.
@@ -131,10 +153,14 @@ class StateIO:
             self._engine.scaler.load_state_dict(dict(scaler))
         self._engine.step_count = step
         self._step_tensor.fill_(step)
-        # Waits for the upload: parameters hold the loaded weights when this returns.
-        self._engine.emit()
+        # Waits: parameters hold the loaded weights when this returns.
+        self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.
         self._seal.renew()
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self._engine.program.spec.is_delayed
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         pairs = [(b, s) for block in self._blocks for b in block.buckets for s in b.slots]

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -81,15 +81,17 @@ class DirectFile:
             written = self._retried(partial(os.pwrite, self._fd, data, offset))
             data, offset = data[written:], offset + written
 
-    def read(self, into: memoryview, offset: int) -> int:
-        """Fill `into` as far as the file goes; returns the bytes read."""
-        done = 0
-        while done < len(into):
-            found = self._retried(partial(os.preadv, self._fd, [into[done:]], offset + done))
+    def read(self, into: Sequence[memoryview], offset: int) -> int:
+        """Fill memories of whole blocks, one after the other, as far as the file goes; returns the
+        bytes read."""
+        done, left = 0, list(into)
+        while left:
+            found = self._retried(partial(os.preadv, self._fd, left, offset + done))
             done += found
             # The end of the file; a read past it would not be aligned.
             if not found or done % BLOCK:
                 break
+            left = _behind(left, found)
         return done
 
     def sync(self) -> None:
@@ -127,6 +129,16 @@ class DirectFile:
     def _drop_from_page_cache(self) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _behind(memories: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of memories when their first bytes are filled."""
+    left = []
+    for memory in memories:
+        if count < len(memory):
+            left.append(memory[count:])
+        count = max(count - len(memory), 0)
+    return left
 
 
 def aligned_buffer() -> memoryview:

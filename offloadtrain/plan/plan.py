@@ -153,8 +153,9 @@ class Plan:
             for bucket in spec.buckets
             for field in bucket.format.fields(bucket.moments)
         )
+        in_use = sum(bucket.nbytes for bucket in spec.buckets) if spec.is_delayed else 0
         frozen = sum(bucket.nbytes for block in spec.blocks for bucket in block.frozen)
-        return trained + frozen + self.placed.frozen_bytes
+        return trained + in_use + frozen + self.placed.frozen_bytes
 
     @property
     def save(self) -> SaveCost | None:

@@ -40,7 +40,7 @@ def steps(
         program.step_ends()
         done += program.pass_begins()
         if step in saved:
-            done += program.flush() + program.save()
+            done += program.save()
     return done
 
 

@@ -116,6 +116,10 @@ class Exact:
     def reset(self) -> None:
         """The whole state was set or loaded: earlier updates do not matter any more."""
 
+    def hold(self, order: Sequence[BlockRefs]) -> None:
+        """In mode "delayed": masters that were loaded wait as they did when they were saved."""
+        raise UpdateError("new weights wait in update mode 'delayed' only")
+
     def verify(self) -> None:
         """At the end of step(): raise an error that would have left the step half done before.
 
@@ -325,6 +329,10 @@ class Delayed(Exact):
         self.behind.clear()
         if self._begun:
             self.flush()
+
+    def hold(self, order: Sequence[BlockRefs]) -> None:
+        # Last block first, as `apply` leaves them.
+        self._waiting = dict(reversed(self._updates.hold(order).items()))
 
     def flush(self) -> None:
         self.behind.clear()

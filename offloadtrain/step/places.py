@@ -89,6 +89,12 @@ class BucketRefs:
         return None
 
     @property
+    def in_use(self) -> Ref:
+        """This rank's shard of the weights that forward uses, where they lie between two uses."""
+        streamed = self.loads_from_host or self.loads_from_shard
+        return self.load_source if streamed else self.shard
+
+    @property
     def load_source(self) -> Ref:
         """The memory that loads of a streamed bucket read."""
         if self.loads_from_shard:

@@ -216,12 +216,14 @@ class Program:
         return self._order.take()
 
     def save(self) -> Operations:
-        """Between steps: write the state as it is after the updates so far."""
+        """Between steps: write the state as it is after the updates so far; in mode "delayed" the
+        weights that forward uses, too."""
         # In the order in which the next updates come, each of which waits for its bucket's write.
         blocks = list(self._trained.items())
         for _, buckets in reversed(blocks) if self.spec.updates_in_backward else blocks:
             for bucket in buckets:
-                self._write(bucket.name, bucket.state())
+                in_use = (bucket.in_use,) if self.spec.is_delayed else ()
+                self._write(bucket.name, (*bucket.state(), *in_use))
         for bucket in self.buckets.values():
             if not self.spec.is_trained(bucket.spec):
                 self._write(bucket.name, (bucket.load_source,))
@@ -255,6 +257,13 @@ class Program:
         self._mode.flush()
         self._mode.reset()
         self._updates.emit([self._block(name) for name in self._trained])
+        return self._order.take()
+
+    def delay_set(self) -> Operations:
+        """In mode "delayed", behind `flush`: the state was loaded, and older weights where forward
+        uses them. The masters go up behind the next backward."""
+        self._mode.reset()
+        self._mode.hold([self._block(name) for name in self._trained])
         return self._order.take()
 
     def _block(self, name: str) -> BlockRefs:

@@ -183,6 +183,11 @@ class StepSpec:
         return self.config.update != "exact" or self.updates_early
 
     @property
+    def is_delayed(self) -> bool:
+        """Between steps forward uses older weights than the rounded masters."""
+        return self.config.update == "delayed"
+
+    @property
     def weights_wait(self) -> bool:
         """New weights wait for their upload longer than their gradient's memory is free."""
         return self.config.update != "exact" or (self.updates_early and self.accumulates)

@@ -125,6 +125,21 @@ class UpdatePath:
             # A block without trained buckets uploads nothing, but its frozen weights may be new.
             self._streaming.drop(block)
 
+    def hold(
+        self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]
+    ) -> dict[str, list[tuple[BucketRefs, Ref]]]:
+        """Round the masters and leave them on the host: the caller has set other weights where
+        compute, or loads, read them. Returns block → where each bucket's new weights wait."""
+        # The caller wrote on compute, which no launch declares: collectives wait for it.
+        self.backward_is_over(blocks)
+        for block, buckets in blocks:
+            for bucket in buckets:
+                self._gather(bucket)
+            self._order.operations.append(Renew(block))
+            # A slot still holds the weights before them.
+            self._streaming.drop(block)
+        return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
+
     def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[BucketRefs]]]) -> Event:
         """Compute has read these weights for the last time before their upload."""
         # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
@@ -146,7 +161,12 @@ class UpdatePath:
         # h2d, beside Adam of the next bucket and forward of the blocks before: forward waits for
         # its own block only. The next copy down waits until the staged weights are read.
         self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
-        if not self._is_single and not bucket.loads_from_shard:
+        self._gather(bucket)
+
+    def _gather(self, bucket: BucketRefs) -> None:
+        """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
+        streamed = bucket.loads_from_host or bucket.loads_from_shard
+        if not self._is_single and not streamed:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.whole,))
             # comm, beside the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.

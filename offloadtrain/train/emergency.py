@@ -81,6 +81,8 @@ class Emergency:
             kind = DeviceMemoryError if full else DeviceFailedError
             return kind(f"{problem}\nNo emergency checkpoint: {refused}. {self._last()}.")
         told = f"the state after step {progress.step} was saved from host memory"
+        if self._config.offload.update == "delayed":
+            told += ', its newest weights only: update mode "delayed" begins anew'
         self._log.warn("emergency-checkpoint", f"{problem}; {told}", progress.step)
         return DeviceLostError(
             f"{problem}\nNothing is lost: {told}, without the device. Resume with --resume "

@@ -119,9 +119,9 @@ class Saving:
             DataError: it was trained on other tokens.
         """
         self._check_same_job(found)
-        restore(found, self._model, self._optimizer, self._ranks)
+        delayed = restore(found, self._model, self._optimizer, self._ranks)
         state, ranks = found.state, self._ranks
-        self._optimizer.finish_load(**state["optimizer"])
+        self._optimizer.finish_load(**state["optimizer"], delayed=delayed)
         self._batches.load_state_dict(state["data"])
         self.spikes.load_state_dict(state["spikes"])
         if ranks.rank < len(state["rng"]):

@@ -312,6 +312,8 @@ class Trainer:
     def _sample(self) -> None:
         """Let the model continue the prompt."""
         self._log.doing("writing a sample")
+        # Update mode "delayed": of the newest weights. The run is saved, so its delay may end.
+        self.optimizer.synchronize()
         words = tokenizer(self._tokenizer)
         prompt = self.config.train.sample_prompt
         (encoded,) = words.encode_batch([prompt])

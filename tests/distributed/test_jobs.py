@@ -286,8 +286,8 @@ def test_weights_are_read_from_the_shards_of_a_checkpoint(
         entry.hi - entry.lo < math.prod(entry.shape) for entry in saved.found.manifest.entries
     )
     context = assemble(job_of(data, **small))
-    restore(saved.found, context.model.module, context.optimizer)
-    context.optimizer.finish_load(**saved.found.state["optimizer"])
+    delayed = restore(saved.found, context.model.module, context.optimizer)
+    context.optimizer.finish_load(**saved.found.state["optimizer"], delayed=delayed)
     found = dict(saved.weights())
     masters = dict(context.optimizer.master_weights())
     assert found.keys() == masters.keys()

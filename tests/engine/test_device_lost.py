@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.hardware.direct_io import DirectFile
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.checkpoint.save import save as save_checkpoint
+from offloadtrain.train.checkpoint.save import Save
 from tests.losing_lanes import LosingLanes
 from tests.numerics.models import Chain, batches, loss_of
 
@@ -76,13 +78,9 @@ def offloaded(case: Case, lanes: Lanes) -> Iterator[tuple[ot.OffloadOptimizer, C
             optimizer.close()
 
 
-def train(
-    case: Case, optimizer: ot.OffloadOptimizer, model: Chain, steps: range, lanes: Any = None
-) -> None:
+def train(case: Case, optimizer: ot.OffloadOptimizer, model: Chain, steps: range) -> None:
     stream = batches(STEPS * case.accum)
     for step in steps:
-        if lanes is not None and step == FAILS_IN:
-            lanes.seen = 0
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + step)
         for tokens in stream[step * case.accum : (step + 1) * case.accum]:
@@ -122,21 +120,26 @@ class Reference:
                 folder = self._folder / f"reference-{tries}"
                 save(folder, optimizer, model)
             self._found[tries] = there, resumed(self.case, folder, tries)
-            # A checkpoint ends the delay of mode "delayed": only there it makes a difference.
+            # An emergency checkpoint ends the delay of mode "delayed", and so does this one.
             if self.case.mode != "delayed":
                 assert same(self._found[tries][1], self.whole)
         return self._found[tries]
 
 
-def save(folder: Path, optimizer: ot.OffloadOptimizer, model: Chain) -> None:
-    state = {"scaler": optimizer.state_dict()["scaler"]}
+def begin(folder: Path, optimizer: ot.OffloadOptimizer, model: Chain) -> Save:
+    """Begin a checkpoint, which the next steps run beside."""
+    state = {"scaler": optimizer.scaler_state()}
     step = int(next(iter(optimizer.state.values()))["step"])
-    save_checkpoint(folder, step, model, optimizer, state)
+    return Save(folder, step, model, optimizer, state)
+
+
+def save(folder: Path, optimizer: ot.OffloadOptimizer, model: Chain) -> None:
+    begin(folder, optimizer, model).commit()
 
 
 def resumed(case: Case, folder: Path, tries: int) -> Bits:
-    """Load the only checkpoint of the folder into a new model, and train to the end."""
-    (path,) = checkpoint.find(folder)
+    """Load the newest checkpoint of the folder into a new model, and train to the end."""
+    path, *_ = checkpoint.find(folder)
     found = checkpoint.verify(path)
     with offloaded(case, SequentialLanes()) as (optimizer, model):
         restore(found, model, optimizer)
@@ -152,22 +155,42 @@ def same(found: Bits, expected: Bits) -> bool:
     )
 
 
-def points_of(case: Case) -> int:
-    """Operations from the beginning of the step that may fail to the end of the run."""
+def points_of(case: Case, folder: Path | None = None) -> int:
+    """Operations from the beginning of the step that may fail to the end of the run.
+
+    Args:
+        folder: a save begins there behind the step before, and its operations count.
+    """
     lanes = LosingLanes(SequentialLanes())
     with offloaded(case, lanes) as (optimizer, model):
-        train(case, optimizer, model, range(STEPS), lanes)
+        train(case, optimizer, model, range(FAILS_IN))
+        lanes.seen = 0
+        saving = begin(folder, optimizer, model) if folder else None
+        train(case, optimizer, model, range(FAILS_IN, STEPS))
+        if saving:
+            saving.give_up()
         return lanes.seen
 
 
-def fails_at(case: Case, point: int, reference: Reference, folder: Path) -> str:
-    """Return "before" or "behind" the decision of a step that was salvaged, or why none was."""
+def fails_at(
+    case: Case, point: int, reference: Reference, folder: Path, *, saving: bool = False
+) -> str:
+    """Return "before" or "behind" the decision of a step that was salvaged, or why none was.
+
+    Args:
+        saving: there is an older checkpoint in `folder`, and another one is being written.
+    """
     lanes = LosingLanes(BACKENDS[case.backend]())
+    in_flight: Save | None = None
     with offloaded(case, lanes) as (optimizer, model):
-        train(case, optimizer, model, range(FAILS_IN))
+        train(case, optimizer, model, range(FAILS_IN - 1))
+        if saving:
+            save(folder, optimizer, model)
+        train(case, optimizer, model, range(FAILS_IN - 1, FAILS_IN))
         lanes.left = point
         ended = FAILS_IN
         with pytest.raises((ot.OffloadTrainError, torch.AcceleratorError)) as raised:
+            in_flight = begin(folder, optimizer, model) if saving else None
             for step in range(FAILS_IN, STEPS):
                 train(case, optimizer, model, range(step, step + 1))
                 ended = step + 1
@@ -180,6 +203,8 @@ def fails_at(case: Case, point: int, reference: Reference, folder: Path) -> str:
             assert case.mode == "early", error
             return str(error)
         there = bits(optimizer)
+        if in_flight:
+            in_flight.give_up()
         save(folder, optimizer, model)
         assert lanes.seen == used, "no operation was given to the device"
         tries = optimizer.tries
@@ -224,6 +249,55 @@ def test_a_device_that_fails_at_every_operation(tmp_path: Path, mode: str) -> No
     others = [case for case in ALL if case.mode == mode and case != plain]
     check([plain], tmp_path / "plain", share=1.0, seed=0)
     check(others, tmp_path / "others", share=0.05, seed=0)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save takes longer than a step."""
+    write = DirectFile.write
+
+    def later(file: DirectFile, data: memoryview, offset: int) -> None:
+        time.sleep(0.002)
+        write(file, data, offset)
+
+    monkeypatch.setattr(DirectFile, "write", later)
+
+
+def fails_while_saving(case: Case, tmp_path: Path, share: float) -> int:
+    """Fail at a share of the points behind the beginning of a save; return how many."""
+    reference = Reference(case, tmp_path)
+    count = points_of(case, tmp_path / "counted")
+    points = random.Random(0).sample(range(count), max(1, round(share * count)))
+    for point in points:
+        folder = tmp_path / f"{point}"
+        fails_at(case, point, reference, folder, saving=True)
+        newest, older = checkpoint.find(folder)
+        assert {path.name for path in folder.iterdir()} == {newest.name, older.name}
+        assert checkpoint.verify(older).step == FAILS_IN - 1
+    return len(points)
+
+
+WHILE_SAVING = [Case(mode, "fp32", 1, b) for mode in MODES if mode != "early" for b in BACKENDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "delayed"])
+def test_a_device_that_fails_while_a_checkpoint_is_written(
+    tmp_path: Path, slow_disk: None, mode: str
+) -> None:
+    fails_while_saving(Case(mode, "fp32", 1, "threads"), tmp_path, share=0.01)
+
+
+@pytest.mark.long
+def test_a_device_that_fails_at_every_operation_while_a_checkpoint_is_written(
+    tmp_path: Path, slow_disk: None
+) -> None:
+    """At every one of a plain run, at a twentieth in the other modes and on the other backends."""
+    plain = Case("exact", "fp32", 1, "threads")
+    found = fails_while_saving(plain, tmp_path / "plain", share=1.0)
+    for number, case in enumerate(WHILE_SAVING):
+        found += fails_while_saving(case, tmp_path / f"{number}", share=0.05)
+    print(f"{found} points: the older checkpoint and the emergency checkpoint load at all of them")
 
 
 @pytest.mark.slow

@@ -67,6 +67,9 @@ class ToyState:
             for name, tensors in self.tensors.items()
         }
 
+    def own_weights(self) -> dict[str, OwnState]:
+        return {}
+
     def load_named_state(
         self, name: str, state: Mapping[str, torch.Tensor], *, lo: int | None = None
     ) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from offloadtrain.boundary import safe_open
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.saved_state import WORKING
+from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.train.checkpoint.layout import DTYPES, Entry, dense
 
 FORMAT = "offloadtrain-checkpoint"
@@ -267,6 +269,9 @@ def _check_pieces(entries: Iterable[Entry]) -> None:
         bounds = [0, *(bound for piece in first for bound in piece), math.prod(shapes[name][0])]
         whole = all(a == b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
         _require(whole, f"{name} is not whole, or parts of it overlap")
+    trained = {name for name, kinds in pieces.items() if kinds.keys() - {UNTRAINED, WORKING}}
+    in_use = {name for name, kinds in pieces.items() if WORKING in kinds}
+    _require(in_use in (set(), trained), "it holds the weights in use of some parameters only")
 
 
 def _require(holds: object, otherwise: str) -> None:

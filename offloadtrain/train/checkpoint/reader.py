@@ -22,6 +22,7 @@ from offloadtrain.hardware.direct_io import (
 )
 from offloadtrain.train.checkpoint.layout import Chunk, Entry
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
+from offloadtrain.train.checkpoint.scatter import Piece, Target, scatter
 
 
 class Reading(NamedTuple):
@@ -54,7 +55,7 @@ _Part = tuple[Reading, Chunk, str]
 
 
 def read(folder: Path, readings: Iterable[Reading]) -> None:
-    """Read from the files of a checkpoint into the targets.
+    """Read from the files of a checkpoint into the targets; see [Note: Scattered reads].
 
     Raises:
         DamagedCheckpointError: naming the tensor whose bytes have changed, or the file that cannot
@@ -103,44 +104,69 @@ class _WindowReader:
         self._scratch = threading.local()
 
     def read(self, parts: Sequence[_Part]) -> None:
-        """Read and verify the chunks of one window, and hand their bytes out."""
-        first = min(chunk.lo for _, chunk, _ in parts) // BLOCK * BLOCK
-        last = max(chunk.hi for _, chunk, _ in parts)
-        memory = self._filled(first, last)
+        """Read and verify the chunks of one window, and hand out what was not read in place."""
+        pieces = self._filled(parts)
         for reading, chunk, digest in parts:
-            data = memory[chunk.lo - first : chunk.hi - first]
-            if xxhash.xxh3_128_hexdigest(data) != digest:
+            if _digest(pieces, chunk) != digest:
                 entry = chunk.entry
                 raise DamagedCheckpointError(
                     f"{self._path} has changed since it was written: {entry.kind} of "
                     f"'{entry.name}', in bytes {chunk.lo} to {chunk.hi} of the file (xxh3-128)"
                 )
-            _hand_out(reading, chunk, data)
+            target = _target_of(reading, chunk)
+            for piece in pieces if target else ():
+                if target and not piece.in_place:
+                    _copy(piece, target)
 
-    def _filled(self, lo: int, hi: int) -> memoryview:
+    def _filled(self, parts: Sequence[_Part]) -> list[Piece]:
+        first = min(chunk.lo for _, chunk, _ in parts) // BLOCK * BLOCK
+        last = max(chunk.hi for _, chunk, _ in parts)
         if not hasattr(self._scratch, "window"):
+            # Mapped, and touched only as far as it is needed.
             self._scratch.window = aligned_buffer()
-        memory: memoryview = self._scratch.window[: padded(hi - lo)]
+        targets = filter(None, (_target_of(reading, chunk) for reading, chunk, _ in parts))
+        pieces = scatter(first, padded(last), sorted(targets, key=_begin), self._scratch.window)
         try:
-            found = self._file.read(memory, lo)
+            found = self._file.read([piece.memory for piece in pieces], first)
         except OSError as error:
             raise DamagedCheckpointError(
                 f"{self._path} cannot be read: {error.strerror}"
             ) from error
-        if found < hi - lo:
-            raise DamagedCheckpointError(f"{self._path} ends at byte {lo + found}")
-        return memory
+        if found < last - first:
+            raise DamagedCheckpointError(f"{self._path} ends at byte {first + found}")
+        return pieces
 
 
-def _hand_out(reading: Reading, chunk: Chunk, data: memoryview) -> None:
-    start = reading.entry.offset
-    lo, hi = max(chunk.lo, start + reading.lo), min(chunk.hi, start + reading.hi)
-    target, at = reading.target, start + reading.lo
+def _begin(target: Target) -> int:
+    return target.lo
+
+
+def _target_of(reading: Reading, chunk: Chunk) -> Target | None:
+    """Return the memory for what is wanted of a chunk; None: nothing."""
+    begin, target = reading.entry.offset + reading.lo, reading.target
+    lo, hi = max(chunk.lo, begin), min(chunk.hi, reading.entry.offset + reading.hi)
     if target is None or lo >= hi:
+        return None
+    return Target(lo, hi, target[lo - begin : hi - begin])
+
+
+def _digest(pieces: Iterable[Piece], chunk: Chunk) -> str:
+    found = xxhash.xxh3_128()
+    for piece in pieces:
+        # Hashes without the interpreter's lock.
+        found.update(piece.within(chunk.lo, chunk.hi))
+    return found.hexdigest()
+
+
+def _copy(piece: Piece, target: Target) -> None:
+    """Copy what the piece has of the target."""
+    lo, hi = max(piece.lo, target.lo), min(piece.hi, target.hi)
+    if lo >= hi:
         return
-    source = np.frombuffer(data[lo - chunk.lo : hi - chunk.lo], np.uint8)
+    source = np.frombuffer(piece.within(lo, hi), np.uint8)
+    memory = target.memory[lo - target.lo : hi - target.lo]
     # NumPy copies without the interpreter's lock, and on this thread only.
-    if target.device.type == "cpu":
-        np.copyto(target[lo - at : hi - at].numpy(), source)
+    if memory.device.type == "cpu":
+        np.copyto(memory.numpy(), source)
     else:
-        target[lo - at : hi - at].copy_(torch.from_numpy(source))
+        memory.copy_(torch.from_numpy(source))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from offloadtrain.engine.saved_state import OwnState
+from offloadtrain.engine.saved_state import WORKING, OwnState
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint, agreed
@@ -25,10 +25,14 @@ def restore(
     model: torch.nn.Module,
     optimizer: OffloadedState,
     ranks: Ranks = ALONE,
-) -> None:
+) -> bool:
     """Load the tensors of a checkpoint; each byte is read once and verified.
 
     Every rank calls this; the caller then calls the optimizer's `finish_load`.
+
+    Returns:
+        its argument `delayed`. False for a checkpoint of another update mode, and in another one:
+        there the newest weights, those of the state, are used at once.
 
     Raises:
         CheckpointError: the checkpoint is of another model; nothing was loaded.
@@ -37,22 +41,20 @@ def restore(
     """
     own, others = optimizer.own_states(), untrained(model, optimizer)
     _check_same_model(found, own, {name: tuple(x.shape) for name, x in others.items()}, optimizer)
-    pieces: dict[str, list[Entry]] = {}
-    for entry in found.manifest.entries:
-        pieces.setdefault(entry.name, []).append(entry)
-    alike = {name for name, mine in own.items() if _is_alike(pieces[name], mine)}
+    in_use = [entry for entry in found.manifest.entries if entry.kind == WORKING]
+    pieces = _by_name(entry for entry in found.manifest.entries if entry.kind != WORKING)
+    weights = optimizer.own_weights() if in_use else {}
 
     def load() -> None:
-        readings = [one for name in sorted(alike) for one in _direct(pieces[name], own[name])]
-        read(found.path, readings)
-        for name in own.keys() - alike:
-            _convert(found, pieces[name], own[name], optimizer)
+        _load(found, pieces, own, optimizer)
+        _load(found, _by_name(in_use), weights, optimizer)
         with torch.no_grad():
             for name, tensor in others.items():
                 (entry,) = pieces[name]
                 tensor.copy_(read_whole(found, entry))
 
     agreed(ranks, load)
+    return bool(weights)
 
 
 def read_whole(found: Checkpoint, entry: Entry) -> torch.Tensor:
@@ -68,6 +70,24 @@ def read_whole(found: Checkpoint, entry: Entry) -> torch.Tensor:
     read(found.path, [Reading.whole(entry, _bytes(values))])
     whole = (entry.lo, entry.hi) == (0, entry.count) == (0, math.prod(entry.shape))
     return values.as_strided(entry.shape, entry.stride) if whole else values
+
+
+def _by_name(entries: Iterable[Entry]) -> _Pieces:
+    pieces: dict[str, list[Entry]] = {}
+    for entry in entries:
+        pieces.setdefault(entry.name, []).append(entry)
+    return pieces
+
+
+def _load(
+    found: Checkpoint, pieces: _Pieces, own: Mapping[str, OwnState], optimizer: OffloadedState
+) -> None:
+    """Load what this rank holds of every parameter of `own`."""
+    alike = {name for name, mine in own.items() if _is_alike(pieces[name], mine)}
+    readings = [one for name in sorted(alike) for one in _direct(pieces[name], own[name])]
+    read(found.path, readings)
+    for name in sorted(own.keys() - alike):
+        _convert(found, pieces[name], own[name], optimizer)
 
 
 def _is_alike(entries: Iterable[Entry], own: OwnState) -> bool:

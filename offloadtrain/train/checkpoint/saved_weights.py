@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import UNTRAINED
@@ -74,7 +75,8 @@ def saved_state(found: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[st
 def _pieces_by_name(found: Checkpoint) -> dict[str, list[_Piece]]:
     """Return name → its pieces, in order."""
     names: dict[str, dict[int, dict[str, Entry]]] = {}
-    for entry in found.manifest.entries:
+    # Update mode "delayed": the weights of the state are the newer ones.
+    for entry in (one for one in found.manifest.entries if one.kind != WORKING):
         names.setdefault(entry.name, {}).setdefault(entry.lo, {})[entry.kind] = entry
     return {name: [pieces[lo] for lo in sorted(pieces)] for name, pieces in names.items()}
 

@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
-from offloadtrain.runtime.kernels import cut
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.step.formats import FP32, StateFormat, recognise
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.layout import Entry
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.restore import read_whole
-
-_DECODED = 1 << 18
-"""Elements decoded at a time; a multiple of the formats' blocks."""
 
 _Piece = Mapping[str, Entry]
 """A part of a parameter: kind → its tensor."""
@@ -81,12 +78,7 @@ def _values(found: Checkpoint, entry: Entry) -> Tensor:
 
 
 def _decoded(found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
-    fields = source.fields(rule.moments)
-    given = [_values(found, piece[one.name]) for one in fields]
+    given = [_values(found, piece[one.name]) for one in source.fields(rule.moments)]
     whole = torch.empty(given[0].numel())
-    for lo in range(0, whole.numel(), _DECODED):
-        hi = min(lo + _DECODED, whole.numel())
-        wide = tuple(torch.empty(hi - lo) for _ in FP32.fields(rule.moments))
-        rule.convert(source, cut(fields, given, lo, hi), FP32, wide)
-        whole[lo:hi] = wide[0]
+    kernels.read_master(source, rule.moments, tuple(given), whole)
     return whole

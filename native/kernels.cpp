@@ -9,6 +9,7 @@
 #include "gradients.h"
 #include "int8.h"
 #include "masters.h"
+#include "matrices.h"
 #include "split16.h"
 
 namespace offloadtrain {
@@ -41,6 +42,7 @@ void traffic(const Fp32State& state, const u16* grad, u16* working, i64 lo, i64 
 extern const Kernels OT_TABLE;
 const Kernels OT_TABLE = {OT_NAME,    update_fp32, update_split16, update_int8,
                           accumulate, cast,        segment,        traffic,
-                          encode_split16, encode_int8};
+                          encode_split16, encode_int8, decode_split16, decode_int8,
+                          blend_fp32, blend_split16, subtract_fp32, subtract_split16};
 
 }  // namespace offloadtrain

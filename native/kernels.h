@@ -21,6 +21,18 @@ struct Step {
   float numbers[kNumbers];  // in the order of the rule's class; it ignores the rest
 };
 
+// Of a matrix rule: how its moving average takes in a gradient, and how far the direction is ahead of
+// it. A weight of 0.5 or more is less one, and counts from the other end.
+struct Blend {
+  float grad_scale, weight, nesterov_weight;
+  bool towards_grad, towards_average, nesterov;
+};
+
+// What masters are multiplied by, and what is then added of the update.
+struct Decay {
+  float factor, negative_rate;
+};
+
 struct Gradient {
   const void* values;
   DType dtype;
@@ -86,6 +98,22 @@ struct Kernels {
                          std::int64_t lo, std::int64_t hi);
   void (*encode_int8)(const float* master, std::uint16_t* weight, std::int8_t* correction,
                       DType weight_dtype, std::int64_t lo, std::int64_t hi);
+  // And back into fp32, exactly.
+  void (*decode_split16)(const std::uint16_t* weight, const std::int16_t* low, float* master,
+                         std::int64_t lo, std::int64_t hi);
+  void (*decode_int8)(const std::uint16_t* weight, DType weight_dtype,
+                      const std::int8_t* correction, float* master, std::int64_t lo,
+                      std::int64_t hi);
+  // Of a matrix rule. `target`, bf16, may be the memory of 16-bit gradients, and `working` that of
+  // `update` if its elements have 16 bits.
+  void (*blend_fp32)(const Blend& blend, float* average, const Gradient& grad, std::uint16_t* target,
+                     std::int64_t lo, std::int64_t hi);
+  void (*blend_split16)(const Blend& blend, std::uint16_t* average, const Gradient& grad,
+                        std::uint16_t* target, const Run& run);
+  void (*subtract_fp32)(const Decay& decay, float* master, const std::uint16_t* update,
+                        void* working, DType working_dtype, std::int64_t lo, std::int64_t hi);
+  void (*subtract_split16)(const Decay& decay, std::uint16_t* weight, std::int16_t* low,
+                           const std::uint16_t* update, std::int64_t lo, std::int64_t hi);
 };
 
 }  // namespace offloadtrain

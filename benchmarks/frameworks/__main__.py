@@ -101,16 +101,16 @@ def _lightning(name: str, **trainer: Any) -> Case:
     return Case("Lightning", name, run, resumed)
 
 
-def _ranks(kind: str, stage: int) -> Case:
+def _ranks(kind: str, stage: int, launcher: str = "torchrun") -> Case:
     from benchmarks.frameworks import ranks
 
     def run(offload: Options | None, folder: Path) -> Logged:
         _forget_accelerate()
         if offload is None:
             return ranks.run(kind, None, folder, 1)
-        return ranks.launch(kind, offload, folder, 2)
+        return ranks.launch(kind, offload, folder, 2, launcher)
 
-    name = f"2 processes, ZeRO-{stage}; without offload: 1 process"
+    name = f"{launcher}, 2 processes, ZeRO-{stage}; without offload: 1 process"
     return Case(kind, name, run, offload={"zero_stage": stage})
 
 
@@ -130,6 +130,7 @@ def cases() -> list[Case]:
         _ranks("Trainer", 2),
         _ranks("Trainer", 3),
         _ranks("Accelerate", 2),
+        _ranks("Accelerate", 3, "accelerate launch"),
         _lightning("gradient_clip_val"),
         _lightning("accumulation", accumulate_grad_batches=2),
         _ranks("Lightning", 2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def train(
     save: tuple[int, Path] | None = None,
     resume: Path | None = None,
     mixed_precision: str = "no",
+    watch: Callable[[Any, Mapping[str, Any]], None] = lambda net, inputs: None,
 ) -> Logged:
     """Train for one epoch at most.
 
@@ -32,6 +33,7 @@ def train(
         offload: options of `offload`; None: torch's AdamW.
         save: after how many microbatches the state is saved, and where.
         resume: the state to begin with; batches before it are passed over.
+        watch: called with the prepared model and each batch of this process.
     """
     from accelerate import Accelerator
 
@@ -55,6 +57,7 @@ def train(
         loader = accelerator.skip_first_batches(loader, done)
     logged, losses = [], []
     for number, inputs in enumerate(loader, done + 1):
+        watch(net, inputs)
         with accelerator.accumulate(net):
             loss = net(**inputs).loss
             accelerator.backward(loss)

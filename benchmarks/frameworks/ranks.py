@@ -1,4 +1,6 @@
-"""What each of several processes runs, under torchrun: its losses as JSON, from rank 0.
+"""What each of several processes runs, under torchrun or accelerate launch.
+
+Rank 0 writes its losses as JSON, and under Accelerate each rank the texts that it has trained on.
 
 torchrun --nproc-per-node 2 -m benchmarks.frameworks.ranks Trainer '{"zero_stage": 3}' FOLDER
 """
@@ -18,14 +20,25 @@ from benchmarks.frameworks.trainers import Logged
 GLOBAL_BATCH, ACCUM = 4, 2
 TRAINER: dict[str, Any] = {"gradient_accumulation_steps": ACCUM}
 
+LAUNCHERS: dict[str, list[str]] = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node={ranks}"],
+    "accelerate launch": [
+        "accelerate.commands.launch",
+        *("--multi_gpu", "--num_processes={ranks}", "--num_machines=1", "--main_process_port=0"),
+        *("--mixed_precision=no", "--dynamo_backend=no"),
+    ],
+}
+"""Modules that start processes, and their options. Without MPI Accelerate starts several only as if
+for GPUs; the script's `Accelerator(cpu=True)` then takes gloo."""
+
 
 def run(kind: str, offload: Mapping[str, Any] | None, folder: Path, ranks: int) -> Logged:
     """Train on this rank of `ranks`, at the same global batch for any number of them."""
-    from benchmarks.frameworks import accelerated, trainers, with_lightning
+    from benchmarks.frameworks import trainers, with_lightning
 
     batch = GLOBAL_BATCH // ranks
     if kind == "Accelerate":
-        return accelerated.train(offload, accum=ACCUM, batch=batch, steps=3)
+        return _accelerated(offload, folder, batch)
     if kind == "Lightning":
         return with_lightning.train_and_resume(offload, folder, ranks, batch, ACCUM)
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -38,14 +51,40 @@ def run(kind: str, offload: Mapping[str, Any] | None, folder: Path, ranks: int) 
     return once
 
 
-def launch(kind: str, offload: Mapping[str, Any] | None, folder: Path, ranks: int) -> Logged:
+def _accelerated(offload: Mapping[str, Any] | None, folder: Path, batch: int) -> Logged:
+    from benchmarks.frameworks import accelerated, data
+
+    texts: list[list[int]] = []
+
+    def watch(net: Any, inputs: Mapping[str, Any]) -> None:
+        assert type(net) is type(data.model()), f"the model is wrapped in {type(net).__name__}"
+        texts.extend(inputs["input_ids"].tolist())
+
+    found = accelerated.train(offload, accum=ACCUM, batch=batch, steps=3, watch=watch)
+    texts_of(folder, int(os.environ.get("RANK", "0"))).write_text(json.dumps(texts))
+    return found
+
+
+def texts_of(folder: Path, rank: int) -> Path:
+    """Return the file of the token ids that a rank has trained on, in order."""
+    return folder / f"texts-{rank}.json"
+
+
+def launch(
+    kind: str,
+    offload: Mapping[str, Any] | None,
+    folder: Path,
+    ranks: int,
+    launcher: str = "torchrun",
+) -> Logged:
     """Start the processes; returns what rank 0 has found.
 
     Raises:
         subprocess.CalledProcessError: a rank has failed; its output has been shown.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", __name__, kind, json.dumps(offload), str(folder)]
+    started = [part.format(ranks=ranks) for part in LAUNCHERS[launcher]]
+    command = [sys.executable, "-m", *started, "-m", __name__]
+    command += [kind, json.dumps(offload), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
     found = json.loads((folder / "found.json").read_text())

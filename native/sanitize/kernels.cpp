@@ -161,6 +161,35 @@ void masters(std::int64_t count, int shift) {
   for (const DType dtype : {DType::bfloat16, DType::float16}) {
     kTested.encode_int8(master.get(), weight.get(), correction.get(), dtype, 0, count);
   }
+  fill(weight.get(), count * 2);
+  fill(low.get(), count * 2);
+  fill(correction.get(), count);
+  kTested.decode_split16(weight.get(), low.get(), master.get(), 0, count);
+  for (const DType dtype : {DType::bfloat16, DType::float16}) {
+    kTested.decode_int8(weight.get(), dtype, correction.get(), master.get(), 0, count);
+  }
+}
+
+// The directions of 16-bit gradients, and 16-bit weights, lie where their operand was.
+void matrices(std::int64_t count, int shift, DType dtype) {
+  const Blend blend = {0.5f, 0.05f, -0.05f, false, true, true};
+  const Decay decay = {0.999f, -0.02f};
+  const bool narrow = dtype != DType::float32;
+  Exact<float> master(count, shift), average(count, shift);
+  Exact<std::uint16_t> weight(count, shift), short_average(count, shift), target(count, shift);
+  Exact<std::int16_t> low(count, shift);
+  Exact<unsigned char> memory(count * size_of(dtype), shift * size_of(dtype));
+  for (float* p : {master.get(), average.get()}) fill(p, count * 4);
+  for (std::uint16_t* p : {weight.get(), short_average.get(), target.get()}) fill(p, count * 2);
+  fill(low.get(), count * 2);
+  fill(memory.get(), count * size_of(dtype));
+  auto* front = narrow ? reinterpret_cast<std::uint16_t*>(memory.get()) : target.get();
+  kTested.blend_fp32(blend, average.get(), {memory.get(), dtype}, front, 0, count);
+  kTested.blend_split16(blend, short_average.get(), {memory.get(), dtype}, front,
+                        {0, count, 0x123456789abcdefu, 0xfffffff0u});
+  kTested.subtract_fp32(decay, master.get(), front, nullptr, DType::none, 0, count);
+  kTested.subtract_fp32(decay, master.get(), front, memory.get(), dtype, 0, count);
+  kTested.subtract_split16(decay, weight.get(), low.get(), target.get(), 0, count);
 }
 
 void all(std::int64_t count, int shift) {
@@ -176,6 +205,7 @@ void all(std::int64_t count, int shift) {
       }
     }
     gradients(count, shift, grad);
+    matrices(count, shift, grad);
   }
   limit(count, shift);
   masters(count, shift);

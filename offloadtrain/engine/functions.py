@@ -177,7 +177,8 @@ class Functions:
                 seed=seed,
             )
 
-        return direction
+        calls_only_kernels = rule.calls_only_kernels(bucket.format)
+        return KernelCalls(direction) if calls_only_kernels else direction
 
     def _orthogonalize(self, op: Launch) -> Operation:
         bucket = self._buckets[op.owner]
@@ -200,7 +201,7 @@ class Functions:
             state, working = rest[-fields:], rest[0] if emits else None
             rule.apply(bucket.format, state, update, working, bucket.layout, shapes, group=group)
 
-        return apply
+        return KernelCalls(apply) if rule.calls_only_kernels(bucket.format) else apply
 
     def _write(self, op: Launch) -> Operation:
         writer = self.writer

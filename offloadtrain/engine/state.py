@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import EngineError
 from offloadtrain.optim import AnyRule, Rule
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.formats import FP32, Field, recognise
-
-_PIECE = 1 << 18
-"""Elements; a multiple of the kernels' block."""
 
 
 def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:
@@ -144,12 +142,9 @@ def master(bucket: Bucket, slot: Slot, rule: Rule) -> Tensor:
     own = bucket.state_of(slot)
     if bucket.format is FP32:
         return own[0].to("cpu", copy=True)
-    fields, (first, last) = bucket.format.fields(rule.moments), bucket.piece(slot)
+    first, last = bucket.piece(slot)
     found = torch.empty(last - first, device="cpu")
-    # In pieces, as moments are decoded beside it.
-    for lo in range(0, last - first, _PIECE):
-        hi = min(lo + _PIECE, last - first)
-        found[lo:hi] = _master(bucket, rule, cut(fields, own, lo, hi), hi - lo)
+    kernels.read_master(bucket.format, rule.moments, own, found)
     return found
 
 
@@ -196,9 +191,9 @@ def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _master(bucket: Bucket, rule: Rule, own: tuple[Tensor, ...], count: int) -> Tensor:
     """Decode the master weights of a piece of state to (count,) fp32, beside the state."""
-    wide = [torch.empty(count, device=own[0].device) for _ in FP32.fields(rule.moments)]
-    rule.convert(bucket.format, own, FP32, tuple(wide))
-    return wide[0]
+    found = torch.empty(count, device=own[0].device)
+    kernels.read_master(bucket.format, rule.moments, own, found)
+    return found
 
 
 def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:

@@ -64,7 +64,7 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
         """Where there is a kernel for the format."""
-        return format.name in _STATES
+        return format.name in kernels.STATES
 
     def update(
         self,
@@ -82,7 +82,7 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
     ) -> None:
         """Update one bucket; see `UpdateRule.update`."""
         scalars = self.scalars(group, step=step, grad_scale=grad_scale, seed=seed)
-        if format.name not in _STATES:
+        if format.name not in kernels.STATES:
             self._update_by_codec(format, state, grad, working, layout, scalars, out)
             return
         target = None if out is None else _packed(format, out)
@@ -120,7 +120,7 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
         """See `UpdateRule.set_master`."""
-        if format.name not in _STATES:
+        if format.name not in kernels.STATES:
             super().set_master(format, state, master)
             return
         kernels.set_master(_packed(format, state), master)
@@ -144,12 +144,5 @@ def _usage(rule: type[KeywordsOnly]) -> str:
     return f"ot.offload(model, ot.{rule.__name__}(lr=…))"
 
 
-_STATES: dict[str, type[kernels.State]] = {
-    "fp32": kernels.Fp32State,
-    "split16": kernels.Split16State,
-    "int8": kernels.Int8State,
-}
-
-
 def _packed(format: StateFormat, tensors: tuple[Tensor, ...]) -> kernels.State:
-    return _STATES[format.name](*tensors)
+    return kernels.STATES[format.name](*tensors)

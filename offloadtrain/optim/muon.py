@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,9 +15,11 @@ from offloadtrain.optim.kernel_rule import KeywordsOnly, check_not_negative
 from offloadtrain.optim.rule import MatrixRule, UpdateRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.formats import FP32, StateFormat
+from offloadtrain.step.formats import StateFormat
 
 _MOST_STEPS = 100
+_PART = 1 << 18
+"""Elements; a multiple of the formats' blocks."""
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -86,6 +87,9 @@ class Muon(KeywordsOnly, MatrixRule):
                 f"{', '.join(map(repr, _ADJUSTMENTS))}"
             )
 
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        return format.name in kernels.STATES
+
     def direction(
         self,
         format: StateFormat,
@@ -100,32 +104,35 @@ class Muon(KeywordsOnly, MatrixRule):
         seed: int,
     ) -> None:
         """See `MatrixRule.direction`: the momentum, and nesterov's sum, in bf16."""
-        fields, momentum, scratch = format.fields(self.moments), group["momentum"], _scratch(grad)
+        given = dict(momentum=group["momentum"], nesterov=group["nesterov"], step=step, seed=seed)
+        if format.name in kernels.STATES:
+            scalars = kernels.BlendScalars(**given, grad_scale=grad_scale)
+            kernels.blend(kernels.STATES[format.name](*state), grad, target, layout, scalars)
+            return
+        # Its values are fp32 beside it, and their gradient is scaled.
+        fields, scaled = format.fields(self.moments), kernels.BlendScalars(**given)
+        for part, id, first in _parts(layout):
 
-        def change(part: slice, _: Tensor, moments: list[Tensor], g: Tensor) -> None:
-            buffer = moments[0].lerp_(g, 1 - momentum)
-            target[part] = g.lerp_(buffer, momentum) if group["nesterov"] else buffer
+            def change(
+                master: Tensor, moments: list[Tensor], g: Tensor, part: slice = part
+            ) -> None:
+                values = kernels.Fp32State(master, *moments)
+                kernels.blend(values, g, target[part], Layout.of_one(g.numel()), scaled)
 
-        for offset, numel, id, first in layout.rows():
-            # In ascending order, and each part of `grad` is copied first: `target` lies in the
-            # front of its memory, so that what is written was read before.
-            for part in _parts(offset, numel, scratch.numel()):
-                if format is FP32:
-                    g = scratch[: part.stop - part.start].copy_(grad[part]).mul_(grad_scale)
-                    change(part, state[0][part], [state[1][part]], g)
-                    continue
-                kernels.update_by_codec(
-                    format,
-                    self.moments,
-                    kernels.cut(fields, state, part.start, part.stop),
-                    grad[part],
-                    None,
-                    Layout([0], [part.stop - part.start], [id], [first + part.start - offset]),
-                    partial(change, part),
-                    step=step,
-                    grad_scale=grad_scale,
-                    seed=seed,
-                )
+            # In ascending order: `target` lies in the front of the gradient's memory, so that what
+            # is written was read before.
+            kernels.update_by_codec(
+                format,
+                self.moments,
+                kernels.cut(fields, state, part.start, part.stop),
+                grad[part],
+                None,
+                Layout([0], [part.stop - part.start], [id], [first]),
+                change,
+                step=step,
+                grad_scale=grad_scale,
+                seed=seed,
+            )
 
     def orthogonalize(self, matrix: Tensor, workspace: Tensor, *, group: Mapping[str, Any]) -> None:
         """See `MatrixRule.orthogonalize`: the operations of `torch.optim.Muon`, in given memory."""
@@ -161,52 +168,39 @@ class Muon(KeywordsOnly, MatrixRule):
         group: Mapping[str, Any],
     ) -> None:
         """See `MatrixRule.apply`."""
-        end, scratch = 0 if working is None else working.numel(), _scratch(update)
-        # Backwards, and each piece of `update` is copied first: larger elements of `working` that
+        decay = 1 - group["lr"] * group["weight_decay"]
+        rates = [group["lr"] * _adjustment(group["adjust_lr_fn"], shape) for shape in shapes]
+        if format.name in kernels.STATES:
+            kept = kernels.STATES[format.name](*state)
+            kernels.subtract(kept, update, working, layout, decay=decay, rates=rates)
+            return
+        rate_of = dict(zip((id for _, _, id, _ in layout.rows()), rates, strict=True))
+        fields, end = format.fields(self.moments), update.numel()
+        # Backwards, and each part of `update` is copied first: larger elements of `working` that
         # begin in the same place then overwrite only what was read before.
-        for (offset, numel, _, _), shape in reversed([*zip(layout.rows(), shapes, strict=True)]):
+        for part, id, _ in reversed(_parts(layout)):
+            own, taken = kernels.cut(fields, state, part.start, part.stop), update[part].clone()
+            master = torch.empty(taken.numel(), device=taken.device)
+            values = kernels.Fp32State(master, torch.empty_like(master))
+            kernels.read_master(format, self.moments, own, master)
+            whole = Layout.of_one(taken.numel())
+            kernels.subtract(values, taken, None, whole, decay=decay, rates=[rate_of[id]])
+            self.set_master(format, own, master)
             if working is not None:
-                working[offset + numel : end].zero_()
-            end = offset
-            rate = group["lr"] * _adjustment(group["adjust_lr_fn"], shape)
-            for part in reversed(_parts(offset, numel, scratch.numel())):
-                taken = scratch[: part.stop - part.start].copy_(update[part])
-                master = self._stepped(format, state, part, taken, group, rate)
-                if working is not None:
-                    working[part] = master
+                working[part.stop : end].zero_()
+                working[part] = master
+                end = part.start
         if working is not None:
             working[:end].zero_()
 
-    def _stepped(
-        self,
-        format: StateFormat,
-        state: tuple[Tensor, ...],
-        part: slice,
-        update: Tensor,
-        group: Mapping[str, Any],
-        rate: float,
-    ) -> Tensor:
-        """Change the masters of a part; returns them as (n,) fp32."""
-        kept = kernels.cut(format.fields(self.moments), state, part.start, part.stop)
-        values = kept
-        if format is not FP32:
-            values = tuple(torch.empty_like(update) for _ in FP32.fields(self.moments))
-            self.convert(format, kept, FP32, values)
-        master = values[0].mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
-        if format is not FP32:
-            self.set_master(format, kept, master)
-        return master
 
-
-def _scratch(like: Tensor) -> Tensor:
-    """Return fp32 memory for a part of a matrix: on the CPU as large as torch computes without its
-    threads, which cost more than they bring, and as the cache holds."""
-    return torch.empty(1 << 22 if like.is_cuda else 1 << 15, device=like.device)
-
-
-def _parts(offset: int, numel: int, size: int) -> list[slice]:
-    end = offset + numel
-    return [slice(lo, min(lo + size, end)) for lo in range(offset, end, size)]
+def _parts(layout: Layout) -> list[tuple[slice, int, int]]:
+    """Cut what codecs decode at once: (elements, the parameter's id, its first element there)."""
+    return [
+        (slice(offset + lo, offset + min(lo + _PART, numel)), id, first + lo)
+        for offset, numel, id, first in layout.rows()
+        for lo in range(0, numel, _PART)
+    ]
 
 
 def _adjustment(kind: str | None, shape: tuple[int, ...]) -> float:

@@ -136,6 +136,10 @@ class MatrixRule(CodecRule, ABC):
     def check(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError if hyperparameters of a group of matrices are out of range."""
 
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        """Whether `direction` and `apply` of this format do; see `UpdateRule`."""
+        return False
+
     @abstractmethod
     def direction(
         self,

@@ -13,6 +13,8 @@ is added to element i + 1024 for i < 1024, then i + 512, down to 1; segments are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,22 +26,25 @@ from offloadtrain.runtime.kernels.arguments import (
     check_update,
     describe,
 )
-from offloadtrain.runtime.kernels.codec import master_of, to_fp32
+from offloadtrain.runtime.kernels.codec import to_fp32
 from offloadtrain.runtime.kernels.command_capture import KernelCalls, capture, native_lane
 from offloadtrain.runtime.kernels.formats import (
     Change,
     Draw,
     RegisteredFormat,
     StateCodec,
+    codec_of,
     convert_by_codec,
     cut,
     register_state_format,
     set_master_by_codec,
     update_by_codec,
 )
+from offloadtrain.runtime.kernels.matrices import blend, subtract
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,
+    BlendScalars,
     LionScalars,
     MomentumScalars,
     Scalars,
@@ -57,19 +62,24 @@ from offloadtrain.runtime.kernels.selection import (
 )
 from offloadtrain.runtime.kernels.state import (
     BLOCK,
+    STATES,
     Fp32State,
     Int8State,
     Layout,
     Split16State,
     State,
     blocks,
+    pieces,
 )
+from offloadtrain.step.formats import StateFormat
 
 __all__ = [
     "BLOCK",
+    "STATES",
     "AdagradScalars",
     "AdamScalars",
     "Backend",
+    "BlendScalars",
     "Change",
     "Draw",
     "Fp32State",
@@ -89,6 +99,7 @@ __all__ = [
     "accumulate_squares",
     "available",
     "backend",
+    "blend",
     "blocks",
     "capture",
     "cast",
@@ -99,10 +110,12 @@ __all__ = [
     "master_of",
     "native_lane",
     "place",
+    "read_master",
     "register_state_format",
     "set_master",
     "set_master_by_codec",
     "set_threads",
+    "subtract",
     "sum_squares",
     "sum_squares_many",
     "to_fp32",
@@ -253,12 +266,39 @@ def set_master(state: State, master: Tensor) -> None:
     if isinstance(state, Fp32State) or not state[0].is_cpu or backend().name != "native":
         codec.set_master(state, master)
         return
-    check_operand("master", master, _FP32)
-    halves = {field.name: tensor for field, tensor in zip(state.format.master, state, strict=False)}
-    for name, tensor in halves.items():
-        check_operand(name, tensor, (tensor.dtype,), master.numel())
-    check_disjoint({"master": master} | halves)
+    _check_master(state, master)
     active_backend().set_master(state, master)
+
+
+def master_of(state: State) -> Tensor:
+    """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State) or not state[0].is_cpu:
+        return codec.master_of(state)
+    found = torch.empty(state[0].numel(), device="cpu")
+    _check_master(state, found)
+    active_backend().read_master(state, found)
+    return found
+
+
+def read_master(
+    format: StateFormat, moments: Sequence[str], state: tuple[Tensor, ...], target: Tensor
+) -> None:
+    """Decode the master weights of state in any format.
+
+    Args:
+        state: the format's fields for `moments`.
+        target: (n,) fp32, on the host.
+    """
+    kind = STATES.get(format.name)
+    if kind is not None and kind is not Fp32State and state[0].is_cpu:
+        packed = kind(*state)
+        _check_master(packed, target)
+        active_backend().read_master(packed, target)
+        return
+    fields = format.fields(moments)
+    # In pieces: codecs decode moments beside them.
+    for lo, hi in pieces(target.numel()):
+        target[lo:hi] = codec_of(format).load(cut(fields, state, lo, hi))[0]
 
 
 def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
@@ -296,6 +336,15 @@ def _check_pair(full: Tensor, other: Tensor) -> None:
     check_operand("the fp32 operand", full, _FP32)
     check_operand("the other operand", other, _FLOATS, full.numel())
     check_disjoint({"the fp32 operand": full, "the other operand": other})
+
+
+def _check_master(state: State, master: Tensor) -> None:
+    """Check (n,) fp32 masters and the fields of narrow state that stand for them."""
+    check_operand("master", master, _FP32)
+    halves = {field.name: tensor for field, tensor in zip(state.format.master, state, strict=False)}
+    for name, tensor in halves.items():
+        check_operand(name, tensor, (tensor.dtype,), master.numel())
+    check_disjoint({"master": master} | halves)
 
 
 def _check_squares(layout: Layout, flat: Tensor, squares: Tensor) -> None:

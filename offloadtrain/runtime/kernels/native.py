@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.scalars import Scalars, coefficients_of
+from offloadtrain.runtime.kernels.scalars import BlendScalars, Scalars, coefficients_of
 from offloadtrain.runtime.kernels.state import Fp32State, Int8State, Layout, Split16State, State
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -101,6 +101,47 @@ class Native:
             self._module.encode_split16(source, weight.data_ptr(), rest.data_ptr(), numel)
         elif isinstance(state, Int8State):
             self._module.encode_int8(source, _described(weight), rest.data_ptr(), numel)
+
+    def read_master(self, state: State, master: Tensor) -> None:
+        target, (weight, rest), numel = master.data_ptr(), state[:2], master.numel()
+        if isinstance(state, Split16State):
+            self._module.decode_split16(weight.data_ptr(), rest.data_ptr(), target, numel)
+        elif isinstance(state, Int8State):
+            self._module.decode_int8(_described(weight), rest.data_ptr(), target, numel)
+
+    def blend(
+        self, state: State, grad: Tensor, target: Tensor, layout: Layout, s: BlendScalars
+    ) -> None:
+        kind = "fp32" if isinstance(state, Fp32State) else "split16"
+        c = s.coefficients()
+        getattr(self._module, f"blend_{kind}")(
+            state[-1].data_ptr(),
+            _described(grad),
+            target.data_ptr(),
+            grad.numel(),
+            (layout.address, layout.count),
+            (s.seed & 0xFFFFFFFFFFFFFFFF, s.step),
+            (list(c[:3]), *c[3:]),
+        )
+
+    def subtract(
+        self,
+        state: State,
+        update: Tensor,
+        working: Tensor | None,
+        layout: Layout,
+        decay: float,
+        rates: Sequence[float],
+    ) -> None:
+        slots, decays = (layout.address, layout.count), (decay, list(rates))
+        source, numel = update.data_ptr(), update.numel()
+        if isinstance(state, Fp32State):
+            target = (0, 0) if working is None else _described(working)
+            master = state.master.data_ptr()
+            self._module.subtract_fp32(master, source, target, numel, slots, decays)
+        elif isinstance(state, Split16State):
+            halves = (state.weight.data_ptr(), state.low.data_ptr())
+            self._module.subtract_split16(*halves, source, numel, slots, decays)
 
     def first_touch(self, memory: Tensor) -> None:
         self._module.first_touch(memory.data_ptr(), memory.numel(), memory.element_size())

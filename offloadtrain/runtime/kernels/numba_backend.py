@@ -7,60 +7,58 @@ so that one arithmetic loop serves every dtype and vectorises.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from offloadtrain.runtime.kernels import torch_backend
+from offloadtrain.runtime.kernels.numba_matrices import blend, join_halves, subtract
 from offloadtrain.runtime.kernels.numba_numbers import (
     compiled,
     copy,
     fma,
     join,
     load_bf16,
-    load_fp16,
     random_bits,
     split,
-    store_bf16,
     store_bf16_randomly,
-    store_fp16,
+)
+from offloadtrain.runtime.kernels.numba_operands import (
+    GRAIN,
+    NO_FLOATS,
+    NO_HALVES,
+    SLAB,
+    halves,
+    load,
+    operand_of,
+    runs,
+    store,
+    threads,
 )
 from offloadtrain.runtime.kernels.scalars import Scalars
 from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State
 
+__all__ = [
+    "accumulate",
+    "accumulate_squares",
+    "blend",
+    "cast",
+    "copy_flat",
+    "first_touch",
+    "read_master",
+    "subtract",
+    "sum_squares",
+    "threads",
+    "update",
+    "zero_flat",
+]
+
 _log = logging.getLogger(__name__)
 
 SEGMENT = 2048
-_SLAB = 1024
 _SPLIT16_SLAB = 512  # five arrays fit in the cache
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-@compiled
-def _load(kind: int, floats: Any, halves: Any, lo: int, hi: int, target: Any) -> None:
-    if kind == 0:
-        target[: hi - lo] = floats[lo:hi]
-    elif kind == 1:
-        load_bf16(halves[lo:hi], target)
-    else:
-        load_fp16(halves[lo:hi], target)
-
-
-@compiled
-def _store(kind: int, floats: Any, halves: Any, lo: int, hi: int, source: Any) -> None:
-    if kind == 0:
-        floats[lo:hi] = source
-    elif kind == 1:
-        store_bf16(source, halves[lo:hi])
-    elif kind == 2:
-        store_fp16(source, halves[lo:hi])
 
 
 @compiled
@@ -156,18 +154,18 @@ def _update_fp32(
     lo: int,
     hi: int,
 ) -> None:
-    buffer = np.empty(_SLAB, np.float32)
-    for start in range(lo, hi, _SLAB):
-        end = min(start + _SLAB, hi)
+    buffer = np.empty(SLAB, np.float32)
+    for start in range(lo, hi, SLAB):
+        end = min(start + SLAB, hi)
         slab = buffer[: end - start]
-        _load(grad[0], grad[1], grad[2], start, end, slab)
+        load(grad[0], grad[1], grad[2], start, end, slab)
         p, m, v = out[0][start:end], out[1][start:end], out[2][start:end]
         if doubled:
             copy(state[0][start:end], p)
             copy(state[1][start:end], m)
             copy(state[2][start:end], v)
         _slab(rule, p, m, v, slab, c)
-        _store(working[0], working[1], working[2], start, end, p)
+        store(working[0], working[1], working[2], start, end, p)
 
 
 @compiled
@@ -191,7 +189,7 @@ def _update_split16(
         count = end - start
         g, p, m, v = floats[0, :count], floats[1, :count], floats[2, :count], floats[3, :count]
         random = integers[:count]
-        _load(grad[0], grad[1], grad[2], start, end, g)
+        load(grad[0], grad[1], grad[2], start, end, g)
         join(state[0][start:end], state[1][start:end], p)
         load_bf16(state[2][start:end], m)
         load_bf16(state[3][start:end], v)
@@ -206,11 +204,11 @@ def _update_split16(
 
 @compiled
 def _accumulate(total: Any, grad: Any, first: bool, lo: int, hi: int) -> None:
-    buffer = np.empty(_SLAB, np.float32)
-    for start in range(lo, hi, _SLAB):
-        end = min(start + _SLAB, hi)
+    buffer = np.empty(SLAB, np.float32)
+    for start in range(lo, hi, SLAB):
+        end = min(start + SLAB, hi)
         slab = buffer[: end - start]
-        _load(grad[0], grad[1], grad[2], start, end, slab)
+        load(grad[0], grad[1], grad[2], start, end, slab)
         piece = total[start:end]
         for i in range(piece.size):
             piece[i] = slab[i] if first else piece[i] + slab[i]
@@ -218,7 +216,7 @@ def _accumulate(total: Any, grad: Any, first: bool, lo: int, hi: int) -> None:
 
 @compiled
 def _cast(source: Any, target: Any, lo: int, hi: int) -> None:
-    _store(target[0], target[1], target[2], lo, hi, source[lo:hi])
+    store(target[0], target[1], target[2], lo, hi, source[lo:hi])
 
 
 @compiled
@@ -227,7 +225,7 @@ def _segments(values: Any, starts: Any, counts: Any, sums: Any, lo: int, hi: int
     squares = np.empty(SEGMENT, np.float64)
     for s in range(lo, hi):
         start, count = starts[s], counts[s]
-        _load(values[0], values[1], values[2], start, start + count, buffer[:count])
+        load(values[0], values[1], values[2], start, start + count, buffer[:count])
         for i in range(count):
             value = np.float64(buffer[i])
             squares[i] = value * value
@@ -240,47 +238,7 @@ def _segments(values: Any, starts: Any, counts: Any, sums: Any, lo: int, hi: int
         sums[s] = squares[0]
 
 
-class _Threads:
-    """Runs a loop body over contiguous parts, on the requested number of threads."""
-
-    def __init__(self) -> None:
-        self.count = 1
-        self._pool: tuple[int, int, ThreadPoolExecutor] | None = None
-
-    def run(self, numel: int, grain: int, body: Callable[[int, int], None]) -> None:
-        grains = -(-numel // grain)
-        count = min(self.count, grains)
-        cuts = [min(numel, grains * i // max(count, 1) * grain) for i in range(count + 1)]
-        if count <= 1:
-            body(0, numel)
-            return
-        futures = [self._executor().submit(body, a, b) for a, b in pairwise(cuts[1:])]
-        body(cuts[0], cuts[1])
-        for future in futures:
-            future.result()
-
-    def _executor(self) -> ThreadPoolExecutor:
-        key = (os.getpid(), self.count)  # threads do not survive a fork
-        if self._pool is None or self._pool[:2] != key:
-            self._pool = (*key, ThreadPoolExecutor(max(self.count - 1, 1)))
-        return self._pool[2]
-
-
-threads = _Threads()
-_GRAIN = 16384
 _NUMBERS = 10
-_NO_FLOATS = np.empty(0, np.float32)
-_NO_HALVES = np.empty(0, np.uint16)
-_Operand = tuple[int, "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
-
-
-def _operand(tensor: Tensor | None) -> _Operand:
-    if tensor is None:
-        return (-1, _NO_FLOATS, _NO_HALVES)
-    kind = _KINDS[tensor.dtype]
-    if kind == 0:
-        return (kind, tensor.numpy(), _NO_HALVES)
-    return (kind, _NO_FLOATS, tensor.view(torch.uint16).numpy())
 
 
 def _packed(scalars: Scalars) -> tuple[np.float32, ...]:
@@ -311,42 +269,29 @@ def update(
 def _run_fp32(
     state: State, out: State, grad: Tensor, working: Tensor | None, scalars: Scalars
 ) -> None:
-    rule, packed, missing = scalars.rule, _packed(scalars), [_NO_FLOATS] * (3 - len(state))
+    rule, packed, missing = scalars.rule, _packed(scalars), [NO_FLOATS] * (3 - len(state))
     before, after = ((*(tensor.numpy() for tensor in kept), *missing) for kept in (state, out))
-    operands, doubled = (_operand(grad), _operand(working)), out is not state
+    operands, doubled = (operand_of(grad), operand_of(working)), out is not state
 
     def body(lo: int, hi: int) -> None:
         _update_fp32(rule, before, after, doubled, *operands, packed, lo, hi)
 
-    threads.run(grad.numel(), _GRAIN, body)
+    threads.run(grad.numel(), GRAIN, body)
 
 
 def _run_split16(state: State, out: State, grad: Tensor, layout: Layout, scalars: Scalars) -> None:
     rule, packed, rows = scalars.rule, _packed(scalars), layout.rows()
-    moments, missing = len(scalars.moments), [_NO_HALVES] * (4 - len(state))
-    before, after = ((*(_halves(tensor) for tensor in kept), *missing) for kept in (state, out))
-    operand = _operand(grad)
+    moments, missing = len(scalars.moments), [NO_HALVES] * (4 - len(state))
+    before, after = ((*(halves(tensor) for tensor in kept), *missing) for kept in (state, out))
+    operand = operand_of(grad)
 
     def body(lo: int, hi: int) -> None:
-        for offset, numel, parameter, first in rows:
-            begin, stop = max(lo, offset), min(hi, offset + numel)
-            while begin < stop:
-                element = begin - offset + first
-                end = min(stop, offset - first + ((element >> 32) + 1 << 32))
-                key = scalars.key(parameter, element)
-                keys = (np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32))
-                count = np.uint32(element & 0xFFFFFFFF)
-                _update_split16(
-                    rule, moments, before, after, operand, packed, *keys, count, begin, end
-                )
-                begin = end
+        for keys, element, begin, end in runs(rows, scalars.key, lo, hi):
+            _update_split16(
+                rule, moments, before, after, operand, packed, *keys, element, begin, end
+            )
 
-    threads.run(grad.numel(), _GRAIN, body)
-
-
-def _halves(tensor: Tensor) -> np.ndarray[Any, Any]:
-    kind = torch.int16 if tensor.dtype is torch.int16 else torch.uint16
-    return tensor.view(kind).numpy()
+    threads.run(grad.numel(), GRAIN, body)
 
 
 @lru_cache(maxsize=1)
@@ -356,14 +301,22 @@ def _warn_of_int8() -> None:
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
     """See `kernels.accumulate`."""
-    array, operand = total.numpy(), _operand(grad)
-    threads.run(total.numel(), _GRAIN, lambda lo, hi: _accumulate(array, operand, first, lo, hi))
+    array, operand = total.numpy(), operand_of(grad)
+    threads.run(total.numel(), GRAIN, lambda lo, hi: _accumulate(array, operand, first, lo, hi))
 
 
 def cast(source: Tensor, target: Tensor) -> None:
     """See `kernels.cast`."""
-    array, operand = source.numpy(), _operand(target)
-    threads.run(source.numel(), _GRAIN, lambda lo, hi: _cast(array, operand, lo, hi))
+    array, operand = source.numpy(), operand_of(target)
+    threads.run(source.numel(), GRAIN, lambda lo, hi: _cast(array, operand, lo, hi))
+
+
+def read_master(state: State, master: Tensor) -> None:
+    """See `kernels.read_master`."""
+    if isinstance(state, Split16State):
+        join_halves(state.weight, state.low, master)
+    else:
+        torch_backend.read_master(state, master)
 
 
 def accumulate_squares(
@@ -385,9 +338,9 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     ]
     starts = np.array([start for start, _ in pairs], np.int64)
     counts = np.array([count for _, count in pairs], np.int64)
-    sums, operand = np.empty(len(pairs), np.float64), _operand(flat)
+    sums, operand = np.empty(len(pairs), np.float64), operand_of(flat)
     body = lambda lo, hi: _segments(operand, starts, counts, sums, lo, hi)  # noqa: E731
-    threads.run(len(pairs), _GRAIN // SEGMENT, body)
+    threads.run(len(pairs), GRAIN // SEGMENT, body)
     values = iter(sums.tolist())
     for _, numel, id, _ in layout.rows():
         total = 0.0

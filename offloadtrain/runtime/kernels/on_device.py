@@ -9,7 +9,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from torch import Tensor
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,
+    BlendScalars,
     LionScalars,
     MomentumScalars,
     Scalars,
     SgdScalars,
 )
-from offloadtrain.runtime.kernels.state import Fp32State, Layout
+from offloadtrain.runtime.kernels.state import Fp32State, Layout, State
 
 _PIECE = 1 << 22
 """Elements widened at once; temporaries take up to 28 bytes each."""
@@ -114,6 +115,46 @@ _STEPS: dict[type[Scalars], Callable[..., None]] = {
     MomentumScalars: _momentum,
     AdagradScalars: _adagrad,
 }
+
+
+def blend(
+    state: State, grad: Tensor, target: Tensor, layout: Layout, scalars: BlendScalars
+) -> None:
+    """See `kernels.blend`; fp32 state."""
+    _, average = state
+    for offset, numel, _, _ in layout.rows():
+        # In ascending order, as `target` may lie in the front of the gradient's memory.
+        for lo, hi in _pieces(numel):
+            piece = slice(offset + lo, offset + hi)
+            g = grad[piece].float() * scalars.grad_scale
+            old = average[piece].lerp_(g, 1 - scalars.momentum)
+            target[piece] = g.lerp_(old, scalars.momentum) if scalars.nesterov else old
+
+
+def subtract(
+    state: State,
+    update: Tensor,
+    working: Tensor | None,
+    layout: Layout,
+    decay: float,
+    rates: Sequence[float],
+) -> None:
+    """See `kernels.subtract`; fp32 state."""
+    master, _ = state
+    end = update.numel()
+    # Backwards, as larger elements of `working` may begin where `update` does.
+    for (offset, numel, _, _), rate in reversed([*zip(layout.rows(), rates, strict=True)]):
+        if working is not None:
+            working[offset + numel : end].zero_()
+        end = offset
+        for lo, hi in reversed([*_pieces(numel)]):
+            piece = slice(offset + lo, offset + hi)
+            taken = update[piece].float()
+            new = master[piece].mul_(decay).add_(taken, alpha=-rate)
+            if working is not None:
+                working[piece] = new
+    if working is not None:
+        working[:end].zero_()
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:

@@ -87,13 +87,12 @@ class AdamScalars(Scalars):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def coefficients(self) -> AdamCoefficients:
-        weight = fp32(1.0 - self.beta1)
-        towards_grad = not weight < 0.5
+        weight, towards_grad = _lerp(1.0 - self.beta1)
         return AdamCoefficients(
             grad_scale=fp32(self.grad_scale),
             decay=fp32(1.0 - self.lr * self.weight_decay) if self.decoupled else 1.0,
             l2=0.0 if self.decoupled else fp32(self.weight_decay),
-            exp_avg_weight=fp32(weight - 1.0) if towards_grad else weight,
+            exp_avg_weight=weight,
             towards_grad=float(towards_grad),
             beta2=fp32(self.beta2),
             exp_avg_sq_weight=fp32(1.0 - self.beta2),
@@ -228,6 +227,49 @@ class AdagradScalars(Scalars):
             lr=fp32(self.lr / (1.0 + (self.step - 1) * self.lr_decay)),
             eps=fp32(self.eps),
         )
+
+
+class BlendCoefficients(NamedTuple):
+    """Of each lerp the weight, and whether it counts from the other end."""
+
+    grad_scale: float
+    weight: float
+    nesterov_weight: float
+    towards_grad: bool
+    towards_average: bool
+    nesterov: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendScalars:
+    """A moving average of gradients, and with nesterov the gradient's lerp towards it, in double.
+
+    Attributes:
+        momentum: weight of the past.
+        step, grad_scale, seed: see `Scalars`.
+    """
+
+    momentum: float
+    nesterov: bool
+    step: int
+    grad_scale: float = 1.0
+    seed: int = 0
+
+    def coefficients(self) -> BlendCoefficients:
+        """The factors of the loop, rounded once to fp32."""
+        weight, towards_grad = _lerp(1.0 - self.momentum)
+        ahead, towards_average = _lerp(self.momentum)
+        return BlendCoefficients(
+            fp32(self.grad_scale), weight, ahead, towards_grad, towards_average, self.nesterov
+        )
+
+
+def _lerp(weight: float) -> tuple[float, bool]:
+    """Return the factor of torch's lerp, and whether it counts from the end instead of the start,
+    as it does from 0.5 on."""
+    rounded = fp32(weight)
+    towards_end = not rounded < 0.5
+    return fp32(rounded - 1.0) if towards_end else rounded, towards_end
 
 
 def random_key(seed: int, step: int, parameter: int, element: int) -> int:

@@ -111,6 +111,12 @@ class Int8State(State):
         return self[1 + len(self) // 2 :]
 
 
+STATES: dict[str, type[State]] = {
+    state.format.name: state for state in (Fp32State, Split16State, Int8State)
+}
+"""The formats with kernels of their own."""
+
+
 class Layout:
     """The elements of each parameter in a bucket's flat buffers.
 

@@ -13,15 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.codec import fma, random_bits, to_fp32
+from offloadtrain.runtime.kernels.codec import fma, master_of, random_bits, set_master, to_fp32
 from offloadtrain.runtime.kernels.formats import CODECS
 from offloadtrain.runtime.kernels.scalars import (
     AdagradCoefficients,
     AdamCoefficients,
+    BlendScalars,
     LionCoefficients,
     MomentumCoefficients,
     Scalars,
     SgdCoefficients,
+    fp32,
+    random_key,
 )
 from offloadtrain.runtime.kernels.state import (
     BLOCK,
@@ -58,6 +61,57 @@ def update(
             piece = (offset + lo, offset + hi)
             new = step(to_fp32(_at(state, *piece)), grad[slice(*piece)], c)
             codec.store(_at(out, *piece), new, partial(random_bits, key, elements))
+
+
+def blend(
+    state: State, grad: Tensor, target: Tensor, layout: Layout, scalars: BlendScalars
+) -> None:
+    """See `kernels.blend`."""
+    c, codec = scalars.coefficients(), CODECS[state.format.name]
+    # In ascending order: `target` may lie in the front of the gradient's memory, so that what is
+    # written was read before.
+    for offset, numel, parameter, first in layout.rows():
+        for lo, hi in pieces(numel, first):
+            piece = slice(offset + lo, offset + hi)
+            kept = _at(state, piece.start, piece.stop)
+            g, (master, old) = grad[piece].float() * c.grad_scale, to_fp32(kept)
+            average = fma(g - old, c.weight, g if c.towards_grad else old)
+            ahead = fma(average - g, c.nesterov_weight, average if c.towards_average else g)
+            target[piece] = ahead if c.nesterov else average
+            key = random_key(scalars.seed, scalars.step, parameter, first + lo)
+            elements = torch.arange(first + lo, first + hi, device="cpu") & 0xFFFFFFFF
+            codec.store(kept, (master, average), partial(random_bits, key, elements))
+
+
+def subtract(
+    state: State,
+    update: Tensor,
+    working: Tensor | None,
+    layout: Layout,
+    decay: float,
+    rates: Sequence[float],
+) -> None:
+    """See `kernels.subtract`."""
+    end = update.numel()
+    # Backwards: larger elements of `working` that begin in the same place then overwrite only what
+    # was read before.
+    for (offset, numel, _, _), rate in reversed([*zip(layout.rows(), rates, strict=True)]):
+        zero_outside(working, offset + numel, end)
+        end = offset
+        for lo, hi in reversed([*pieces(numel)]):
+            piece = slice(offset + lo, offset + hi)
+            kept = _at(state, piece.start, piece.stop)
+            master = fma(update[piece].float(), -fp32(rate), master_of(kept) * fp32(decay))
+            set_master(kept, master)
+            if working is not None:
+                working[piece] = master
+    zero_outside(working, 0, end)
+
+
+def zero_outside(working: Tensor | None, lo: int, hi: int) -> None:
+    """Zero what is no parameter's, if there are working weights."""
+    if working is not None:
+        working[lo:hi].zero_()
 
 
 def _at(state: State, lo: int, hi: int) -> State:
@@ -112,6 +166,12 @@ def copy_flat(source: Tensor, target: Tensor) -> None:
 def zero_flat(memory: Tensor) -> None:
     """See `kernels.zero`."""
     memory.zero_()
+
+
+def read_master(state: State, master: Tensor) -> None:
+    """See `kernels.read_master`."""
+    for lo, hi in pieces(master.numel()):
+        master[lo:hi] = master_of(_at(state, lo, hi))
 
 
 def cast(source: Tensor, target: Tensor) -> None:

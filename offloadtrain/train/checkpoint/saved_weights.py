@@ -10,16 +10,13 @@ from torch import Tensor
 
 from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
-from offloadtrain.runtime.kernels import cut
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.step.formats import FP32, StateFormat, recognise
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.layout import Entry
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.restore import read_whole
-
-_DECODED = 1 << 18
-"""Elements decoded at a time; a multiple of the formats' blocks."""
 
 _Piece = Mapping[str, Entry]
 """A part of a parameter: kind → its tensor."""
@@ -86,9 +83,9 @@ def _read(found: Checkpoint, name: str, piece: _Piece, rule: AnyRule, working: b
     if piece.keys() == {UNTRAINED}:
         return _values(found, piece[UNTRAINED])
     source, own = _format(name, piece, rule)
-    if working and source.holds_weight:
+    if source is FP32 or (working and source.holds_weight):
         return _values(found, piece[source.master[0].name])
-    return _decoded(found, piece, source, own, [FP32.master[0].name])[0]
+    return _master(found, piece, source, own)
 
 
 def _format(name: str, piece: _Piece, rule: AnyRule) -> tuple[StateFormat, Rule]:
@@ -120,8 +117,16 @@ def _decoded(
     for lo in range(0, numel, _DECODED):
         hi = min(lo + _DECODED, numel)
         wide = tuple(torch.empty(hi - lo) for _ in wide_fields)
-        rule.convert(source, cut(fields, given, lo, hi), FP32, wide)
+        rule.convert(source, kernels.cut(fields, given, lo, hi), FP32, wide)
         for field, values in zip(wide_fields, wide, strict=True):
             if field.name in whole:
                 whole[field.name][lo:hi] = values
     return list(whole.values())
+
+
+def _master(found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
+    """Return the fp32 master weights of narrow state as (n,)."""
+    given = [_values(found, piece[one.name]) for one in source.fields(rule.moments)]
+    whole = torch.empty(given[0].numel())
+    kernels.read_master(source, rule.moments, tuple(given), whole)
+    return whole

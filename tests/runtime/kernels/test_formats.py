@@ -11,6 +11,7 @@ import torch
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Fp32State, Layout, codec
+from offloadtrain.step.formats import ADAM_MOMENTS
 from tests.runtime.kernels.format_cases import (
     NARROW,
     SCALARS,
@@ -261,6 +262,25 @@ def test_native_masters_are_those_of_torch(name: str, dtype: torch.dtype, backen
             codec.set_master(expected, values[-numel:].clone() if numel else values[:0])
             for x, y in zip(found, expected, strict=True):
                 assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.slow
+@each_backend
+@each_state
+def test_masters_are_decoded_as_the_codec_does(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Any bits that a state can hold, at lengths around those of vectors and of threads."""
+    values = patterns()[::31]
+    state = zero_state(name, values.numel(), dtype)
+    codec.set_master(state, values)
+    for used in threaded(backend):
+        for numel in (*LENGTHS, values.numel()):
+            own = kernels.cut(state.format.fields(ADAM_MOMENTS), state, 0, numel)
+            found, expected = torch.full((numel,), 5.0), codec.master_of(type(state)(*own))
+            with kernels.use(used):
+                kernels.read_master(state.format, ADAM_MOMENTS, own, found)
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @each_state

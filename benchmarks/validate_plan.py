@@ -1,6 +1,6 @@
 """Published measurements beside what the plan's formulas give for them, and the error.
 
-    python -m benchmarks.validate_plan [--json]
+    python -m benchmarks.validate_plan [--json | --cells FILE]
 
 The published numbers, their sources, and which cells are not asserted and why are in
 published.json. Exit status 1: a bound is broken. docs/validation.md explains.
@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import calibration
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, gpipe_seconds, row
+from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, gpipe_seconds, row
 from offloadtrain.plan.baselines.published import (
     Run,
     Software,
@@ -27,6 +28,7 @@ from offloadtrain.plan.baselines.published import (
     step_times,
     tflops,
     too_large_for,
+    with_largest_micro_batch,
     zero_bytes,
 )
 
@@ -93,15 +95,28 @@ def load(path: Path = PUBLISHED) -> tuple[list[Figure], Machine]:
     return figures, machine
 
 
-def run_of(cell: Mapping[str, Any]) -> Run:
-    """The run that a published cell describes; `batch` is of all ranks together."""
-    shape = SIZES[cell.get("size", "gpt-10b")]
+def run_of(cell: Mapping[str, Any], machine: Machine) -> Run:
+    """The run that a published cell describes.
+
+    `batch` is of all ranks together. `largest_micro_batch` is an upper bound: the micro-batch is as
+    large as memory allows.
+    """
+    shape = _trained(SIZES[cell.get("size", "gpt-10b")])
     if "width" in cell:
         shape = replace(shape, d_model=cell["width"], num_heads=cell["heads"])
-    run = Run(shape=shape, **cell["run"])
+    if "layers" in cell:
+        shape = replace(shape, num_layers=cell["layers"])
+    run = Run(shape=shape, **{"micro_batch": 1, **cell["run"]})
+    if "largest_micro_batch" in cell:
+        run = with_largest_micro_batch(run, machine, SOFTWARE, cell["largest_micro_batch"])
     if "batch" in cell:
         run = replace(run, micro_steps=cell["batch"] / (run.ranks * run.micro_batch))
     return run
+
+
+def _trained(shape: ModelShape) -> ModelShape:
+    """The shape as the papers train it: GPT-2's recipe, with dropout."""
+    return replace(shape, dropout=0.1)
 
 
 def printed_as(planned: float, digits: str) -> bool:
@@ -137,7 +152,10 @@ def _planned(measure: str, cell: Mapping[str, Any], machine: Machine) -> float:
         return zero_bytes(cell["params"], cell["ranks"], cell["stage"]) / 1e9
     if measure == "gpipe_speedup":
         return gpipe_seconds(2, 1) / gpipe_seconds(cell["stages"], cell["micro_batches"])
-    run = run_of(cell)
+    if measure == "mean_tflops":
+        runs = (run_of({**cell, "size": size}, machine) for size in cell["sizes"])
+        return statistics.mean(tflops(run, machine, SOFTWARE) for run in runs)
+    run = run_of(cell, machine)
     if measure == "largest":
         return largest_model(run, machine, SOFTWARE) / 1e9
     if measure == "seconds":
@@ -155,11 +173,16 @@ def _planned(measure: str, cell: Mapping[str, Any], machine: Machine) -> float:
 
 
 def report(figures: list[Figure], machine: Machine) -> Iterator[str]:
+    yield "Calibration cells: the rates of GPUs and the constants of their time are fitted to these"
+    yield ""
+    yield from calibration.lines(calibration.load())
+    yield "Check cells: fitted to nothing but the constants of Software (docs/validation.md)"
+    yield ""
     for figure in figures:
         yield from _figure_lines(figure)
     yield from _summary_lines(figures)
-    yield from _simulation_lines(SIZES["gpt-10b"], machine)
-    yield from _pipeline_lines(SIZES["gpt-10b"], machine)
+    yield from _simulation_lines(_trained(SIZES["gpt-10b"]), machine)
+    yield from _pipeline_lines(_trained(SIZES["gpt-10b"]), machine)
 
 
 def _figure_lines(figure: Figure) -> Iterator[str]:
@@ -215,11 +238,12 @@ def _pipeline_lines(shape: ModelShape, machine: Machine) -> Iterator[str]:
     yield "10B, 16 stages of one GPU, 32 microbatches of 10, recompute: planned, per GPU"
     yield f"  {'':<10}{'weights':>9}{'state':>9}{'activations':>13}{'bubble':>9}{'step':>9}"
     pipe = Pipeline(shape=shape, micro_batch=10, micro_batches=32, stages=16)
-    for schedule in SCHEDULES:
-        each = row(schedule, pipe, machine)
+    rows: list[tuple[str, Schedule, int]] = [(schedule, schedule, 0) for schedule in SCHEDULES]
+    for name, schedule, stage in (*rows, ("2bw, last", "2bw", pipe.stages - 1)):
+        each = row(schedule, pipe, machine, stage)
         held = (each.weights_bytes, each.state_bytes, each.activation_bytes)
         weights, state, activations = (f"{size / 1e9:.1f} GB" for size in held)
-        line = f"  {schedule:<10}{weights:>9}{state:>9}{activations:>13}"
+        line = f"  {name:<10}{weights:>9}{state:>9}{activations:>13}"
         stale = "  one version stale" if each.stale else ""
         yield f"{line}{100 * each.bubble:>7.0f} %{each.step_s:>7.1f} s{stale}"
 
@@ -237,7 +261,13 @@ def _as_json(figures: list[Figure]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--cells", type=Path, help="plan other cells, in a file like calibration.json, and stop"
+    )
     arguments = parser.parse_args()
+    if arguments.cells:
+        print("\n".join(calibration.check_lines(calibration.load(arguments.cells))))
+        return 0
     figures, machine = load()
     print(_as_json(figures) if arguments.json else "\n".join(report(figures, machine)))
     problems = [line for figure in figures for line in broken(figure)]

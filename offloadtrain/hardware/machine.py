@@ -37,10 +37,17 @@ class Machine:
         gpu_reserved: GPU memory unavailable to tensors: context, libraries, fragments.
         host_memory: of one host.
         peak_tflops: dense 16-bit rate of the data sheet, the base of MFU. 0: no MFU.
-        bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of forward and backward of wide
-            blocks.
-        half_width: width of a model (the geometric mean of its matrices' sides, about d_model) at
-            which half of that is reached: the rate is `tflops * w / (w + half_width)`.
+        bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of products of large matrices.
+        half_width: geometric mean of a weight's sides at which half of that is reached: the rate
+            is `tflops * w / (w + half_width)`.
+        flash_share: rate of flash attention in long sequences, as a share of that of products.
+        flash_half_length: sequence length at which half of that is reached; the default of both is
+            an A100's (FlashAttention-2, arXiv:2307.08691, figures 4 to 6, causal).
+        launch_us: microseconds in which the host launches an operation of the device.
+        power_w: power limit of one GPU, in watts; 0: no limit below `full_power_w`.
+        full_power_w: power at which the rates above hold. Below it they fall with the square root
+            of the power: it grows with the clock and the square of the voltage, which falls with
+            the clock.
         hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
         h2d_gbps, d2h_gbps: of one GPU alone, page-locked.
         host_link_gbps: of all GPUs of a host together, one way.
@@ -64,6 +71,11 @@ class Machine:
     fp16_tflops: float = 0.0
     fp32_tflops: float
     half_width: float = 0.0
+    flash_share: float = 0.8
+    flash_half_length: float = 1000.0
+    launch_us: float = 0.0
+    power_w: float = 0.0
+    full_power_w: float = 0.0
     hbm_gbps: float
     h2d_gbps: float
     d2h_gbps: float
@@ -95,7 +107,7 @@ class Machine:
         return not self.gpu
 
     def flops(self, precision: str, width: float) -> float:
-        """Return FLOPs per second of blocks of this width.
+        """Return FLOPs per second of a product with a weight of this width (`half_width`).
 
         Raises:
             MachineError: it does not compute in this precision.
@@ -106,7 +118,13 @@ class Machine:
                 f"{self.gpu or 'this CPU'} does not compute in {precision}: set "
                 f"offload.precision = {' or '.join(self.precisions)}"
             )
-        return 1e12 * best * width / (width + self.half_width)
+        return 1e12 * best * self._power_share * width / (width + self.half_width)
+
+    @property
+    def _power_share(self) -> float:
+        if not self.power_w or self.power_w >= self.full_power_w:
+            return 1.0
+        return float((self.power_w / self.full_power_w) ** 0.5)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -183,7 +201,15 @@ def _problems(values: dict[str, Any]) -> Iterator[str]:
             yield from _size_problems(key, value)
         elif not isinstance(value, str) and value < (1 if key in ("gpus", "cores") else 0):
             yield f"{key} = {value} is too small"
-    needed = ("fp32_tflops", "hbm_gbps", "h2d_gbps", "d2h_gbps", "host_link_gbps", "gpu_link_gbps")
+    needed = (
+        "fp32_tflops",
+        "flash_share",
+        "hbm_gbps",
+        "h2d_gbps",
+        "d2h_gbps",
+        "host_link_gbps",
+        "gpu_link_gbps",
+    )
     for key in (*needed, "dram_gbps", "shared_dram_gbps"):
         if values.get(key) == 0:
             yield f"{key} = 0 must be above 0"

@@ -2,17 +2,16 @@
 
 [Note: What a step costs]
 Every launch of the program (`step.program`) gets a duration:
-* forward, backward: FLOPs over the machine's rate at the model's width; backward is twice the
-  forward, and three times with recompute;
+* forward, backward: what `plan.device_time` counts; with recompute, backward has another forward;
 * gather: a copy within the device's memory;
 * d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
 * reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
   are several;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
   ranks of a host; Adam as measured, if it was;
-* orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the model's width; a matrix up
+* orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
   or down: bytes over the link.
-Launches are free, and lanes do not slow each other.
+Launches of copies and collectives are free, and lanes do not slow each other.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, sqrt
 
 from offloadtrain.config.model_shape import block_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
+from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
@@ -125,6 +125,9 @@ def _prediction(costs: _Costs, found: Steady) -> Prediction:
     )
 
 
+KERNELS = Kernels()
+"""What jobs compute with: eager operations and flash attention."""
+
 _NEWTON_SCHULZ_STEPS = 5
 """Those of Muon in a job."""
 
@@ -151,7 +154,7 @@ class _Costs:
             )
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
-        self._rate = machine.flops(config.offload.precision, config.model.d_model)
+        self._precision = config.offload.precision
         self._moved: dict[tuple[Kind, str], float] = {}
         """Kind and bucket → seconds of one operation: a simulation asks for each of them often."""
 
@@ -161,10 +164,9 @@ class _Costs:
             case Kind.DECIDE:
                 return 0.0
             case Kind.FORWARD:
-                return self._flops[op.owner] * self._tokens / self._rate
+                return self._computed[op.owner].forward
             case Kind.BACKWARD:
-                forwards = 3 if self._recomputes(op.owner) else 2
-                return forwards * self._flops[op.owner] * self._tokens / self._rate
+                return self._computed[op.owner].backward
             case Kind.ACTIVATION_DOWN:
                 return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
             case Kind.ACTIVATION_UP:
@@ -183,11 +185,28 @@ class _Costs:
     def _orthogonalized_s(self, bucket: BucketSpec, lo: int) -> float:
         """Return the seconds of the matrix that begins there, of the first rank's shard."""
         matrix = next(one for one in bucket.matrices if one.offset == lo)
-        return newton_schulz_flops(matrix) / self._rate
+        width = sqrt(matrix.rows * matrix.columns)
+        return newton_schulz_flops(matrix) / self.machine.flops(self._precision, width)
 
     def _recomputes(self, name: str) -> bool:
         keeps = self.placed.config.offload.activation == "keep"
         return not keeps and self._blocks[name].repeated
+
+    @cached_property
+    def _computed(self) -> dict[str, Seconds]:
+        """Block → seconds of its forward and backward; the head's are the last block's."""
+        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
+        where = self._tokens, self.machine, self._precision, KERNELS
+        layer, head = block_seconds(model, seq_len, *where), head_seconds(model, *where)
+        last, found = self.spec.blocks[-1].name, {}
+        for block in self.spec.blocks:
+            # one layer, whose modules are blocks: its time counts in the last one
+            layers = block.repeated or (block.name == last and not self.placed.repeated)
+            forward = layers * layer.forward + (block.name == last) * head.forward
+            again = layer.forward if self._recomputes(block.name) else 0.0
+            backward = layers * layer.backward + (block.name == last) * head.backward
+            found[block.name] = Seconds(forward, backward + again)
+        return found
 
     @cached_property
     def _flops(self) -> dict[str, float]:

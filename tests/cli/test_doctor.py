@@ -44,6 +44,7 @@ def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
     machine = Machine(**found["machine"])
     assert loads(dump(machine, "title"), "text") == machine == find(str(file))[1]
     assert machine.fp32_gparams == machine.disk_gbps == 0.0
+    assert machine.fp32_tflops > 0 and machine.flash_share > 0 and machine.launch_us > 0
     assert machine.on_cpu is not torch.cuda.is_available()
     assert "wrote" in told.err and file.read_text().startswith("# Quickly measured by")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]

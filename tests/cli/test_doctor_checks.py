@@ -361,6 +361,7 @@ def test_the_gpu_of_this_machine() -> None:
 @pytest.mark.gpu
 def test_rates_of_a_gpu() -> None:
     device = torch.device("cuda", 0)
-    tflops, half_width = measure.compute(device, False, 0.01)
-    assert set(tflops) == {"fp16", "fp32"} and tflops["fp16"] > tflops["fp32"] > 0.1
-    assert half_width >= 0 and measure.device_memory_gbps(device) > 10
+    rates = measure.compute(device, False, 0.01)
+    assert "bf16_tflops" not in rates and rates["fp16_tflops"] > rates["fp32_tflops"] > 0.1
+    assert rates["half_width"] >= 0 and 0 < rates["flash_share"] and rates["launch_us"] > 0
+    assert measure.device_memory_gbps(device) > 10

@@ -41,7 +41,10 @@ def test_bf16_without_instructions_is_slow(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("gpu", "machine"),
     [
-        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA L40", "l40s"),
+        ("NVIDIA RTX A5000", "a6000"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100_40gb"),

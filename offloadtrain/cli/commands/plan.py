@@ -50,7 +50,8 @@ def plan(
         KEY=VALUE ...: values that override the job's.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
-        v100_32gb, a100_40gb, a100_80gb, h100, h200, rtx3090, rtx4090, rtx5090, gh200, cpu2.
+        v100_32gb, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, l40s, a6000, rtx3090,
+        rtx4090, rtx5090, cpu2.
         Default: the job's device.machine, else this machine, with the rates of the most similar
         shipped one.
     gpus

@@ -25,18 +25,22 @@ from offloadtrain.cli.bench.adam import SCALARS, Buffers, allocate
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
 from offloadtrain.cli.doctor.speeds import FP32_TRAFFIC_BYTES
-from offloadtrain.config.model_shape import ModelShape, block_flops_per_token
 from offloadtrain.hardware.direct_io import THREADS, DirectFile
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.model.transformer import TransformerBlock
+from offloadtrain.plan.device_time import FLASH_BACKWARD
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 
 WIDTHS = {"cuda": (2048, 8192), "cpu": (128, 1024)}
 TOKENS = {"cuda": 2048, "cpu": 256}
 HEAD_WIDTH = 64
+HEADS = {"cuda": 32, "cpu": 4}
+LENGTHS = {"cuda": 4096, "cpu": 512}
+HALF_LENGTHS = {"cuda": 1000.0, "cpu": 0.0}
+"""`Machine.flash_half_length`: on a CPU short sequences are no slower."""
+
 PARAMS = {"cuda": 64 << 20, "cpu": 16 << 20}
 QUICK_PARAMS, LEAST_PARAMS = 8 << 20, 1 << 20
 BYTES_PER_PARAM = 64
@@ -74,39 +78,45 @@ def measure(
         bf16: the device computes in bf16 without emulation.
         quick: fewer repeats and smaller buffers, and no Adam; each measurement ends in a second.
     """
-    say("forward and backward of a block")
-    tflops, half_width = compute(device, bf16, QUICK_BATCH_S if quick else BATCH_S)
+    say("products and attention")
+    computed = compute(device, bf16, QUICK_BATCH_S if quick else BATCH_S)
     say("memory and Adam")
     dram, adam = host_rates(PARAMS[device.type], quick)
     hbm = device_memory_gbps(device)
     memory = _device_memory(device) if device.type == "cuda" else {}
     say("the bus")  # last: the PCIe link's state is read while it is still warm
     rates = _bus(device) | adam | {"dram_gbps": dram, "shared_dram_gbps": dram, "hbm_gbps": hbm}
-    rates |= {f"{precision}_tflops": rate for precision, rate in tflops.items()}
-    rates |= {"half_width": half_width, "disk_gbps": disk_gbps}
+    rates |= computed | {"disk_gbps": disk_gbps}
     known: dict[str, Any] = {name: _rounded(rate) for name, rate in rates.items()} | memory
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     return Machine(gpus=gpus, host_memory=_gib(host_memory), cores=cores, **known)
 
 
-def compute(device: torch.device, bf16: bool, seconds: float) -> tuple[dict[str, float], float]:
-    """Tflop/s of wide blocks by precision, and the width at which half of that is reached.
+def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float]:
+    """Measure products, attention and launches: the rates of `plan.device_time`.
 
-    The width is measured in training's precision and used for all.
+    The half-width and the share of attention are measured in training's precision and used for all.
     """
     on_gpu = device.type == "cuda"
     kinds = {"bf16": torch.bfloat16} if bf16 or not on_gpu else {}
     kinds |= {"fp16": torch.float16} if on_gpu else {}
     kinds["fp32"] = torch.float32
     narrow, wide = WIDTHS[device.type]
-    # Emulated bf16 would take seconds on wide blocks.
+    # Emulated bf16 would take seconds on wide matrices.
     widths = {name: narrow if name == "bf16" and not bf16 else wide for name in kinds}
-    rates = {name: block_flops(device, kinds[name], widths[name], seconds) for name in kinds}
+    rates = {name: product_flops(device, kinds[name], widths[name], seconds) for name in kinds}
     main = next(name for name in kinds if widths[name] == wide)
-    slower = block_flops(device, kinds[main], narrow, seconds)
+    slower = product_flops(device, kinds[main], narrow, seconds)
     half_width = fit(narrow, slower, wide, rates[main])
-    limits = {name: rates[name] * (1 + half_width / widths[name]) / 1e12 for name in kinds}
-    return limits, half_width
+    limits = {name: rates[name] * (1 + half_width / widths[name]) for name in kinds}
+    tflops = {f"{name}_tflops": limit / 1e12 for name, limit in limits.items()}
+    length = HALF_LENGTHS[device.type]
+    return tflops | {
+        "half_width": half_width,
+        "flash_half_length": length,
+        "flash_share": flash_flops(device, kinds[main], length, seconds) / limits[main],
+        "launch_us": launch_us(device, seconds),
+    }
 
 
 def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
@@ -122,30 +132,41 @@ def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
     return min(half_width, float(wide))
 
 
-def block_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
-    """Measure FLOPs per second of a transformer block's forward and backward, by the plans'
-    formula, a few times for about `seconds`."""
-    shape = ModelShape(
-        vocab_size=2,
-        num_layers=1,
-        d_model=width,
-        num_heads=max(width // HEAD_WIDTH, 1),
-        norm="layernorm",
-        mlp="gelu",
-        positions="learned",
+def product_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
+    """Measure FLOPs per second of products with a square weight, for about `seconds`."""
+    tokens = TOKENS[device.type]
+    x_TD = torch.randn(tokens, width, device=device, dtype=dtype)
+    weight_DD = torch.randn(width, width, device=device, dtype=dtype)
+    out_TD = torch.empty_like(x_TD)
+    took = _seconds(device, lambda: torch.mm(x_TD, weight_DD, out=out_TD), seconds)
+    return 2.0 * tokens * width * width / took
+
+
+def flash_flops(
+    device: torch.device, dtype: torch.dtype, half_length: float, seconds: float
+) -> float:
+    """Measure FLOPs per second of causal attention, forward and backward, in long sequences."""
+    heads, length = HEADS[device.type], LENGTHS[device.type]
+    q_BNTH, k_BNTH, v_BNTH = (
+        torch.randn(1, heads, length, HEAD_WIDTH, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
     )
-    with torch.device(device):
-        block = TransformerBlock(shape).to(dtype)
-        x_BTD = torch.randn(1, TOKENS[device.type], width, dtype=dtype, requires_grad=True)
-    for param in block.parameters():
-        torch.nn.init.normal_(param, std=0.02)
+    ones_BNTH = torch.ones_like(q_BNTH)
 
     def run() -> None:
-        block(x_BTD, None).sum().backward()
+        mixed_BNTH = torch.nn.functional.scaled_dot_product_attention(
+            q_BNTH, k_BNTH, v_BNTH, is_causal=True
+        )
+        mixed_BNTH.backward(ones_BNTH)
 
-    took = _seconds(device, run, seconds)
-    tokens = x_BTD.shape[1]
-    return 3 * tokens * block_flops_per_token(shape, tokens) / took
+    flops = (1 + FLASH_BACKWARD) * 2.0 * heads * HEAD_WIDTH * length * length
+    return flops / _seconds(device, run, seconds) * (length + half_length) / length
+
+
+def launch_us(device: torch.device, seconds: float) -> float:
+    """Measure the microseconds in which the host launches an operation on one element."""
+    one = torch.zeros(1, device=device)
+    return 1e6 * _seconds(device, lambda: one.add_(1.0), seconds)
 
 
 def device_memory_gbps(device: torch.device) -> float:

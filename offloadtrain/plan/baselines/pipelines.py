@@ -11,7 +11,13 @@ from typing import Literal, get_args
 
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.baselines.published import input_bytes, layer_bytes, megatron_flops
+from offloadtrain.plan.baselines.published import (
+    MEGATRON,
+    compute_seconds,
+    input_bytes,
+    layer_bytes,
+)
+from offloadtrain.plan.device_time import Kernels
 
 Schedule = Literal["gpipe", "flush", "2bw"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -32,14 +38,16 @@ class Pipeline:
     stages: int
     replicas: int = 1
     recompute: bool = True
+    kernels: Kernels = MEGATRON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One schedule of a pipeline; bytes are of one GPU.
+    """One schedule of a pipeline; bytes are of one GPU of the stage.
 
     Attributes:
-        weights_bytes: all versions of the 16-bit weights.
+        weights_bytes: all versions of the 16-bit weights. 2BW has two, except on the last stage,
+            where each microbatch's backward follows its forward.
         state_bytes: 16-bit gradients and the fp32 state of Adam.
         activation_bytes: stashed and working.
         step_s: until the next step can start.
@@ -56,21 +64,21 @@ class Row:
     stale: bool
 
 
-def row(schedule: Schedule, pipe: Pipeline, machine: Machine) -> Row:
-    """Memory and time of one schedule."""
+def row(schedule: Schedule, pipe: Pipeline, machine: Machine, stage: int = 0) -> Row:
+    """Memory of one stage, counted from 0, and time of one schedule."""
     params = num_params(pipe.shape) / pipe.stages
-    stage, sync = _stage_seconds(pipe, machine), _sync_seconds(pipe, machine)
+    turn, sync = _stage_seconds(pipe, machine), _sync_seconds(pipe, machine)
     if schedule == "2bw":  # no flush: the sync of one step overlaps the next
-        step = max(pipe.micro_batches * stage, sync)
+        step = max(pipe.micro_batches * turn, sync)
     else:
-        step = (pipe.micro_batches + pipe.stages - 1) * stage + sync
+        step = (pipe.micro_batches + pipe.stages - 1) * turn + sync
     return Row(
         schedule=schedule,
-        weights_bytes=2 * params * (2 if schedule == "2bw" else 1),
+        weights_bytes=2 * params * _versions(schedule, pipe, stage),
         state_bytes=14 * params,
-        activation_bytes=_activation_bytes(schedule, pipe),
+        activation_bytes=_activation_bytes(schedule, pipe, stage),
         step_s=step,
-        bubble=1 - pipe.micro_batches * stage / step,
+        bubble=1 - pipe.micro_batches * turn / step,
         stale=schedule == "2bw",
     )
 
@@ -80,9 +88,14 @@ def gpipe_seconds(stages: int, micro_batches: int) -> float:
     return (micro_batches + stages - 1) / (micro_batches * stages)
 
 
-def _activation_bytes(schedule: Schedule, pipe: Pipeline) -> float:
+def _versions(schedule: Schedule, pipe: Pipeline, stage: int) -> int:
+    return 2 if schedule == "2bw" and stage < pipe.stages - 1 else 1
+
+
+def _activation_bytes(schedule: Schedule, pipe: Pipeline, stage: int) -> float:
     """Count stashed microbatches: all of them in GPipe, else those between a stage and the last."""
-    stashed = pipe.micro_batches if schedule == "gpipe" else min(pipe.stages, pipe.micro_batches)
+    behind = pipe.stages - stage
+    stashed = pipe.micro_batches if schedule == "gpipe" else min(behind, pipe.micro_batches)
     inputs = stashed * input_bytes(pipe.shape, pipe.micro_batch)
     whole = layer_bytes(pipe.shape, pipe.micro_batch) * pipe.shape.num_layers / pipe.stages
     return inputs + (whole if pipe.recompute else stashed * whole)
@@ -90,8 +103,10 @@ def _activation_bytes(schedule: Schedule, pipe: Pipeline) -> float:
 
 def _stage_seconds(pipe: Pipeline, machine: Machine) -> float:
     """Time of one microbatch on one stage, with the transfers of its input and gradient."""
-    flops = megatron_flops(pipe.shape, pipe.micro_batch, recompute=pipe.recompute) / pipe.stages
-    compute = flops / machine.flops("fp16", pipe.shape.d_model)
+    whole = compute_seconds(
+        pipe.shape, pipe.micro_batch, machine, pipe.kernels, recompute=pipe.recompute
+    )
+    compute = (whole.forward + whole.backward) / pipe.stages
     moved = 2 * input_bytes(pipe.shape, pipe.micro_batch) if pipe.stages > 1 else 0.0
     return compute + moved / _link(pipe.stages, machine)
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Software:
     two are calibrated, on all cells they affect; the others are read from sources.
 
     Attributes:
+        compute_share: rate of forward and backward beside the engine's hooks and copies, relative
+            to the kernels alone: DeepSpeed's tutorial log, 18.27 s.
         adam_share: Adam's rate within a step, relative to CPU-Adam alone (ZeRO-Offload, table 4):
             0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
             the savings of delayed updates in figure 9 give 0.17 to 0.45.
@@ -38,6 +42,7 @@ class Software:
         sum_bytes: the same, of the running sum of 16-bit gradients; only with accumulation.
     """
 
+    compute_share: float = 0.71
     adam_share: float = 0.64
     contention: float = 1.6
     ring_share: float = 0.10
@@ -46,14 +51,20 @@ class Software:
     sum_bytes: float = 2.0
 
 
+MEGATRON = Kernels(level="eager", attention="scores")
+"""The kernels of Megatron-LM in 2020, which the papers' runs use."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One published run: a step is `micro_steps` microbatches on each data parallel rank.
 
     Attributes:
-        micro_batch: sequences per rank.
+        micro_batch: sequences per rank; `with_largest_micro_batch` finds what memory allows.
         micro_steps: need not be whole: papers fix the global batch, which may not divide.
-        mp: GPUs that split every matrix (Megatron); within one host.
+        mp: GPUs that split every matrix (Megatron).
+        inputs: of layers, which recompute saves: "keep" whole on each GPU; "split" among the `mp`
+            GPUs (ZeRO-R's Pa); "host": the split part on the host (Pa+cpu).
         stage: of ZeRO; 0 is PyTorch's DDP.
         offload: optimizer state and gradients on the host.
         dpu: the delayed update of ZeRO-Offload: Adam overlaps the next step's compute.
@@ -69,6 +80,8 @@ class Run:
     offload: bool = True
     dpu: bool = False
     recompute: bool = True
+    inputs: Literal["keep", "split", "host"] = "keep"
+    kernels: Kernels = MEGATRON
 
     @property
     def ranks(self) -> int:
@@ -152,6 +165,10 @@ def input_bytes(shape: ModelShape, micro_batch: int) -> float:
 
 # ── memory ──
 
+_OPTIMIZER_BYTES = 16
+"""ZeRO's optimizer on the GPU: fp32 weight and moments, and the fp32 gradient of the owned part
+while it updates."""
+
 
 def gpu_bytes(run: Run, software: Software) -> float:
     """Peak bytes of one GPU, in backward."""
@@ -164,7 +181,8 @@ def gpu_bytes(run: Run, software: Software) -> float:
 
 def _state_bytes(run: Run) -> float:
     if not run.offload:
-        return zero_bytes(run.params, run.ranks, run.stage)
+        k = _OPTIMIZER_BYTES if run.stage else 12
+        return zero_bytes(run.params, run.ranks, run.stage, k)
     weights = 2 * run.params / (run.ranks if run.stage == 3 else 1)
     return weights + (0 if run.stage >= 2 else 2 * run.params)
 
@@ -175,8 +193,15 @@ def _activation_bytes(run: Run) -> float:
     # 16-bit logits and the loss's fp32 softmax
     logits = 6 * run.micro_batch * shape.max_seq_len * shape.vocab_size / run.mp
     if run.recompute:
-        return shape.num_layers * input_bytes(shape, run.micro_batch) + max(layer, logits)
+        return shape.num_layers * _kept_input(run) + max(layer, logits)
     return shape.num_layers * layer + logits
+
+
+def _kept_input(run: Run) -> float:
+    """Bytes of a layer's input on a GPU."""
+    if run.inputs == "host":
+        return 0.0
+    return input_bytes(run.shape, run.micro_batch) / (run.mp if run.inputs == "split" else 1)
 
 
 def host_bytes(run: Run, machine: Machine, software: Software) -> float:
@@ -192,6 +217,16 @@ def too_large_for(run: Run, machine: Machine, software: Software) -> str:
     if gpu_bytes(run, software) > machine.gpu_memory_bytes - machine.gpu_reserved_bytes:
         return "GPU"
     return "host" if host_bytes(run, machine, software) > machine.host_memory_bytes else ""
+
+
+def with_largest_micro_batch(run: Run, machine: Machine, software: Software, most: int) -> Run:
+    """Return the run with as many sequences per rank as fit, up to `most`; one if none fits.
+
+    A power of two, as nearly all micro-batches of the papers' tables.
+    """
+    sizes = (replace(run, micro_batch=1 << n) for n in reversed(range(most.bit_length())))
+    fitting = (each for each in sizes if not too_large_for(each, machine, software))
+    return next(fitting, replace(run, micro_batch=1))
 
 
 def largest_model(run: Run, machine: Machine, software: Software) -> float:
@@ -215,7 +250,7 @@ def _depth(one: float, two: float, limit: float) -> float:
 
 def step_times(run: Run, machine: Machine, software: Software) -> Times:
     """Seconds of one step, from the machine's rates."""
-    forward, backward = _compute(run, machine)
+    forward, backward = _compute(run, machine, software)
     transfers = _transfers(run, machine, backward)
     gradients, optimizer = _update(run, machine, software)
     if run.dpu:
@@ -228,7 +263,8 @@ def step_times(run: Run, machine: Machine, software: Software) -> Times:
         gradients=gradients,
         optimizer=optimizer,
         h2d=2 * run.owned / _pcie(run, machine, machine.h2d_gbps) if run.offload else 0.0,
-        communication=_tensor_parallel(run, machine) + _data_parallel(run, machine, software),
+        communication=_tensor_parallel(run, machine, software)
+        + _data_parallel(run, machine, software),
     )
 
 
@@ -239,12 +275,25 @@ def tflops(run: Run, machine: Machine, software: Software) -> float:
     return flops / step_times(run, machine, software).step / 1e12
 
 
-def _compute(run: Run, machine: Machine) -> tuple[float, float]:
+def compute_seconds(
+    shape: ModelShape, micro_batch: int, machine: Machine, kernels: Kernels, *, recompute: bool
+) -> Seconds:
+    """Seconds of one microbatch of whole sequences; backward has the recompute."""
+    tokens = micro_batch * shape.max_seq_len
+    block = block_seconds(shape, shape.max_seq_len, tokens, machine, "fp16", kernels)
+    head = head_seconds(shape, tokens, machine, "fp16", kernels)
+    again = block.forward if recompute else 0.0
+    return Seconds(
+        shape.num_layers * block.forward + head.forward,
+        shape.num_layers * (block.backward + again) + head.backward,
+    )
+
+
+def _compute(run: Run, machine: Machine, software: Software) -> tuple[float, float]:
     """Forward and backward of one microbatch; backward has the recompute."""
-    flops = megatron_flops(run.shape, run.micro_batch, recompute=run.recompute) / run.mp
-    seconds = flops / machine.flops("fp16", run.shape.d_model / math.sqrt(run.mp))
-    share = 1 / 4 if run.recompute else 1 / 3
-    return seconds * share, seconds * (1 - share)
+    kernels = replace(run.kernels, split=run.mp)
+    found = compute_seconds(run.shape, run.micro_batch, machine, kernels, recompute=run.recompute)
+    return found.forward / software.compute_share, found.backward / software.compute_share
 
 
 def _sums_on_host(run: Run) -> bool:
@@ -286,19 +335,33 @@ def _update(run: Run, machine: Machine, software: Software) -> tuple[float, floa
     return 12 * seconds, 28 * seconds / software.adam_share
 
 
-def _tensor_parallel(run: Run, machine: Machine) -> float:
-    """Seconds of the all-reduces within layers: 8bsh(t-1)/t elements, half of them in forward."""
-    elements = 4 * input_bytes(run.shape, run.micro_batch) * (run.mp - 1) / run.mp
+def _tensor_parallel(run: Run, machine: Machine, software: Software) -> float:
+    """Seconds of the all-reduces within layers: 8bsh(t-1)/t elements, half of them in forward.
+
+    Split inputs are gathered again before the recompute; those on the host cross the bus twice.
+    """
+    shared = (run.mp - 1) / run.mp
+    each = input_bytes(run.shape, run.micro_batch)
+    link = _ring(run.mp, machine, software)
     passes = 1.5 if run.recompute else 1.0
-    layers = run.shape.num_layers * run.micro_steps
-    return layers * passes * 2 * elements / (1e9 * machine.gpu_link_gbps)
+    seconds = passes * 2 * 4 * each * shared / link
+    if run.inputs != "keep":
+        seconds += each * shared / link
+    if run.inputs == "host":
+        rates = machine.h2d_gbps, machine.d2h_gbps
+        seconds += sum(each / run.mp / _pcie(run, machine, rate) for rate in rates)
+    return run.shape.num_layers * run.micro_steps * seconds
+
+
+def _ring(gpus: int, machine: Machine, software: Software) -> float:
+    """Return the bytes per second of a ring over so many GPUs, which fill the hosts one by one."""
+    if gpus <= machine.gpus:
+        return 1e9 * machine.gpu_link_gbps
+    return 1e9 * min(machine.gpu_link_gbps, machine.node_link_gbps * software.ring_share)
 
 
 def _data_parallel(run: Run, machine: Machine, software: Software) -> float:
     """Seconds of reduce-scatters and all-gathers, each of which passes all weights once."""
     passes = {0: 2.0, 1: 2.0, 2: run.micro_steps + 1, 3: 3 * run.micro_steps}[run.stage]
     moved = 2 * run.params * (run.ranks - 1) / run.ranks
-    link = machine.gpu_link_gbps
-    if run.gpus > machine.gpus:
-        link = min(link, machine.node_link_gbps * software.ring_share)
-    return passes * moved / (1e9 * link)
+    return passes * moved / _ring(run.gpus, machine, software)

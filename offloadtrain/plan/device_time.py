@@ -1,0 +1,202 @@
+"""Seconds that a device computes: the blocks of a transformer, and its head with the loss.
+
+[Note: What a device's time is made of]
+A few rates of the machine, and counts of what the kernels do:
+* a matrix product: its FLOPs over `Machine.flops` at the geometric mean of the weight's sides;
+* attention: "flash" computes half of the scores if it is causal, 2.5 times as much in backward, and
+  the faster the longer the sequences are; "scores" computes all of them as matrix products, writes
+  them to memory and reads them again;
+* everything else (norms, residual sums, activation functions, positions, dropout, loss): the bytes
+  that it reads and writes, over the device's own memory bandwidth;
+* launches: an eager operation cannot take less than the host needs to launch it. A block takes the
+  larger of its kernels' time and its launches' time.
+
+`python -m benchmarks.validate_plan` fits the constants below to published throughputs and prints
+the residuals: docs/validation.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.offload import PRECISIONS, Precision
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.step.formats import ITEMSIZE
+
+Level = Literal["eager", "compiled", "fused"]
+Attention = Literal["flash", "scores"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """How a program computes a block.
+
+    Attributes:
+        level: "eager": one kernel per operation; "compiled": elementwise operations fused
+            (torch.compile); "fused": hand-written, the loss too, and launched as a graph.
+        attention: "flash" keeps no scores; "scores" writes them to memory.
+        causal: attention to earlier tokens only; "flash" then skips half.
+        split: GPUs that split every matrix (tensor parallel).
+        eager_traffic: bytes that eager operations move, over those they must move. Fitted.
+    """
+
+    level: Level = "eager"
+    attention: Attention = "flash"
+    causal: bool = True
+    split: int = 1
+    eager_traffic: float = 1.44
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds per microbatch."""
+
+    forward: float
+    backward: float
+
+
+FLASH_BACKWARD = 2.5
+"""FLOPs of flash attention's backward over its forward (five products, not two)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Elements that the memory-bound operations of a block read and write per token, forward and
+    backward.
+
+    Attributes:
+        hidden: per d_model: two norms and two residual sums.
+        gelu, swiglu: per channel of the MLP's width.
+        rotary: per channel of queries and keys.
+        dropout: per d_model, of the two residual branches.
+        scores: per score, of attention that writes them: scale, mask, softmax, dropout and the
+            reads and writes of both products.
+        launches: operations.
+    """
+
+    hidden: tuple[float, float]
+    gelu: tuple[float, float]
+    swiglu: tuple[float, float]
+    rotary: tuple[float, float]
+    dropout: tuple[float, float]
+    scores: tuple[float, float]
+    launches: tuple[int, int]
+
+
+_EAGER = _Traffic(
+    hidden=(10, 14),
+    gelu=(2, 3),
+    swiglu=(5, 8),
+    rotary=(8, 8),
+    dropout=(12, 6),
+    scores=(12.5, 13.5),
+    launches=(30, 60),
+)
+_FUSED = _Traffic(
+    hidden=(6, 10),
+    gelu=(2, 3),
+    swiglu=(3, 5),
+    rotary=(2, 2),
+    dropout=(0.5, 0.5),
+    scores=(6.5, 8.5),
+    launches=(10, 20),
+)
+_TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
+
+_LOSS_BYTES = {"eager": (14, 14), "compiled": (10, 8), "fused": (4, 6)}
+"""Bytes per entry of the vocabulary and token: eager, 16-bit logits become fp32, then
+probabilities, then gradients; fused, the gradient replaces the logits."""
+
+
+def block_seconds(
+    shape: ModelShape,
+    seq_len: int,
+    tokens: int,
+    machine: Machine,
+    precision: Precision,
+    kernels: Kernels,
+) -> Seconds:
+    """Return the time of one block for `tokens` tokens in sequences of `seq_len`."""
+    work = _Block(shape, seq_len, machine, precision, kernels)
+    forward = tokens * (work.matrices + work.attention[0] + work.moved[0])
+    backward = tokens * (2 * work.matrices + work.attention[1] + work.moved[1])
+    if kernels.level == "fused":  # launched as a graph
+        return Seconds(forward, backward)
+    launched = [1e-6 * machine.launch_us * count for count in _TRAFFIC[kernels.level].launches]
+    return Seconds(max(forward, launched[0]), max(backward, launched[1]))
+
+
+def head_seconds(
+    shape: ModelShape, tokens: int, machine: Machine, precision: Precision, kernels: Kernels
+) -> Seconds:
+    """Return the time of the logits and the loss for `tokens` tokens."""
+    vocabulary = shape.vocab_size / kernels.split
+    product = _product_s(machine, precision, shape.d_model, vocabulary)
+    down, up = (
+        nbytes * vocabulary / (1e9 * machine.hbm_gbps) for nbytes in _LOSS_BYTES[kernels.level]
+    )
+    return Seconds(tokens * (product + down), tokens * (2 * product + up))
+
+
+def _product_s(machine: Machine, precision: Precision, rows: float, columns: float) -> float:
+    """Return the seconds per token of a product with a weight of these sides."""
+    return 2.0 * rows * columns / machine.flops(precision, sqrt(rows * columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The seconds per token of one block's parts."""
+
+    shape: ModelShape
+    seq_len: int
+    machine: Machine
+    precision: Precision
+    kernels: Kernels
+
+    @property
+    def matrices(self) -> float:
+        """Forward of the four or five products; a split divides outputs, then inputs."""
+        shape, split = self.shape, self.kernels.split
+        d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
+        up = 2 * width if shape.mlp == "swiglu" else width
+        sides = ((d, (d + 2 * kv) / split), (d / split, d), (d, up / split), (width / split, d))
+        return sum(_product_s(self.machine, self.precision, *each) for each in sides)
+
+    @property
+    def attention(self) -> tuple[float, float]:
+        """The FLOPs of attention, forward and backward."""
+        d, length = self.shape.d_model, self.seq_len
+        flops = 4.0 * d * length / self.kernels.split
+        if self.kernels.attention == "scores":
+            side = sqrt(length * self.shape.head_dim)
+            seconds = flops / self.machine.flops(self.precision, side)
+            return seconds, 2 * seconds
+        best = self.machine.flops(self.precision, d) * self.machine.flash_share
+        seconds = flops / best * (length + self.machine.flash_half_length) / length
+        seconds *= 0.5 if self.kernels.causal else 1.0
+        return seconds, FLASH_BACKWARD * seconds
+
+    @property
+    def moved(self) -> tuple[float, float]:
+        """The memory-bound operations, forward and backward."""
+        each = self._elements(0), self._elements(1)
+        wasted = self.kernels.eager_traffic if self.kernels.level == "eager" else 1.0
+        element = ITEMSIZE[PRECISIONS[self.precision]]
+        forward, backward = (n * element * wasted / (1e9 * self.machine.hbm_gbps) for n in each)
+        return forward, backward
+
+    def _elements(self, way: int) -> float:
+        shape, traffic = self.shape, _TRAFFIC[self.kernels.level]
+        d, split = shape.d_model, self.kernels.split
+        mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
+        count = traffic.hidden[way] * d + mlp[way] * shape.ff_width / split
+        if shape.positions == "rotary":
+            count += traffic.rotary[way] * (d + shape.kv_heads * shape.head_dim) / split
+        if shape.dropout:
+            count += traffic.dropout[way] * d
+        if self.kernels.attention == "scores":
+            count += traffic.scores[way] * shape.num_heads * self.seq_len / split
+        return count

@@ -1,0 +1,169 @@
+"""The time of a device: by hand, its properties, and the fit to published throughputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import calibration
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.hardware.machine import Machine, find, shipped
+from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
+from tests import levels
+
+A100 = find("a100_80gb")[1]
+IDEAL = replace(A100, half_width=0.0, launch_us=0.0, flash_share=1.0, flash_half_length=0.0)
+GPT = ModelShape(
+    vocab_size=1000, num_layers=2, d_model=512, num_heads=8, mlp="gelu", positions="learned"
+)
+LLAMA = replace(GPT, mlp="swiglu", positions="rotary", num_kv_heads=2, d_ff=1024)
+CELLS = calibration.load()
+
+
+def fitted() -> calibration.Fit:
+    """The fit to all cells, computed once."""
+    return calibration.fit(CELLS)
+
+
+def block(
+    shape: ModelShape, machine: Machine, kernels: Kernels, tokens: int = 4096, length: int = 1024
+) -> Seconds:
+    return block_seconds(shape, length, tokens, machine, "bf16", kernels)
+
+
+# ---- by hand
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_without_memory_traffic_is_its_flops(causal: bool) -> None:
+    """24 d^2 of products, and attention's 4 d T, of which a causal kernel skips half."""
+    free = replace(IDEAL, hbm_gbps=1e9)
+    found = block(GPT, free, Kernels(causal=causal))
+    rate, attention = 1e12 * free.bf16_tflops, 4 * 512 * 1024 * (0.5 if causal else 1)
+    assert found.forward == pytest.approx(4096 * (24 * 512**2 + attention) / rate, rel=1e-4)
+    backward = 4096 * (48 * 512**2 + 2.5 * attention) / rate
+    assert found.backward == pytest.approx(backward, rel=1e-4)
+
+
+def test_a_block_that_computes_in_no_time_is_its_bytes() -> None:
+    """GPT: 10 d and 14 d of norms and sums, 8 d and 12 d of GELU, 2 bytes each, and the excess."""
+    fast = replace(IDEAL, bf16_tflops=1e9)
+    found = block(GPT, fast, Kernels(eager_traffic=1.5))
+    each = 4096 * 512 * 2 * 1.5 / (1e9 * fast.hbm_gbps)
+    assert found.forward == pytest.approx(18 * each, rel=1e-4)
+    assert found.backward == pytest.approx(26 * each, rel=1e-4)
+
+
+def test_narrow_matrices_are_slower_by_the_geometric_mean_of_their_sides() -> None:
+    narrow = replace(IDEAL, hbm_gbps=1e9, half_width=300.0)
+    kv, d, width = 128, 512, 1024
+    sides = ((d, d + 2 * kv), (d, d), (d, 2 * width), (width, d))
+    rate = 1e12 * narrow.bf16_tflops
+    seconds = sum(2 * a * b / rate * (1 + 300 / sqrt(a * b)) for a, b in sides)
+    seconds += 2 * d * 1024 / rate * (1 + 300 / d)
+    assert block(LLAMA, narrow, Kernels()).forward == pytest.approx(4096 * seconds, rel=1e-4)
+
+
+def test_the_head_by_hand() -> None:
+    """Products of the vocabulary, and 14 bytes per logit in each direction."""
+    found = head_seconds(GPT, 4096, IDEAL, "bf16", Kernels())
+    product = 2 * 512 * 1000 / (1e12 * IDEAL.bf16_tflops)
+    moved = 14 * 1000 / (1e9 * IDEAL.hbm_gbps)
+    assert found.forward == pytest.approx(4096 * (product + moved))
+    assert found.backward == pytest.approx(4096 * (2 * product + moved))
+
+
+def test_short_kernels_wait_for_their_launches() -> None:
+    """30 and 60 operations of 5 us; a graph of fused ones is launched at once."""
+    tiny = block(GPT, replace(A100, launch_us=5.0), Kernels(), tokens=16, length=16)
+    assert tiny.forward == pytest.approx(150e-6) and tiny.backward == pytest.approx(300e-6)
+    fused = block(GPT, A100, Kernels(level="fused"), tokens=16, length=16)
+    assert fused.forward < tiny.forward / 10
+
+
+def test_power_below_full_slows_products_by_its_square_root() -> None:
+    capped = replace(A100, power_w=100.0, full_power_w=400.0)
+    assert capped.flops("bf16", 4096) == pytest.approx(A100.flops("bf16", 4096) / 2)
+    assert replace(capped, power_w=500.0).flops("bf16", 4096) == A100.flops("bf16", 4096)
+
+
+# ---- properties
+
+
+@levels.examples(50)
+@given(
+    shape=st.sampled_from([GPT, LLAMA]),
+    tokens=st.integers(1, 32),
+    level=st.sampled_from(["eager", "compiled", "fused"]),
+    attention=st.sampled_from(["flash", "scores"]),
+)
+def test_more_takes_longer_and_better_never_does(
+    shape: ModelShape, tokens: int, level: str, attention: str
+) -> None:
+    kernels = Kernels(level=level, attention=attention)  # type: ignore[arg-type]
+    base = block(shape, A100, kernels, 512 * tokens, 512)
+    for more in (
+        block(replace(shape, d_model=2 * shape.d_model), A100, kernels, 512 * tokens, 512),
+        block(shape, A100, kernels, 512 * (tokens + 1), 512),
+        block(shape, replace(A100, launch_us=50.0), kernels, 512 * tokens, 512),
+    ):
+        assert more.forward >= base.forward and more.backward >= base.backward
+    better = {"bf16_tflops": 400.0, "hbm_gbps": 4000.0, "half_width": 0.0, "launch_us": 0.0}
+    for rate, value in better.items():
+        faster = block(shape, replace(A100, **{rate: value}), kernels, 512 * tokens, 512)  # type: ignore[arg-type]
+        assert faster.forward <= base.forward and faster.backward <= base.backward
+    assert 0 < base.forward < base.backward
+
+
+# ---- the fit
+
+
+def test_the_fit_reproduces_its_cells() -> None:
+    found = calibration.residuals(CELLS, fitted())
+    assert calibration.median(found) <= 0.08
+    assert abs(calibration.worst(found).error) <= 0.25
+
+
+def test_cards_left_out_are_found_from_the_others() -> None:
+    cards = {cell.card for cell in CELLS}
+    found = [each for card in cards for each in calibration.left_out(CELLS, card)]
+    assert len(found) == len(CELLS) and calibration.median(found) <= 0.15
+
+
+def test_no_card_has_more_parameters_than_a_third_of_its_cells() -> None:
+    """One of its own; the others are shared."""
+    cards = [cell.card for cell in CELLS]
+    assert set(fitted().values) == {*cards, *calibration.SHARED}
+    assert all(cards.count(card) >= 3 for card in cards)
+
+
+@pytest.mark.parametrize(
+    ("card", "machine"), [("a100", "a100_80gb"), ("rtx4090", "rtx4090"), ("v100", "dgx2")]
+)
+def test_shipped_rates_are_the_fitted_ones(card: str, machine: str) -> None:
+    found = find(machine)[1]
+    assert found.fp16_tflops == pytest.approx(fitted().values[card] * found.peak_tflops, rel=0.01)
+    assert Kernels().eager_traffic == pytest.approx(fitted().values["traffic"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if find(name)[1].gpu])
+def test_the_width_of_every_card_follows_the_rule(name: str) -> None:
+    found = find(name)[1]
+    balance = 1e3 * found.fp16_tflops / found.hbm_gbps
+    assert found.half_width == pytest.approx(fitted().values["width"] * balance, rel=0.01)
+
+
+def test_a_fit_finds_the_parameters_that_made_its_cells() -> None:
+    """Cells as planned with made-up parameters give them back."""
+    made = calibration.Fit(
+        {"a100": 0.6, "rtx4090": 0.9, "v100": 0.7, "width": 1.5, "traffic": 1.2, "exposed": 0.4}
+    )
+    cells = tuple(replace(cell, published=calibration.planned(cell, made)) for cell in CELLS)
+    found = calibration.fit(cells)
+    assert found.values == {
+        name: pytest.approx(value, rel=0.02) for name, value in made.values.items()
+    }

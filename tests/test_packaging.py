@@ -90,6 +90,7 @@ def test_a_wheel_without_a_compiler(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
+    _run("check_wheel_contents", wheel)
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
         "offloadtrain/runtime/kernels/__init__.py",

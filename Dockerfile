@@ -1,0 +1,35 @@
+# Trains, shows the monitor, and runs the GPU tests, as a user without rights:
+#   docker build -t offloadtrain .
+#   docker run --gpus all --ulimit memlock=-1 --ipc=host -v "$PWD/runs:/work/runs" offloadtrain train demo
+# memlock: host memory that the GPU copies from is page-locked. Without a GPU:
+#   docker build --build-arg BASE=ubuntu:24.04 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
+ARG BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
+
+FROM ${BASE} AS build
+ARG TORCH_INDEX=https://pypi.org/simple
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+       g++ cmake make python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/offloadtrain
+ENV PATH=/opt/offloadtrain/bin:$PATH PIP_NO_CACHE_DIR=1
+WORKDIR /src
+COPY constraints.txt .
+RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt torch
+COPY . .
+RUN pip install -c constraints.txt ".[hf,data]" pytest pytest-xdist hypothesis
+
+FROM ${BASE}
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 trainer && mkdir /work && chown trainer /work
+COPY --from=build /opt/offloadtrain /opt/offloadtrain
+COPY --from=build --chown=10001 /src/tests /work/tests
+COPY --from=build --chown=10001 /src/benchmarks /work/benchmarks
+COPY --from=build --chown=10001 /src/pyproject.toml /work/
+ENV PATH=/opt/offloadtrain/bin:$PATH
+USER 10001
+WORKDIR /work
+ENTRYPOINT ["offloadtrain"]
+CMD ["--help"]

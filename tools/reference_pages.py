@@ -1,0 +1,116 @@
+"""The generated pages of the documentation, for mkdocs-gen-files: nothing is written twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
+
+import mkdocs_gen_files
+from docstring_parser import parse
+
+import offloadtrain as ot
+from offloadtrain.cli import exit_codes
+from offloadtrain.cli.main import app
+from offloadtrain.config.data_options import DataConfig
+from offloadtrain.config.hf_model import HfModel, Lora
+from offloadtrain.config.hf_section import HF_KEYS
+from offloadtrain.config.job import OFFLOAD, DeviceConfig, TrainConfig
+from offloadtrain.config.log_options import LogConfig
+from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.optim_options import OptimConfig
+from offloadtrain.config.units import format_count
+
+TABLES: dict[str, tuple[type, object | None]] = {
+    "model": (ModelShape, None),
+    "model, with hf": (HfModel, None),
+    "model.lora": (Lora, None),
+    "device": (DeviceConfig, None),
+    "offload": (OffloadConfig, OFFLOAD),
+    "optim": (OptimConfig, None),
+    "data": (DataConfig, None),
+    "train": (TrainConfig, None),
+    "log": (LogConfig, None),
+}
+"""Table of a job → its class, and an instance with other defaults."""
+
+
+def keys_page() -> Iterator[str]:
+    yield "# Job keys\n"
+    yield "Every key can be given as `--set TABLE.KEY=VALUE`. Keys without a default must be set.\n"
+    for table, (kind, defaults) in TABLES.items():
+        yield f"## [{table}]\n\n{_summary(kind)}\n"
+        yield "| key | type | default | meaning |\n|---|---|---|---|"
+        hints, meant = get_type_hints(kind), _meanings(kind)
+        for one in fields(kind):
+            if kind is HfModel and one.name not in HF_KEYS:
+                continue  # what reading the folder has found
+            yield _row(one, hints[one.name], defaults, meant.get(one.name, ""))
+        yield ""
+
+
+def _row(one: Field[Any], hint: object, defaults: object | None, meaning: str) -> str:
+    default = getattr(defaults, one.name) if defaults is not None else one.default
+    shown = "" if default is MISSING else f"`{default!r}`"
+    return f"| `{one.name}` | `{_type(hint)}` | {shown} | {meaning} |"
+
+
+def _type(hint: object) -> str:
+    text = getattr(hint, "__name__", None) if isinstance(hint, type) else None
+    plain = re.sub(r"typing\.|Literal\[([^]]*)\]", lambda m: m[1] or "", text or str(hint))
+    return plain.replace(" | ", " or ").replace("|", "\\|")
+
+
+def _summary(kind: type) -> str:
+    return parse(kind.__doc__ or "").short_description or ""
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """The docstring's word on each attribute; several may share one. `offload` has its options'."""
+    documented = ot.offload if kind is OffloadConfig else kind
+    found = {}
+    for attribute in parse(documented.__doc__ or "").params:
+        for name in attribute.arg_name.split(","):
+            found[name.strip()] = " ".join((attribute.description or "").split())
+    return found
+
+
+def sizes_page() -> Iterator[str]:
+    yield "# Model sizes\n\n`model.size` in a job; keys beside it replace its own.\n"
+    yield "| size | parameters | layers | width | heads |\n|---|---|---|---|---|"
+    for name, shape in SIZES.items():
+        yield (
+            f"| `{name}` | {format_count(num_params(shape))} | {shape.num_layers} | "
+            f"{shape.d_model} | {shape.num_heads} |"
+        )
+
+
+def exit_codes_page() -> Iterator[str]:
+    yield "# Exit codes\n\n| code | name |\n|---|---|"
+    for name, code in vars(exit_codes).items():
+        if name.isupper() and isinstance(code, int):
+            yield f"| {code} | {name.lower().replace('_', ' ')} |"
+    yield "\nWhat to do: [troubleshooting](../troubleshooting.md)."
+
+
+def python_page() -> Iterator[str]:
+    yield "# Python\n\n`import offloadtrain as ot`\n"
+    for name in ot.__all__:
+        target = getattr(ot, name)
+        if callable(target):
+            yield f"::: {target.__module__}.{target.__qualname__}\n"
+
+
+PAGES = {
+    "keys": keys_page,
+    "sizes": sizes_page,
+    "exit_codes": exit_codes_page,
+    "python": python_page,
+}
+for page, lines in PAGES.items():
+    with mkdocs_gen_files.open(f"reference/{page}.md", "w") as file:
+        print(*lines(), sep="\n", file=file)
+with mkdocs_gen_files.open("reference/cli.md", "w") as file:
+    file.write(app.generate_docs(output_format="markdown"))

@@ -20,8 +20,8 @@ from offloadtrain.train.checkpoint.restore import read_whole
 
 _Piece = Mapping[str, Entry]
 """A part of a parameter: kind → its tensor."""
-_DECODED = 1 << 22
-"""Elements to decode at once: each field takes so many beside the whole."""
+_DECODED = 1 << 18
+"""Elements decoded at a time; a multiple of the formats' blocks."""
 
 
 def saved_weights(

@@ -33,6 +33,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, durably and for their owner only.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if os.path.isdir(folder):
+        return
+    make_folder(folder.parent)
+    with suppress(FileExistsError):  # another process made it meanwhile
+        os.mkdir(folder, 0o700)
+    sync_folder(folder.parent)
+
+
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder atomically and durably within its parent.
 

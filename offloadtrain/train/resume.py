@@ -15,6 +15,7 @@ from offloadtrain.train import run_folder
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.saved_state import require_run_state
 
 Say = Callable[[str], None]
 
@@ -66,7 +67,9 @@ class Opened:
         assert self.found is not None
         self._skip(self.found.path, damage)
         folder, before = self.found.path.parent, self.found.step
-        self.found = checkpoint.newest_good(folder, self._skip, ranks, whole=False, before=before)
+        self.found = checkpoint.newest_good(
+            folder, self._skip, ranks, whole=False, before=before, accept=require_run_state
+        )
         if self.found is None:
             raise CheckpointError(_nothing_good(folder.parent, self))
 
@@ -169,7 +172,7 @@ def _opened(path: Path, ranks: Ranks) -> Opened:
     opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
     try:
         opened.found = checkpoint.newest_good(
-            opened.run.checkpoints, opened._skip, ranks, whole=False
+            opened.run.checkpoints, opened._skip, ranks, whole=False, accept=require_run_state
         )
     except BaseException:
         opened.run.close()

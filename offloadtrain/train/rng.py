@@ -68,6 +68,25 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(_tensor(text), index)
 
 
+def check(state: Any) -> None:
+    """Check that `restore` would take it; no generator is changed.
+
+    Raises:
+        ValueError: it would not.
+    """
+    try:
+        version, words, gauss = state["python"]
+        random.Random().setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.RandomState().set_state((kind, np.frombuffer(_bytes(keys), np.uint32), *rest))
+        torch.Generator().set_state(_tensor(state["torch"]))
+        for text in state["cuda"]:
+            _tensor(text)
+    # Each of the generators has its own errors.
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"no state of random numbers: {error}") from error
+
+
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
 

@@ -33,6 +33,7 @@ from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events.schema import SCHEMA
+from offloadtrain.hardware.atomic_io import sync_folder
 
 _MODE = 0o700
 _FOLDERS = ("events", "checkpoints", "control", "tensorboard", "wandb")
@@ -230,6 +231,9 @@ class RunFolder:
         self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
         own_folder(self.path / "events")
         (self.path / "checkpoints").mkdir(mode=_MODE, exist_ok=True)
+        # Durable before a checkpoint is: it would be lost with the name of a folder above it.
+        for folder in dict.fromkeys(made.parent for made in self._made):
+            sync_folder(folder)
 
 
 def _refuse_links(path: Path) -> None:

@@ -36,6 +36,7 @@ from offloadtrain.train.build import update_rule
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
+from offloadtrain.train.saved_state import require_run_state
 
 BASE_PREFIX = "base_model.model."
 """Of the base model's names in a PEFT model."""
@@ -88,7 +89,9 @@ def open_saved(path: Path) -> SavedRun:
         CheckpointError: none of its checkpoints is valid.
     """
     if (path / MANIFEST).is_file():
-        return _of(checkpoint.verify(path))
+        one = checkpoint.verify(path)
+        require_run_state(one)
+        return _of(one)
     if not is_run(path):
         raise ConfigError(
             f"{path} is neither a run folder (it has no folder checkpoints) nor a checkpoint (it "
@@ -96,7 +99,9 @@ def open_saved(path: Path) -> SavedRun:
         )
     damaged: list[str] = []
     found = checkpoint.newest_good(
-        path / "checkpoints", lambda at, why: damaged.append(f"{at.name}: {why}")
+        path / "checkpoints",
+        lambda at, why: damaged.append(f"{at.name}: {why}"),
+        accept=require_run_state,
     )
     if found is None and not damaged:
         raise ConfigError(f"{path} has no checkpoint yet")

@@ -27,6 +27,7 @@ from offloadtrain.train.job_changes import changes_since
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.saved_state import require_run_state
 from offloadtrain.train.spikes import Spikes
 from offloadtrain.train.untrained import Untrained, Versions
 
@@ -191,7 +192,10 @@ class Saving:
         before: int | None = None
         while True:
             found = checkpoint.newest_good(
-                self.folder, self._warn_of_damage, self._ranks, whole=False, before=before
+                *(self.folder, self._warn_of_damage, self._ranks),
+                whole=False,
+                before=before,
+                accept=require_run_state,
             )
             if found is None:
                 return None

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +28,17 @@ from offloadtrain.data.tokens import DataError, TokenHeader
 from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.control import _understood
 from offloadtrain.hardware import machine
+from offloadtrain.train import rng
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import MANIFEST, STATE, CheckpointError
+from offloadtrain.train.checkpoint.save import save
+from offloadtrain.train.progress import Progress
+from offloadtrain.train.saved_state import require_run_state
 from tests.boundary.hostile import TEXTS
+from tests.boundary.hostile_checkpoints import OTHERS, rewrite_state
 from tests.cli.test_bad_input import JOB
+from tests.train.test_checkpoint import change
+from tests.train.toy_state import filled
 from tests.tui.recordings import lines, unlucky
 
 JSONL = b'{"text": "some text", "n": [1, 2.5, null, true], "more": {"a": "\\u00e9"}}'
@@ -104,6 +118,63 @@ def _config(content: bytes) -> None:
     shape_of(found)
 
 
+def _checkpoint(file: str, content: bytes) -> None:
+    """A file of a checkpoint, exchanged: as it is, and with hashes that fit where they can."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(shutil.copytree(_saved().parent, Path(folder, "run"))) / _saved().name
+        (path / file).write_bytes(content)
+        if file == STATE:
+            rewrite_state(path, content)
+        else:
+            with suppress(ValueError, RecursionError, TypeError):
+                change(path / file, lambda manifest: manifest.update())
+        require_run_state(checkpoint.verify(path))
+
+
+def _values(file: str, content: bytes) -> None:
+    """Values of a checkpoint's file that are exchanged as the content draws them."""
+    draw = random.Random(content)
+    found = json.loads((_saved() / file).read_text())
+    for _ in range(draw.randint(1, 3)):
+        _exchange(found, draw)
+    _checkpoint(file, json.dumps(found).encode())
+
+
+def _exchange(value: Any, draw: random.Random) -> None:
+    """Exchange a value anywhere inside a table or a list."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key = draw.choice(keys)
+    if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.8:
+        _exchange(value[key], draw)
+    elif draw.random() < 0.2:
+        del value[key]
+    else:
+        value[key] = draw.choice((*OTHERS, draw.randrange(100_000), value[draw.choice(keys[:20])]))
+
+
+@cache
+def _saved() -> Path:
+    """A checkpoint of a run."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    progress = {**asdict(Progress(step=1)), "val_loss": None}
+    state = {
+        "optimizer": {"step": 1, "scaler": None},
+        "progress": progress,
+        "data": {"seed": 1, "epoch": 0, "sample": 3, "data": {"order": "full"}},
+        "spikes": {"losses": [1.5, 1.25], "rollbacks": [[3, 1]]},
+        "held_out": None,
+        "tokenizer": "bytes",
+        "tokenizer_name": "bytes",
+        "rng": [rng.snapshot().as_json],
+        "precision": "bf16",
+        "threads": 1,
+        "config": {"offload": {"clip_norm": 1.0}},
+        "hf_config": None,
+    }
+    return save(folder, 1, *filled(1), state).path
+
+
 RECORDS = lines(unlucky(6))
 READERS: dict[str, tuple[Callable[[bytes], object], list[bytes], tuple[type[Exception], ...]]] = {
     "job": (lambda b: jobs.loads(b.decode(errors="replace")), [JOB.encode()], (ConfigError,)),
@@ -116,6 +187,18 @@ READERS: dict[str, tuple[Callable[[bytes], object], list[bytes], tuple[type[Exce
     "jsonl": (lambda b: records._parse_line(b, len(b)), [JSONL], (ValueError,)),
     "token file": (_header, [HEADER], (DataError,)),
     "request": (_requests, [REQUEST], (ValueError, RecursionError)),
+    "manifest.json": (
+        partial(_checkpoint, MANIFEST),
+        [(_saved() / MANIFEST).read_bytes()],
+        (CheckpointError,),
+    ),
+    "state.json": (
+        partial(_checkpoint, STATE),
+        [(_saved() / STATE).read_bytes()],
+        (CheckpointError,),
+    ),
+    "a manifest's values": (partial(_values, MANIFEST), [], (CheckpointError,)),
+    "a state's values": (partial(_values, STATE), [], (CheckpointError,)),
     "config.json": (_config, [HF], (ValueError, RecursionError)),
 }
 
@@ -131,7 +214,7 @@ def test_no_content_breaks_a_reader(reader: str, cases: int) -> None:
         read(seed)
     draw, refused = random.Random(f"{reader} {cases}"), 0
     for number in range(cases):
-        content = mutated(draw.choice(seeds), draw)
+        content = mutated(draw.choice(seeds), draw) if seeds else draw.randbytes(8)
         try:
             read(content)
         except known:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from offloadtrain.hardware import atomic_io, direct_io
 from offloadtrain.hardware.direct_io import BLOCK
+from offloadtrain.train.checkpoint import checkpoint, disk_space, save
+
+MODULES = (atomic_io, direct_io, checkpoint, disk_space, save)
+"""Those that write a checkpoint."""
 
 EFFECTS = (
     *("open", "read", "write", "fsync", "close", "posix_fadvise"),
@@ -30,6 +36,10 @@ class FaultyOs:
         self._at, self._fault = at, fault
         self._lock = threading.Lock()
 
+    def fails(self, number: int) -> OSError | None:
+        """Return the error of this call; a disk that fails for longer overrides it."""
+        return None
+
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
         if name not in EFFECTS:
@@ -39,6 +49,8 @@ class FaultyOs:
             with self._lock:  # several threads write
                 self.calls.append((name, args[0]))
                 number = len(self.calls) - 1
+            if (error := self.fails(number)) is not None:
+                raise error
             if number == self._at:
                 if name == "write" and self.tear_writes:
                     os.write(args[0], args[1][: len(args[1]) // 2])
@@ -49,6 +61,18 @@ class FaultyOs:
             return real(*args, **kwargs)
 
         return call
+
+
+@contextmanager
+def through(fault: FaultyOs) -> Iterator[None]:
+    """Every `os` call of a save goes through `fault`."""
+    for module in MODULES:
+        module.os = fault  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in MODULES:
+            module.os = os  # type: ignore[attr-defined]
 
 
 def kill(name: str) -> None:

@@ -47,6 +47,15 @@ def is_running(path: Path) -> bool:
     return False
 
 
+def test_the_names_above_a_checkpoint_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    monkeypatch.setattr(run_folder, "sync_folder", synced.add)
+    with made(tmp_path / "a" / "runs") as run:
+        assert synced == {tmp_path, tmp_path / "a", tmp_path / "a" / "runs", run.path}
+
+
 def made(runs: Path, name: str = "job", path: Path | None = None) -> RunFolder:
     """One that has taken its first step."""
     run = RunFolder.new(runs, name, path)

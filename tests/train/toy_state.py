@@ -27,9 +27,11 @@ class ToyModel(torch.nn.Module):
 
 
 class ToyState:
-    """Host tensors per trained parameter, as `OffloadedState`."""
+    """Host tensors per trained parameter, as `OffloadedState`. Of several ranks each holds all of
+    them, and writes its share."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, rank: int = 0, num_ranks: int = 1) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
         self.param_groups: list[dict[str, Any]] = [{"lr": 1e-3}]
         self.tensors = {
             name: {kind: torch.zeros(param.shape) for kind in KINDS}
@@ -43,15 +45,21 @@ class ToyState:
 
     def flat_states(self) -> list[FlatState]:
         return [
-            FlatState(name, kind, "float32", x.numel(), (_piece(name, x),))
+            FlatState(name, kind, "float32", hi - lo, (_piece(name, x, lo, hi),))
             for name, tensors in self.tensors.items()
             for kind, x in tensors.items()
+            for lo, hi in [self._share(x)]
         ]
 
     def write_state(self, writer: StateWriter) -> None:
         for name, tensors in self.tensors.items():
-            writer.write(name, list(tensors.values()))
+            writer.write(name, [x.view(-1)[slice(*self._share(x))] for x in tensors.values()])
         writer.finish()
+
+    def _share(self, x: torch.Tensor) -> tuple[int, int]:
+        """Return the elements that this rank writes."""
+        cuts = [x.numel() * rank // self._num_ranks for rank in range(self._num_ranks + 1)]
+        return cuts[self._rank], cuts[self._rank + 1]
 
     def finish_writing(self) -> None:
         """Everything was written by `write_state`."""
@@ -78,15 +86,16 @@ class ToyState:
             self.tensors[name][kind].copy_(tensor)
 
 
-def _piece(name: str, values: torch.Tensor) -> Piece:
-    numel = values.numel()
-    return Piece(name, tuple(values.shape), values.stride(), 0, numel, 0, numel)
+def _piece(name: str, values: torch.Tensor, lo: int, hi: int) -> Piece:
+    return Piece(name, tuple(values.shape), values.stride(), lo, hi, 0, hi - lo)
 
 
-def filled(step: int, width: int = 8) -> tuple[ToyModel, ToyState]:
+def filled(
+    step: int, width: int = 8, *, rank: int = 0, num_ranks: int = 1
+) -> tuple[ToyModel, ToyState]:
     """Return a model and state whose every value follows from `step`."""
     model = ToyModel(width)
-    state = ToyState(model)
+    state = ToyState(model, rank, num_ranks)
     generator = torch.Generator().manual_seed(step)
     for tensors in state.tensors.values():
         for tensor in tensors.values():

@@ -103,6 +103,7 @@ def newest_good(
     *,
     whole: bool = True,
     before: int | None = None,
+    accept: Callable[[Checkpoint], None] = lambda found: None,
 ) -> Checkpoint | None:
     """Return the newest checkpoint that is good, or None; reports each damaged one it skips.
 
@@ -111,6 +112,7 @@ def newest_good(
     Args:
         whole: read and verify every tensor; False where they are verified while they are loaded.
         before: only checkpoints of earlier steps than this.
+        accept: raises DamagedCheckpointError where the caller cannot use it.
 
     Raises:
         CheckpointError: the newest was written by a newer version of the format. It may be valid,
@@ -121,7 +123,9 @@ def newest_good(
         if before is not None and step_of(path) >= before:
             continue
         try:
-            return (verify if whole else open_checkpoint)(path, ranks)
+            found = (verify if whole else open_checkpoint)(path, ranks)
+            accept(found)  # the state is the same on every rank, and so is the answer
+            return found
         except DamagedCheckpointError as damage:
             on_damaged(path, damage)
     return None
@@ -138,12 +142,15 @@ def open_checkpoint(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """Read manifest and state, and check names, kinds and sizes of the files; no tensor is read.
 
     Raises:
-        DamagedCheckpointError: a file is missing, unreadable, cut short or not listed.
+        DamagedCheckpointError: a file is missing, unreadable, cut short or not listed, or it is the
+            checkpoint of another step.
         CheckpointError: a newer version of the format.
     """
 
     def opened() -> Checkpoint:
         manifest = read_manifest(path)
+        if _COMPLETE.fullmatch(path.name) and manifest.step != step_of(path):
+            raise DamagedCheckpointError(f"{path} holds the checkpoint of step {manifest.step}")
         return Checkpoint(path, manifest, read_state(path, manifest))
 
     return agreed(ranks, opened)

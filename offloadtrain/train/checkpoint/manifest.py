@@ -61,6 +61,15 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(self.sizes.values())
 
+    def tensors_behind(self, file: str, num_bytes: int) -> str:
+        """Return what a message says of the tensors in a file that reach beyond its first bytes; ""
+        if there are none."""
+        lost = [one for one in self.entries if one.file == file and one.span[1] > num_bytes]
+        if not lost:
+            return ""
+        more = f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""
+        return f"; it lacks {lost[0].kind} of '{lost[0].name}'{more}"
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name → shape."""
         return {entry.name: entry.shape for entry in self.entries}
@@ -160,25 +169,27 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             )
         owner = os.stat(folder).st_uid
         for name, num_bytes in expected.items():
-            _check_file(folder / name, num_bytes, owner)
+            _check_file(folder / name, num_bytes, owner, manifest)
     except OSError as error:
         raise DamagedCheckpointError(
             f"{error.filename or folder} cannot be read: {error.strerror}"
         ) from error
 
 
-def _check_file(path: Path, num_bytes: int, owner: int) -> None:
+def _check_file(path: Path, num_bytes: int, owner: int, manifest: Manifest) -> None:
     try:
         fd = safe_open.open_descriptor(path)
     except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        lost = manifest.tensors_behind(path.name, 0)
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}{lost}") from error
     try:
         found = os.fstat(fd)
     finally:
         os.close(fd)
     if found.st_size != num_bytes:
+        lost = manifest.tensors_behind(path.name, found.st_size)
         raise DamagedCheckpointError(
-            f"{path} has {found.st_size} bytes, the manifest says {num_bytes}"
+            f"{path} has {found.st_size} bytes, the manifest says {num_bytes}{lost}"
         )
     if found.st_uid != owner:
         raise DamagedCheckpointError(

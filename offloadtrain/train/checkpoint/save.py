@@ -247,7 +247,7 @@ def _together(ranks: Ranks, final: Path) -> Iterator[None]:
 
 
 def _make(unfinished: Path) -> None:
-    os.makedirs(unfinished.parent, 0o700, exist_ok=True)
+    atomic_io.make_folder(unfinished.parent)
     checkpoint.clean(unfinished.parent)
     os.mkdir(unfinished, 0o700)
 

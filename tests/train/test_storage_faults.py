@@ -1,0 +1,60 @@
+"""Faults of storage cost at most the save that they meet: a slice of each set.
+
+`python -m benchmarks.storage_faults SET` runs whole sets; so does `--level full` here, but for
+exports and mounted file systems. Every effect of a save is one call of the `os` module, so "any
+point" is every call, one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.storage.saves import Case
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+SLICES = {"kills": 40, "power": 150, "errors": 40, "damage": 120}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Processes are forked: no pool of torch's may begin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cases_of(name: str, scratch: Path) -> list[Case]:
+    found: list[Case] = importlib.import_module(f"tests.train.storage.{name}").cases(scratch)
+    return found
+
+
+def run(cases: list[Case], scratch: Path) -> None:
+    for case in cases:
+        root = scratch / "case"
+        root.mkdir()
+        try:
+            case.run(root)
+        except Exception as error:
+            error.add_note(case.name)
+            raise
+        shutil.rmtree(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a slice", "all"]
+)
+@pytest.mark.parametrize("name", SLICES)
+def test_no_fault_of_storage_loses_a_checkpoint(name: str, whole: bool, tmp_path: Path) -> None:
+    cases = cases_of(name, tmp_path)
+    run(cases if whole else random.Random(7).sample(cases, SLICES[name]), tmp_path)

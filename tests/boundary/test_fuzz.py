@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -149,7 +150,8 @@ def _exchange(value: Any, draw: random.Random) -> None:
     elif draw.random() < 0.2:
         del value[key]
     else:
-        value[key] = draw.choice((*OTHERS, draw.randrange(100_000), value[draw.choice(keys[:20])]))
+        others = (*OTHERS, draw.randrange(100_000), value[draw.choice(keys[:20])])
+        value[key] = deepcopy(draw.choice(others))
 
 
 @cache

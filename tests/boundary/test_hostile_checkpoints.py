@@ -61,7 +61,6 @@ def said(capsys: Captured, *arguments: str) -> int:
     assert obeyed(out) == obeyed(err) == []
     assert code in (0, 1, 2), err
     assert len(err.splitlines()) <= (4 if code == 2 else MOST_LINES), err
-    assert "Error:" not in err.partition("\n")[0] or "unexpected" not in err, err
     return code
 
 
@@ -74,7 +73,7 @@ def hostile(two_saved: Path, tmp_path: Path, kind: str) -> Path:
     return run
 
 
-DRAWN = random.Random(3).sample(sorted(CHECKPOINTS), 24)
+DRAWN = random.Random(3).sample(sorted(CHECKPOINTS), 12)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.train.storage.saves import Case
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
 )
-SLICES = {"kills": 40, "power": 150, "errors": 40, "damage": 120}
+SLICES = {"kills": 30, "power": 120, "errors": 30, "damage": 80}
 
 
 @pytest.fixture(autouse=True)

@@ -131,6 +131,7 @@ def test_the_fit_reproduces_its_cells() -> None:
     assert abs(calibration.worst(found).error) <= 0.25
 
 
+@pytest.mark.slow
 def test_cards_left_out_are_found_from_the_others() -> None:
     cards = {cell.card for cell in CELLS}
     found = [each for card in cards for each in calibration.left_out(CELLS, card)]
@@ -183,6 +184,7 @@ def test_the_plan_of_a_job_gives_the_published_rate(name: str) -> None:
     assert plan.prediction.tokens_per_s / 8 == pytest.approx(cell.published, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_parameters_that_made_its_cells() -> None:
     """Cells as planned with made-up parameters give them back."""
     made = calibration.Fit(

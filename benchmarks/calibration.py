@@ -36,7 +36,7 @@ EXPOSED = 0.72
 
 BOUNDS = (0.05, 4.0)
 HUBER = 0.1
-ROUNDS = 15
+ROUNDS, CONVERGED = 30, 1e-7
 
 _ADAM_BYTES = 28 + 12
 """Per parameter: Adam in fp32, and the pass over the gradients before it."""
@@ -201,6 +201,8 @@ def fit(cells: tuple[Cell, ...]) -> Fit:
         weights = np.sqrt(np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-12)))
         step = np.linalg.lstsq(slopes / 1e-4 * weights[:, None], -errors * weights, rcond=1e-6)[0]
         log = np.clip(log + np.clip(step, -0.3, 0.3), *np.log(BOUNDS))
+        if np.abs(step).max() < CONVERGED:
+            break
     return _named(names, log)
 
 
@@ -290,7 +292,7 @@ def _residual_lines(found: Sequence[Residual]) -> Iterator[str]:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{float(f'{value:.4g}'):.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _summary(what: str, found: Sequence[Residual]) -> str:

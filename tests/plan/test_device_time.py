@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import calibration
+from offloadtrain.cli.commands.jobs import shipped_jobs
+from offloadtrain.config import job as jobs
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
+from offloadtrain.plan.plan import make
 from tests import levels
 
 A100 = find("a100_80gb")[1]
@@ -128,6 +131,7 @@ def test_the_fit_reproduces_its_cells() -> None:
     assert abs(calibration.worst(found).error) <= 0.25
 
 
+@pytest.mark.slow
 def test_cards_left_out_are_found_from_the_others() -> None:
     cards = {cell.card for cell in CELLS}
     found = [each for card in cards for each in calibration.left_out(CELLS, card)]
@@ -157,6 +161,30 @@ def test_the_width_of_every_card_follows_the_rule(name: str) -> None:
     assert found.half_width == pytest.approx(fitted().values["width"] * balance, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MPT-125m", "MPT-1B", "MPT-7B"])
+def test_the_plan_of_a_job_gives_the_published_rate(name: str) -> None:
+    """The same through the engine's schedule, of a job with its state on 8 GPUs, stage 3."""
+    cell = next(cell for cell in CELLS if cell.cell == name)
+    keys = {
+        "offload.state_on": "device",
+        "offload.state": "fp32",
+        "offload.activation": "keep",
+        "offload.zero_stage": 3,
+        "model.max_seq_len": cell.seq_len,
+        "data.seq_len": cell.seq_len,
+        "train.micro_batch": cell.micro_batch,
+        "train.grad_accum_steps": 8 * cell.micro_steps,
+        "train.global_batch_tokens": 0,
+    }
+    job = jobs.load(shipped_jobs()["gpt_13b_32gb"], [f"{k}={v}" for k, v in keys.items()])
+    config = replace(job, model=cell.shape)
+    plan = make(config, "test", A100, 8)
+    assert plan.fits
+    assert plan.prediction.tokens_per_s / 8 == pytest.approx(cell.published, rel=0.1)
+
+
+@pytest.mark.slow
 def test_a_fit_finds_the_parameters_that_made_its_cells() -> None:
     """Cells as planned with made-up parameters give them back."""
     made = calibration.Fit(

@@ -20,7 +20,7 @@ from tests.tui.recordings import BEGIN_S, lines, plain, unlucky
 
 def columns(history: History) -> dict[str, list[str]]:
     """Everything that charts are drawn from, NaN included."""
-    series = history.series | history.busy | history.samples
+    series = history.series | history.busy
     found = {name: list(map(repr, column.values)) for name, column in series.items()}
     return found | {"steps": list(map(repr, history.steps.values))}
 

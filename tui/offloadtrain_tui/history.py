@@ -33,7 +33,6 @@ STEP_FIELDS = (
 _COLUMNS = (*STEP_FIELDS, "val_loss")
 DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
 _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
-SAMPLES = ("rss_bytes", "host_available_bytes", "cpu_percent", "swap_used_bytes", "gpu_bytes")
 SAMPLED_STEPS = 256
 """Number of newest timelines kept."""
 
@@ -73,8 +72,6 @@ class History:
         self.steps = Timed()
         """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
-        self.samples: dict[str, Series] = {name: Series() for name in SAMPLES}
-        """One number per sample of the machine, as long as `systems`."""
         self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
         self.smoothed = {
             name: Smoothed(self.series[name], span=20.0) for name in ("loss", "tokens_per_s")
@@ -210,14 +207,9 @@ class History:
 
     def _system(self, values: Json) -> bool:
         """Add a sample of the machine, parsed only for display; False if it is not valid."""
-        time_s, gpus = _number(values.get("t")), values.get("gpus", [])
-        if time_s is None or not math.isfinite(time_s) or not isinstance(gpus, list):
+        time_s = _number(values.get("t"))
+        if time_s is None or not math.isfinite(time_s) or type(values.get("gpus", [])) is not list:
             return False
-        for name in SAMPLES[:-1]:
-            self.samples[name].append(_number(values.get(name)))
-        used = [_number(gpu.get("memory_used_bytes")) for gpu in gpus if isinstance(gpu, dict)]
-        known = [size for size in used if size is not None]
-        self.samples["gpu_bytes"].append(sum(known) if known else None)
         self.last_time_s = max(self.last_time_s, time_s)
         self.systems.add(time_s, values)
         return True

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offloadtrain.config import units
-from offloadtrain_tui.history import View
-from offloadtrain_tui.series import Window
 from offloadtrain_tui.text import milliseconds, short
 from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import Curve, Mark, Plot
@@ -122,26 +120,3 @@ def _of_others(field: str, shown: ViewState) -> list[Curve]:
         color = _RUN_COLORS[number % len(_RUN_COLORS)]
         found.append(Curve(other.name[-12:], view.history.series[field], view.length, color))
     return found
-
-
-def sample_plot(title: str, names: dict[str, str], view: View, now_s: float) -> Plot:
-    """Return a chart over the samples of the machine.
-
-    Args:
-        names: name of a sample → its label.
-    """
-    systems = view.history.systems
-    length = systems.count(view.time_s)
-    colors = ("primary", "warning", "accent")
-    curves = tuple(
-        Curve(label, view.history.samples[name], length, colors[i])
-        for i, (name, label) in enumerate(names.items())
-    )
-    ago = units.format_duration(max(now_s - systems.times[0], 0.0)) if length else ""
-    return Plot(
-        title=title,
-        curves=curves,
-        window=Window(0, length),
-        axis=(f"{ago} ago" if ago else "", "now"),
-        form=_bytes,
-    )

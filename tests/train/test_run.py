@@ -108,7 +108,8 @@ def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
     started = next(event for event in told if not isinstance(event, schema.System))
     assert isinstance(started, schema.RunStarted) and isinstance(told[-1], schema.RunEnded)
     expected = {"run_started", "set_up", "step", "memory", "span", "eval", "checkpoint", "sample"}
-    assert kinds(told) == expected | {"system", "plan_compared", "run_ended"}
+    sampled = {"live_memory", "step_memory"}  # in their own time, if the run is long enough
+    assert kinds(told) - sampled == expected | {"system", "plan_compared", "run_ended"}
     assert told[-1].status == "done" and told[-1].step == 12
     (set_up,) = events_of(path, schema.SetUp)
     assert 0 < set_up.parts_s["reading weights"] < set_up.duration_s

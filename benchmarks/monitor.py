@@ -4,7 +4,8 @@
 
 Prints, beside the goal of each: the first frame of a fresh process, opening a run of 100,000 steps,
 how long after its writing a step is on the screen, how long after a kill the death is, the share of
-a core at 1 and 4 steps per second with twelve charts, and resident memory.
+a core at 1 and 4 steps per second with twelve charts, that of every screen over a run of 13B shape
+(4 ranks, 62 blocks, 16 microbatches), and resident memory.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from offloadtrain_tui.app import PANELS
 
 from offloadtrain.events import schema
 from tests.tui import recordings
 
 WIDTH, HEIGHT = 160, 45
+RANK_STEPS = 200
+SCREEN_S = 10.0
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
 
 _TRAINER = """
@@ -130,6 +134,32 @@ def run_of(folder: Path, steps: int) -> Path:
     return recordings.write(folder, [(time_s + shift, event) for time_s, event in told])
 
 
+def large_model(folder: Path) -> Path:
+    """A live run of four ranks whose sampled steps have some 6,000 spans each."""
+    logs = recordings.ranks(4, steps=RANK_STEPS)
+    shift = time.time() - logs[0][-1][0]
+    moved = [[(time_s + shift, event) for time_s, event in told] for told in logs]
+    for told in moved:
+        told += [(told[-1][0], span) for span in _spans_of_13b(RANK_STEPS)]
+    return recordings.write(folder, *moved)
+
+
+def _spans_of_13b(step: int, blocks: int = 62, microbatches: int = 16) -> Iterator[schema.LaneSpan]:
+    lanes = (("compute", 0.0, 1.0), ("compute", 1.0, 2.0), ("d2h", 1.5, 0.6), ("host", 2.0, 0.5))
+    for microbatch in range(microbatches):
+        for block in range(blocks):
+            begin_ms = 3.0 * (microbatch * blocks + block)
+            for lane, after_ms, spent_ms in lanes:
+                yield schema.LaneSpan(
+                    step=step,
+                    lane=lane,
+                    name=f"{lane} blocks.{block}",
+                    start_ms=begin_ms + after_ms,
+                    duration_ms=spent_ms,
+                    num_bytes=420_000_000,
+                )
+
+
 def append(folder: Path, number: int) -> None:
     event = recordings.step(number, random.Random(number))
     with open(folder / "events/rank000.jsonl", "ab") as log:
@@ -185,11 +215,13 @@ def death(folder: Path) -> float:
         screen.close()
 
 
-def cost(folder: Path, first: int, per_s: float, seconds: float = 15.0) -> tuple[float, float]:
+def cost(
+    folder: Path, first: int, per_s: float, seconds: float = 15.0, panel: str = "plots"
+) -> tuple[float, float]:
     """Percent of a core, and MiB, while steps arrive."""
-    screen = Screen(str(folder), "--screen", "plots")
+    screen = Screen(str(folder), "--screen", panel)
     try:
-        screen.until("learning rate")
+        screen.until(f"{first - 1}/")
         time.sleep(2.0)
         spent, began = screen.cpu_s(), time.perf_counter()
         for number in range(round(seconds * per_s)):
@@ -199,6 +231,18 @@ def cost(folder: Path, first: int, per_s: float, seconds: float = 15.0) -> tuple
         return share, screen.process.memory_info().rss / 2**20
     finally:
         screen.close()
+
+
+def every_screen(folder: Path) -> list[Figure]:
+    """Of a large model, at a step per second."""
+    found, number = [], RANK_STEPS + 1
+    large = large_model(folder)
+    with trainer(large):
+        for panel in PANELS:
+            share, mib = cost(large, number, 1.0, SCREEN_S, panel)
+            number += round(SCREEN_S)
+            found.append(Figure(f"13B, 4 ranks: {panel}", share, 3.0, "% of a core"))
+    return [*found, Figure("13B, 4 ranks: resident", mib, 80.0, "MiB")]
 
 
 def measure() -> list[Figure]:
@@ -219,6 +263,7 @@ def measure() -> list[Figure]:
             Figure("12 charts, 1 step/s", once[0], 3.0, "% of a core"),
             Figure("12 charts, 4 steps/s", often[0], 8.0, "% of a core"),
             Figure("resident memory", often[1], 80.0, "MiB"),
+            *every_screen(base / "13b"),
         ]
     finally:
         shutil.rmtree(base)
@@ -231,7 +276,7 @@ def main() -> None:
         return
     for figure in figures:
         goal = f"goal {figure.goal:g}"
-        print(f"{figure.name:<24} {figure.value:>7.2f} {figure.unit:<12} {goal}")
+        print(f"{figure.name:<26} {figure.value:>7.2f} {figure.unit:<12} {goal}")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,31 @@ class _OwnTerminal:
         return getattr(self._console, name)
 
 
+class _Unbroken:
+    """cyclopts's help, without the line breaks of the docstrings. Imported on use."""
+
+    def __call__(self, console: Any, options: Any, panel: Any) -> None:
+        from rich.text import Text
+
+        for entry in panel.entries:
+            text = getattr(entry.description, "primary_renderable", None)
+            if isinstance(text, Text):
+                entry.description.primary_renderable = Text(text.plain.replace("\n", " "))
+        self._default(console, options, panel)
+
+    @cached_property
+    def _default(self) -> Any:
+        from cyclopts.help import DefaultFormatter
+
+        return DefaultFormatter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._default, name)
+
+
 app = App(
     name="offloadtrain",
+    help_formatter=_Unbroken(),
     help="Train large models on small GPUs: optimizer state on the host, Adam on the CPU.",
     help_format="plaintext",
     help_epilogue=_examples("offloadtrain train demo", "offloadtrain train --help"),
@@ -125,7 +148,7 @@ app.command(
     "offloadtrain.cli.commands.jobs:list_jobs",
     name="ls",
     help="List the shipped jobs.",
-    help_epilogue=_examples("offloadtrain ls", "offloadtrain ls | cut -f1"),
+    help_epilogue=_examples("offloadtrain ls", "offloadtrain ls --json"),
 )
 app.command(
     "offloadtrain.cli.commands.jobs:copy_job",
@@ -162,6 +185,7 @@ app.command(
 )
 bench = App(
     name="bench",
+    help_formatter=_Unbroken(),
     help="Run benchmarks on this machine.",
     help_format="plaintext",
     help_epilogue=_examples("offloadtrain bench adam --n 16M"),
@@ -292,5 +316,5 @@ def _failed(error: Exception, debug: bool) -> int:
     if debug or not known:
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
     else:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(str(error) or type(error).__name__, file=sys.stderr)
     return code

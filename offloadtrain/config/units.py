@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import datetime
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "B", "T")
@@ -57,6 +58,28 @@ def format_duration(seconds: float) -> str:
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits for tables: 164.7 → "165 s", 0.073 → "73 ms", 4.4e-5 → "44 µs"."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= size:
+            scaled = seconds / size
+            return f"{scaled:.0f} {unit}" if scaled >= 99.95 else f"{scaled:.3g} {unit}"
+    return "0 s"
+
+
+def format_clock(unix_s: float, now_s: float) -> str:
+    """The local time of a moment: "03:48", "Sun 03:48" beyond twenty hours, "Dec 24" beyond six
+    days; "-" if unknown."""
+    ahead_s = unix_s - now_s
+    try:
+        moment = datetime.fromtimestamp(unix_s)
+    except (OverflowError, OSError, ValueError):
+        return "-"
+    if ahead_s < 20 * 3600:
+        return f"{moment:%H:%M}"
+    return f"{moment:%a %H:%M}" if ahead_s < 6 * 86_400 else f"{moment:%b %d}"
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...], form: str) -> tuple[str, str]:

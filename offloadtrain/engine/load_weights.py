@@ -24,6 +24,7 @@ from offloadtrain.engine.partition import Part
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ def adopt_weights(
     block_of = {block.module: block for block in blocks}
     full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
-    for part in parts:
+    sizes = [sum(param.nbytes for _, param in part.parameters) for part in parts]
+    for number, part in enumerate(parts):
+        HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
         for module in part.module.modules() if part.repeated else (part.module,):
             _materialise(module, param_init_fn)
         _agree_on([param for _, param in part.parameters], ranks)
@@ -72,6 +75,7 @@ def adopt_weights(
                 # A copy in any case: `param_init_fn` may have given a view of a file.
                 own = param_init_fn is not None
                 param.data = param.data.to(device, None if keep else dtype, copy=own)
+    HEARTBEAT.advance("reading weights", sum(sizes), sum(sizes))
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
         _materialise(module, param_init_fn)

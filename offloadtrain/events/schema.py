@@ -67,6 +67,16 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetUp(Event):
+    """What came before a start's first step; its log begins after that. `parts_s`: the longest
+    parts, by name."""
+
+    KIND: ClassVar[str] = "set_up"
+    duration_s: float
+    parts_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Event):
     """One optimizer step.
 
@@ -369,7 +379,7 @@ class RunEnded(Event):
 KINDS: dict[str, type[Event]] = {
     kind.KIND: kind
     for kind in (
-        RunStarted, Step, Memory, LiveMemory, StepMemory, LaneSpan, System, Eval, Checkpoint,
+        RunStarted, SetUp, Step, Memory, LiveMemory, StepMemory, LaneSpan, System, Eval, Checkpoint,
         Warning_, Alert, Control, Sample, PlanCompared, RunEnded,
     )
 }  # fmt: skip

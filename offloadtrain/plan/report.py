@@ -8,7 +8,7 @@ from typing import Any
 
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
-from offloadtrain.config.units import format_bytes, format_count
+from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
 
@@ -28,7 +28,7 @@ SUMS = "gradient sums"
 
 def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
     """Return the whole plan as text."""
-    parts = [_head(plan), _memory(plan), _step(plan), _verdict(plan, changes)]
+    parts = [_head(plan), _verdict(plan, changes), _memory(plan), _step(plan)]
     return "\n\n".join(parts)
 
 
@@ -131,13 +131,15 @@ def _rows(owners: Mapping[str, int]) -> list[str]:
 def _step(plan: Plan) -> str:
     found, machine = plan.prediction, plan.machine
     lines = [
-        f"step: {found.seconds:.3g} s, of which the device waits {found.exposed:.2g} s",
-        f"  {'lane':8} {'':22} {'busy':>9} {'exposed':>9}",
+        f"step: {format_seconds(found.seconds)}, of which the device waits "
+        f"{format_seconds(found.exposed)}",
+        f"  {'lane':8} {'':22} {'busy':>9} {'waits':>9}",
     ]
     for lane, meaning in LANES.items():
         if busy := found.busy_s.get(lane, 0.0):
             exposed = found.exposed_s.get(lane, 0.0)
-            lines.append(f"  {lane:8} {meaning:22} {busy:7.3g} s {exposed:7.2g} s")
+            times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
+            lines.append(f"  {lane:8} {meaning:22} {times}")
     mfu = ""
     if found.mfu is not None:
         mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -148,10 +150,10 @@ def _step(plan: Plan) -> str:
     ranks = plan.placed.spec.ranks
     owned = plan.job.num_trained / ranks
     lines.append(
-        f"bus: {found.d2h_bytes / 1e9:.3g} GB down, {found.h2d_bytes / 1e9:.3g} GB up per step and "
-        f"rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
-        f"DRAM: {found.dram_bytes / 1e9:.3g} GB by the host's kernels"
-        + (f"; to other ranks: {found.comm_bytes / 1e9:.3g} GB" if ranks > 1 else "")
+        f"bus: {format_bytes(found.d2h_bytes)} down, {format_bytes(found.h2d_bytes)} up per step "
+        f"and rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
+        f"DRAM: {format_bytes(found.dram_bytes)} by the host's kernels"
+        + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if ranks > 1 else "")
     )
     lines.append(_checkpoint(plan))
     return "\n".join(lines)
@@ -162,15 +164,25 @@ def _checkpoint(plan: Plan) -> str:
     if save is None:
         return f"checkpoint: {size}; its time is known once `offloadtrain doctor` measured the disk"
     return (
-        f"checkpoint: {size}, {save.write_s:.3g} s at {plan.machine.disk_gbps:g} GB/s, of which "
-        f"training stands still {save.stall_s:.2g} s: less than 3 % of the run from "
-        f"train.checkpoint_every = {save.interval}"
+        f"checkpoint: {size}, {format_seconds(save.write_s)} at {plan.machine.disk_gbps:g} GB/s, "
+        f"of which training stands still {format_seconds(save.stall_s)}: less than 3 % of the run "
+        f"from train.checkpoint_every = {save.interval}"
     )
 
 
 def _verdict(plan: Plan, changes: Sequence[Change]) -> str:
     if plan.fits:
-        return "It fits."
+        peak = max(plan.host_peaks.values(), default=sum(plan.host.values()))
+        device = (
+            ""
+            if plan.machine.on_cpu
+            else f"GPU {_sum(plan.device)} of {format_bytes(plan.device_room)}, "
+        )
+        return (
+            f"It fits: {device}host {format_bytes(peak)} of {format_bytes(plan.host_room)}; "
+            f"{format_count(plan.prediction.tokens_per_s)} tokens/s, "
+            f"{format_seconds(plan.prediction.seconds)} a step."
+        )
     lines = ["It does not fit:", *(f"  {problem}" for problem in plan.problems)]
     if not changes:
         return "\n".join([*lines, "No placement, format or microbatch makes it fit."])

@@ -27,6 +27,7 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, Room, least_room
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.step.memory import MemoryRequest, largest_owners, span_bytes
 
 _log = logging.getLogger(__name__)
@@ -138,7 +139,9 @@ class Arena:
         slabs: list[_Slab] = []
         try:
             for group in _pack(requests):
+                self._tell(slabs, requests)
                 slabs.append(_Slab(group, pin=self.pin))
+            self._tell(slabs, requests)
         except OSError as error:
             for slab in slabs:
                 slab.close()
@@ -158,6 +161,11 @@ class Arena:
             slab.close()
         self._book(self._booked, -1)
         self._slabs, self._booked = [], []
+
+    def _tell(self, slabs: Sequence[_Slab], requests: Sequence[MemoryRequest]) -> None:
+        """Say how far it is: a hundred GiB take tens of seconds to lock."""
+        what = "page-locking host memory" if self.pin else "taking host memory"
+        HEARTBEAT.advance(what, sum(slab.num_bytes for slab in slabs), span_bytes(requests))
 
     def _book(self, requests: Sequence[MemoryRequest], sign: int) -> None:
         for request in requests:
@@ -211,7 +219,7 @@ class _Slab:
     """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 
     def __init__(self, requests: Sequence[MemoryRequest], *, pin: bool) -> None:
-        nbytes = span_bytes(requests)
+        self.num_bytes = nbytes = span_bytes(requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages: they only improve speed
             mapping.madvise(mmap.MADV_HUGEPAGE)

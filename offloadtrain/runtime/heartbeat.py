@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 CPU_MOVES_S = 0.02
 IO_MOVES_BYTES = 4 << 20
@@ -28,17 +29,31 @@ LONGEST = 4.0
 """Times the longest healthy silence of a phase."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is being done within a phase, and how many of its bytes are done."""
+
+    what: str
+    done_bytes: int
+    total_bytes: int
+
+
 class Heartbeat:
     """The progress of this process. Every thread may call every method.
 
     Attributes:
         phase: the current activity, in words.
+        part: what of it is being done, if that is known.
+        spent_s: part → the seconds that it has taken so far.
         cpu_counts: whether processor time of the training thread is progress.
         held_up: something outside takes its time, which is no hang.
     """
 
     def __init__(self) -> None:
         self.phase = "starting"
+        self.part: Part | None = None
+        self.spent_s: dict[str, float] = {}
+        self._part_since_s = 0.0
         self.cpu_counts = True
         self.held_up = False
         self._beats = 0
@@ -48,7 +63,16 @@ class Heartbeat:
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
-        self.phase = phase
+        self.phase, self.part = phase, None
+        self._beats += 1
+
+    def advance(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        """Note how far a part of the phase is. One thread at a time sets up."""
+        now_s = time.monotonic()
+        part = self.part
+        if part is not None and part.what == what and part.done_bytes < part.total_bytes:
+            self.spent_s[what] = self.spent_s.get(what, 0.0) + now_s - self._part_since_s
+        self.part, self._part_since_s = Part(what, done_bytes, total_bytes), now_s
         self._beats += 1
 
     def beat(self) -> None:

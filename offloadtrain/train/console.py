@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
-from offloadtrain.config.units import format_bytes, format_duration, format_rate
+from offloadtrain.config.units import format_bytes, format_clock, format_duration, format_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 _RAMP = "▁▂▃▄▅▆▇█"
@@ -29,7 +29,12 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of one step line; None is omitted."""
+    """The figures of one step line; None is omitted.
+
+    Attributes:
+        eta_s: time left, evaluations and checkpoints included; NaN if unknown.
+        now_s: Unix seconds.
+    """
 
     step: int
     steps: int
@@ -42,6 +47,7 @@ class StepLine:
     device_bytes: int
     host_bytes: int
     eta_s: float
+    now_s: float
     skipped: bool = False
     loss_scale: float | None = None
     val_loss: float | None = None
@@ -50,7 +56,8 @@ class StepLine:
 def format_step(line: StepLine) -> str:
     """Format one line, the most important first, so that truncation loses least."""
     parts = [
-        f"step {line.step}/{line.steps}",
+        f"step {line.step}/{line.steps} {100 * line.step // max(line.steps, 1)}%",
+        f"eta {format_duration(line.eta_s)} ({format_clock(line.now_s + line.eta_s, line.now_s)})",
         f"loss {line.loss:.4f}",
         None if line.val_loss is None else f"val {line.val_loss:.4f}",
         "SKIPPED" if line.skipped else None,
@@ -58,11 +65,10 @@ def format_step(line: StepLine) -> str:
         f"lr {line.lr:.2e}",
         format_rate(line.tokens_per_s, "tok"),
         None if line.mfu is None else f"mfu {100 * line.mfu:.1f}%",
-        f"exposed {line.exposed_ms:.1f}ms",
+        f"waits {line.exposed_ms:.1f}ms",
         None if line.loss_scale is None else f"scale {line.loss_scale:g}",
         f"dev {format_bytes(line.device_bytes)}",
         f"host {format_bytes(line.host_bytes)}",
-        f"eta {format_duration(line.eta_s)}",
     ]
     return "  ".join(part for part in parts if part is not None)
 
@@ -122,10 +128,28 @@ class Console:
         self._spoke_s = self._clock()
 
     def fill_silence(self) -> None:
-        """Print the current activity after a while of silence."""
+        """Print the current activity after a while of silence; how far it is at once, on a
+        terminal."""
         now = self._clock()
         if now - self._spoke_s >= self._silence_s:
-            self.say(f"... {self._doing}: {format_duration(now - self._doing_since_s)} so far")
+            spent = format_duration(now - self._doing_since_s)
+            doing = ", ".join(filter(None, (self._doing, self._part())))
+            self.say(f"... {doing}: {spent} so far")
+        elif self._live and not self._quiet and (part := self._part()):
+            self._show(f"... {part}")
+
+    def _part(self) -> str:
+        part = HEARTBEAT.part
+        if part is None or part.done_bytes >= part.total_bytes:
+            return ""
+        done, total = format_bytes(part.done_bytes), format_bytes(part.total_bytes)
+        return f"{part.what} {100 * part.done_bytes // part.total_bytes}% ({done} of {total})"
+
+    def _show(self, text: str) -> None:
+        """Rewrite the live line."""
+        width = shutil.get_terminal_size().columns - 1
+        self._write(f"\r\x1b[2K{text[:width]}")
+        self._open = True
 
     def step(self, line: StepLine, *, force: bool = False) -> None:
         """Print a step if it is due, or if forced (the first and the last)."""
@@ -135,9 +159,7 @@ class Console:
         self._shown_s = now
         text = format_step(line)
         if self._live:
-            width = shutil.get_terminal_size().columns - 1
-            self._write(f"\r\x1b[2K{text[:width]}")
-            self._open = True
+            self._show(text)
         else:
             self._write(f"{text}\n")
 

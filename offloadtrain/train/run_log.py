@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import statistics
 import time
-from collections import deque
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -36,6 +34,7 @@ from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.console import Console, StepLine
 from offloadtrain.train.loggers.loggers import Loggers
 from offloadtrain.train.loggers.row import Source
+from offloadtrain.train.pace import Pace
 from offloadtrain.train.plan_vs_actual import Hindsight
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.records import plan_facts, step_record
@@ -66,7 +65,7 @@ class RunLog:
         self._memory: RunMemory | None = None
         self._progress = Progress()
         self._peak_flops: float | None = None
-        self._recent_ms: deque[float] = deque(maxlen=50)
+        self._pace = Pace(config.train)
         self._next_timeline = (0.0, 2)
         self._optimizer: OffloadOptimizer | None = None
         self._hindsight: Hindsight | None = None
@@ -126,6 +125,11 @@ class RunLog:
                 start_step=progress.step,
                 peak_flops=self._peak_flops,
                 **facts,
+            )
+        )
+        self._writer.emit(
+            schema.SetUp(
+                duration_s=time.monotonic() - self._began_s, parts_s=dict(HEARTBEAT.spent_s)
             )
         )
         self._memory = RunMemory(
@@ -236,7 +240,8 @@ class RunLog:
 
     def before_step(self, optimizer: OffloadOptimizer) -> None:
         """Request the lanes' timeline of this step, now and then."""
-        compiles = not self._recent_ms and kernels.backend().name == "numba"
+        self._pace.begin_step(self._progress.step)
+        compiles = self._pace.is_first_step and kernels.backend().name == "numba"
         why = " (Numba compiles the CPU kernels)" if compiles else ""
         self.doing(f"step {self._progress.step + 1}{why}")
         follow, (not_before_s, not_before_step) = False, self._next_timeline
@@ -282,7 +287,7 @@ class RunLog:
             self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
         if self._memory is not None and (rows := self._memory.news()):
             self._tell(schema.Memory(step=number, rows=rows))
-        self._recent_ms.append(clock.total_ms)
+        self._pace.end_step(clock.total_ms / 1e3)
         if self._hindsight is not None:
             self._hindsight.step(report, clock.total_ms)
         self._console.step(self._line(step), force=number in (1, self._config.train.steps))
@@ -298,7 +303,6 @@ class RunLog:
         held = {tier.value: 0 for tier in Tier}
         for row in self._memory.read if self._memory else ():
             held[row.tier] += row.num_bytes
-        left = self._config.train.steps - step.step
         return StepLine(
             step=step.step,
             steps=self._config.train.steps,
@@ -310,7 +314,8 @@ class RunLog:
             exposed_ms=step.exposed_ms,
             device_bytes=held["device"],
             host_bytes=held["host"],
-            eta_s=left * statistics.median(self._recent_ms) / 1e3,
+            eta_s=self._pace.seconds_left(step.step),
+            now_s=time.time(),
             skipped=step.skipped,
             loss_scale=step.loss_scale,
             val_loss=self._progress.val_loss,
@@ -336,6 +341,7 @@ class RunLog:
 
     def evaluated(self, progress: Progress, tokens: int, duration_ms: float) -> None:
         assert progress.val_loss is not None
+        self._pace.evaluated(duration_ms / 1e3)
         self._tell(
             schema.Eval(
                 step=progress.step,

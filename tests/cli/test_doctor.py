@@ -161,7 +161,7 @@ def test_a_machine_file_that_cannot_be_written(
     monkeypatch.setattr("os.fsync", full)
     assert doctor("--save", file) == USAGE
     told = capsys.readouterr().err
-    assert told == f"ConfigError: --save {file} cannot be written: No space left on device\n"
+    assert told == f"--save {file} cannot be written: No space left on device\n"
     assert list(tmp_path.iterdir()) == [file] and find(str(file))[1] == find("h200")[1]
 
 

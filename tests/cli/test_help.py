@@ -58,6 +58,15 @@ def test_help_ends_with_two_examples(command: list[str], capsys: Captured) -> No
     assert len(lines) == 2 and all(line.strip().startswith("offloadtrain ") for line in lines)
 
 
+def test_docstrings_break_no_line_of_help(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert main(["train", "--help"]) == 0
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if "--resume STR" in row]
+    assert "never: start" in line and "A run folder: resume it." in line
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["ls"], ["--version"]])
 def test_little_and_nothing_heavy_is_imported(arguments: list[str]) -> None:
     script = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.units import format_count
 from offloadtrain.train.build import assemble
 
 
@@ -22,8 +24,13 @@ def test_every_shipped_job_loads_and_is_described(
     job = jobs.load(shipped_jobs()[name])
     assert job.train.steps > 0
     assert main(["ls"]) == 0
-    described = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
-    assert len(described[name]) > 20
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["job", "parameters", "tokens/step"]
+    (row,) = [line for line in rows if line.split()[0] == name]
+    assert row.split()[1] == format_count(job.num_params) and len(row.split()) > 8
+    assert main(["ls", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {one["job"]: one["params"] for one in found}[name] == job.num_params
 
 
 def test_copy_makes_a_job_of_ones_own(
@@ -79,4 +86,4 @@ def test_one_override_shortens_a_job_and_says_what_it_changes(
 ) -> None:
     assert main(["plan", "gpt2_124m", "--machine", "rtx4090", "--set", "train.steps=40"]) == 0
     out, err = capsys.readouterr()
-    assert err == "optim.warmup_steps 700 -> 4 (train.steps = 40)\n" and "It fits." in out
+    assert err == "optim.warmup_steps 700 -> 4 (train.steps = 40)\n" and "It fits:" in out

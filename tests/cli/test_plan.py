@@ -33,9 +33,12 @@ def test_what_is_printed(capsys: Captured) -> None:
     out, err = capsys.readouterr()
     assert err == ""
     for part in ("13.3B parameters", "working weights", "exp_avg_sq", "init", "checkpoint",
-                 "tokens/s", "MFU", "recompute", "bytes per parameter", "It fits."):  # fmt: skip
+                 "tokens/s", "MFU", "recompute", "bytes per parameter", "73 ms"):  # fmt: skip
         assert part in out
     assert max(map(len, out.splitlines())) < 140
+    verdict = out.splitlines()[3]
+    assert verdict.startswith("It fits: GPU 28.4 GiB of 31.0 GiB, host 116.9 GiB of 128.0 GiB; ")
+    assert "e+0" not in out and "e-0" not in out and " GB " not in out
 
 
 def test_a_job_is_planned_for_the_machine_that_it_names(capsys: Captured) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.units import (
     format_bytes,
+    format_clock,
     format_count,
     format_duration,
     format_rate,
+    format_seconds,
     parse_bytes,
 )
 
@@ -116,3 +119,19 @@ def test_printed_counts_are_short_and_right_to_three_digits(count: int) -> None:
     digits = text.rstrip("kMBT")
     assert "e" not in text and len(text) <= 5
     assert math.isclose(float(digits) * _COUNT_UNITS[text[len(digits) :]], count, rel_tol=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(164.7, "165 s"), (0.073, "73 ms"), (4.4e-5, "44 µs"), (1.5e-9, "0 s"), (2320.0, "2320 s")],
+)
+def test_seconds_of_tables(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_a_clock_says_the_day_only_where_it_must() -> None:
+    now_s = datetime(2026, 11, 20, 18, 0).timestamp()
+    assert format_clock(now_s + 3 * 3600, now_s) == "21:00"
+    assert format_clock(now_s + 33 * 3600, now_s) == "Sun 03:00"
+    assert format_clock(now_s + 34 * 86_400, now_s) == "Dec 24"
+    assert format_clock(math.nan, now_s) == "-"

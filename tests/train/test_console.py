@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.config.units import format_clock
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.console import Console, StepLine, format_step, loss_curve
 
 LINE = StepLine(
@@ -26,6 +28,7 @@ LINE = StepLine(
     device_bytes=3 * 2**30,
     host_bytes=14 * 2**30,
     eta_s=4000,
+    now_s=1_795_000_000.0,  # 11:06:40 UTC
 )
 
 
@@ -41,19 +44,47 @@ class Clock:
         return self.now
 
 
+def test_the_set_up_says_how_far_it_is() -> None:
+    """At once on a terminal, with the next sign of life elsewhere; a part that is done says
+    nothing."""
+    part = "page-locking host memory 25% (30.0 GiB of 118.0 GiB)"
+    begin = "... preparing data and model"
+    for stream, silent_s, told in (
+        (Terminal(), 1, f"... {part}"),
+        (io.StringIO(), 8, f"{begin}, {part}: 8s so far\n"),
+    ):
+        clock = Clock()
+        console = Console(stream, clock=clock)
+        console.doing("preparing data and model")
+        HEARTBEAT.advance("page-locking host memory", 30 << 30, 118 << 30)
+        for _ in range(silent_s):
+            assert "page-locking" not in stream.getvalue()
+            clock.now += 1
+            console.fill_silence()
+        assert stream.getvalue().endswith(told)
+        HEARTBEAT.advance("page-locking host memory", 118 << 30, 118 << 30)
+        clock.now += 9
+        console.fill_silence()
+        assert stream.getvalue().endswith(f"{begin}: {silent_s + 9}s so far\n")
+    assert HEARTBEAT.spent_s["page-locking host memory"] >= 0.0
+    console.doing("step 1")
+    assert HEARTBEAT.part is None
+
+
 # ---- lines
 
 
 def test_a_step_line_says_it_all() -> None:
+    clock = format_clock(LINE.now_s + 4000, LINE.now_s)
     assert format_step(LINE) == (
-        "step 3/200  loss 2.3457  grad 0.912  lr 3.00e-04  12.3k tok/s  mfu 41.2%  "
-        "exposed 1.3ms  dev 3.0 GiB  host 14.0 GiB  eta 1h06m"
+        f"step 3/200 1%  eta 1h06m ({clock})  loss 2.3457  grad 0.912  lr 3.00e-04  12.3k tok/s  "
+        "mfu 41.2%  waits 1.3ms  dev 3.0 GiB  host 14.0 GiB"
     )
 
 
 def test_what_is_not_known_is_left_out_and_what_is_rare_is_put_in() -> None:
     bare = format_step(replace(LINE, grad_norm=None, mfu=None, eta_s=math.nan))
-    assert "grad" not in bare and "mfu" not in bare and bare.endswith("eta -")
+    assert "grad" not in bare and "mfu" not in bare and "1%  eta - (-)  loss" in bare
     full = format_step(replace(LINE, skipped=True, loss_scale=65536.0, val_loss=2.5))
     assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
 

@@ -140,7 +140,9 @@ def plain(steps: int = 100, *, seed: int = 0, name: str = "demo") -> list[Timed]
     """A run from its start to its end, with evaluations, checkpoints and sampled steps."""
     draw = random.Random(seed)
     now_s = BEGIN_S
-    told: list[Timed] = [(now_s, start(name, steps=steps)), (now_s, memory(0))]
+    parts_s = {"reading weights": 40.0, "page-locking host memory": 22.0}
+    set_up = schema.SetUp(duration_s=92.0, parts_s=parts_s)
+    told: list[Timed] = [(now_s, start(name, steps=steps)), (now_s, set_up), (now_s, memory(0))]
     for number in range(1, steps + 1):
         one = step(number, draw)
         now_s += one.step_ms / 1e3
@@ -158,24 +160,31 @@ def plain(steps: int = 100, *, seed: int = 0, name: str = "demo") -> list[Timed]
 
 
 def unlucky(steps: int = 60) -> list[Timed]:
-    """NaN, skips, an alert, a note, a resume, and no end: it was killed."""
+    """NaN, skips, an alert, a stop, a note, a resume, an alert again, and no end: it was killed."""
     told = plain(steps)[:-1]
     found: list[Timed] = []
-    for time_s, event in told:
-        if isinstance(event, schema.Step) and event.step == 12:
+    later_s = 0.0
+    for at_s, event in told:
+        time_s = at_s + later_s
+        number = event.step if isinstance(event, schema.Step) else 0
+        if isinstance(event, schema.Step) and number == 12:
             event = replace(event, loss=math.nan, grad_norm=math.nan, skipped=True)
-        if isinstance(event, schema.Step) and event.step in (30, 31):
+        if isinstance(event, schema.Step) and number in (30, 31, 44, 45):
             event = replace(event, skipped=True, grad_norm=math.inf)
         found.append((time_s, event))
-        if isinstance(event, schema.Step) and event.step == 31:
-            text = "2 steps in a row were skipped"
-            found.append((time_s, schema.Alert(code="skips", state="raised", message=text)))
-        if isinstance(event, schema.Step) and event.step == 40:
+        if number == 31:
+            text = "tokens/s fell by a fifth"
+            found.append((time_s, schema.Alert(code="slow", state="raised", message=text)))
+        if number == 40:
+            later_s = 60.0
             found.append((time_s, schema.RunEnded(status="stopped", step=40)))
             found.append((time_s + 60, start(steps=steps, start_step=40, pid=4712)))
             found.append((time_s + 60, schema.Control(
                 id="1", action="note", state="done", message="disk \x1b[31mchanged\x07"
             )))  # fmt: skip
+        if number == 45:
+            text = "2 steps in a row were skipped"
+            found.append((time_s, schema.Alert(code="skips", state="raised", message=text)))
     return found
 
 

@@ -18,6 +18,7 @@ from offloadtrain_tui.app import Monitor, with_keys
 from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.frame import screen_text
+from offloadtrain_tui.help import Help
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.lanes import Timeline
 from textual.widget import Widget
@@ -86,7 +87,7 @@ def test_every_screen_shows_what_it_is_for(
         assert "20261121-080000-demo" in lines[0]
     assert "\x1b" not in "".join(seen.values())
     if recording == "nothing":
-        assert "no step yet" in seen["overview"]
+        assert "setting up" in seen["overview"] and "nothing yet" in seen["plots"]
         return
     assert "working weights 24.0 GiB" in seen["overview"]
     assert "Adam v" in seen["memory"] and "planned" in seen["memory"]
@@ -126,8 +127,11 @@ def test_the_whole_screen_goes_back_in_time(tmp_path: Path) -> None:
             assert app.shown.view.val_loss == pytest.approx(2.1 + 10 / 50)
             await press("4")
             assert app.query_one("#timeline-lanes", Timeline).lanes.step == 42
-            await press("end")
-            assert app.shown.is_live and app.shown.view.step == 100
+            for panel in "127":  # with tables
+                await press(panel, "[")
+                assert not app.shown.is_live
+                await press("end")
+                assert app.shown.is_live and app.shown.view.step == 100, f"from screen {panel}"
             await press("g")
             assert isinstance(app.screen, Ask)
             await press("3", "0", "enter")
@@ -136,6 +140,18 @@ def test_the_whole_screen_goes_back_in_time(tmp_path: Path) -> None:
             assert app.shown.is_live
             await press("space")
             assert app.shown.cursor == 99, "held at the newest"
+
+    go(test())
+
+
+def test_a_chart_shown_again_is_drawn_whole(tmp_path: Path) -> None:
+    write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(tmp_path / "run") as (app, press):
+            live = text(app)
+            await press("[", "5", "end", "1")
+            assert text(app) == live
 
     go(test())
 
@@ -191,9 +207,9 @@ def test_events_are_filtered_opened_and_gone_to(tmp_path: Path) -> None:
             assert isinstance(app.focused, Input)
             await press("enter", "enter")
             assert isinstance(app.screen, Raw)
-            assert '"k": "' in text(app) and '"step": 31' in text(app)
+            assert '"k": "' in text(app) and '"step": 45' in text(app)
             await press("escape", "j")
-            assert app.shown.view.step == 31
+            assert app.shown.view.step == 45
 
     go(test())
 
@@ -379,6 +395,10 @@ def test_themes(tmp_path: Path) -> None:
                 app.theme = theme
                 await press("5", "1")
                 assert text(app) == before, f"colors only: {theme}"
+            for widget in app.query("MemoryBars, Timeline, Chart"):
+                for segment in widget.render_line(1):
+                    color = segment.style and segment.style.bgcolor
+                    assert color and min(color.get_truecolor()) > 200, "light behind everything"
 
     go(test())
 
@@ -397,7 +417,11 @@ def test_help_and_palette(tmp_path: Path) -> None:
     async def test() -> None:
         async with watching(folder) as (app, press):
             await press("question_mark")
-            assert "step on" in text(app)
+            assert "hundred steps" in text(app) and "GPU→CPU" in text(app)
+            await press("question_mark")
+            assert not isinstance(app.screen, Help)
+            await press("question_mark", "escape")
+            assert not isinstance(app.screen, Help)
             await press("ctrl+p")
             await press(*"timeline")
             await asyncio.sleep(0.3)

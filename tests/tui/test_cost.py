@@ -9,9 +9,11 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from offloadtrain_tui.history import View, fold
 from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.plots import KINDS, plot
@@ -19,8 +21,9 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from textual.geometry import Region
 
+from offloadtrain.events import schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, lines
+from tests.tui.recordings import BEGIN_S, lines, write
 from tests.tui.test_app import watching
 from tests.tui.test_runs import live, trainer
 
@@ -120,3 +123,32 @@ def test_what_scripts_use_loads_no_textual() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+def test_each_record_is_decoded_once_for_all_screens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a screen shows of it, and however often: a sampled step of a large model has
+    thousands of spans."""
+    folder = write(tmp_path / "run", *recordings.ranks(4, steps=10))
+    with open(folder / "events/rank000.jsonl", "ab") as log:
+        log.writelines(lines((BEGIN_S + 11, span) for span in recordings.spans(10)))
+    decoded: Counter[bytes | str] = Counter()
+    from_line = schema.from_line
+
+    def counted(line: bytes | str) -> schema.Record | None:
+        decoded[line] += 1
+        return from_line(line)
+
+    monkeypatch.setattr(schema, "from_line", counted)
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            for key in "1234567891":
+                await press(key)
+                app.settle()
+        assert len(decoded) >= 20 + 1, "the timeline, and a sample of the machine"
+        assert set(decoded.values()) == {1}
+
+    asyncio.run(test())

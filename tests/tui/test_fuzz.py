@@ -30,7 +30,7 @@ def look_at(history: History) -> None:
         view = View.at(history, moment)
         snapshot = Snapshot("run", None, (view,), "running")
         shown = ViewState(snapshot, now_s=history.last_time_s + 1.0)
-        for text in (headline(shown, {}), numbers(shown), when(shown)):
+        for text in (headline(shown, {}), numbers(shown), when(shown, {})):
             assert "\x1b" not in text.plain and "\x07" not in text.plain
         for name in KINDS:
             chart = plot(name, shown)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtrain_tui.history import SAMPLED_STEPS, History, View, fold
+from offloadtrain_tui.history import History, View, fold
 from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.timelines import SAMPLED_STEPS
 from offloadtrain_tui.widgets.lanes import union_ms, waits_of
 
 from offloadtrain.events import schema
@@ -93,7 +93,7 @@ def test_ends_and_starts() -> None:
 
 def test_odd_steps_are_marked_and_told() -> None:
     history = fold(lines(unlucky()))
-    assert [history.steps.values[position] for position in history.skipped] == [12, 30, 31]
+    assert [history.steps.values[position] for position in history.skipped] == [12, 30, 31, 44, 45]
     text = [moment.text for moment in history.moments.values if moment.kind == "step"]
     assert "loss is nan" in text[0] and "gradient norm inf" in text[1]
     assert math.isnan(history.series["loss"].values[11])
@@ -129,8 +129,8 @@ def test_only_the_newest_timelines_are_kept() -> None:
     history = History()
     for number in range(SAMPLED_STEPS + 50):
         history.feed_lines(lines((BEGIN_S + number, span) for span in recordings.spans(number)))
-    assert history.spans(10) is None
-    assert len(history.spans(SAMPLED_STEPS + 49) or []) == 20
+    assert history.timelines.of(10) is None
+    assert len(history.timelines.of(SAMPLED_STEPS + 49) or []) == 20
     assert View.at(history, BEGIN_S + 60).spans[0].step == 60
 
 
@@ -207,14 +207,3 @@ def test_milliseconds_are_seconds_from_a_thousand_on() -> None:
     assert milliseconds(12.34) == "12.3 ms"
     assert milliseconds(2310.0) == "2.31 s"
     assert milliseconds(None) == "-"
-
-
-def test_the_time_left_goes_by_the_median() -> None:
-    told = plain(50)[:-1]
-    slow = [
-        (t, replace(e, step_ms=1e6) if isinstance(e, schema.Step) and e.step == 40 else e)
-        for t, e in told
-        if not isinstance(e, schema.RunStarted)
-    ]
-    history = fold(lines([(BEGIN_S, recordings.start(steps=100)), *slow]))
-    assert View.at(history).seconds_left() == pytest.approx(50.0, rel=0.05)

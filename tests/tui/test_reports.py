@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ def test_a_killed_run_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["status", str(folder)]) == 1
     shown = capsys.readouterr().out
     assert "killed" in shown and "alert: skips" in shown
+    assert "alert: slow" not in shown, "that was before the resume"
 
 
 def test_live_status_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,8 +49,10 @@ def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "20260101-000000-a", plain(30))
     write(tmp_path / "20260201-000000-b", plain(40))
     assert main(["runs", str(tmp_path)]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["20260201-000000-b", "20260101-000000-a"]
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert header[:6] == ["run", "state", "step", "loss", "val", "tok/s"]
+    assert [row[0] for row in rows] == ["20260201-000000-b", "20260101-000000-a"]
+    assert rows[0][1:3] == ["done", "40/40"] and rows[0][-1] == "ago"
     assert main(["runs", str(tmp_path), "--json"]) == 0
     assert [json.loads(x)["step"] for x in capsys.readouterr().out.splitlines()] == [40, 30]
     assert main(["runs", str(tmp_path / "none")]) == 0
@@ -73,6 +78,15 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["tui", "--once", "--screen", "none"]) == 2
     assert "choose one of overview" in capsys.readouterr().err
     assert main(["status", "--runs-dir", str(tmp_path)]) == 2
+    (tmp_path / "notes.txt").write_text("hello\nworld\n")
+    (tmp_path / "blob").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "empty/events").mkdir(parents=True)
+    for command in (["status"], ["tui", "--once"]):
+        for name in ("blob", "empty", "notes.txt"):
+            assert main([*command, str(tmp_path / name)]) == 1
+            told = capsys.readouterr().err
+            assert "there is no record of a run in it" in told
+        assert told.endswith(": 2 lines are no records\n")
 
 
 def test_ctl_asks_and_hears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +104,18 @@ def test_ctl_asks_and_hears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "is not running: it is done" in capsys.readouterr().err
 
 
-def test_a_frame_as_text_and_as_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_frame_as_text_and_as_svg(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write(tmp_path / "run", plain())
     assert main(["tui", str(folder), "--once", "--size", "100x30"]) == 0
     shown = capsys.readouterr().out
     assert "step 100/100" in shown and len(shown.splitlines()) <= 30
+    with monkeypatch.context() as terminal:  # a terminal of another age
+        terminal.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+        assert main(["tui", str(folder), "--once"]) == 0
+        sys.stdout.seek(0)
+        assert "####" in (shown := sys.stdout.read()) and shown.isascii()
     picture = tmp_path / "frame.svg"
     assert main(["tui", str(folder), "--screenshot", str(picture), "--screen", "plots"]) == 0
     assert picture.read_text().startswith("<svg") and "gradient" in picture.read_text()

@@ -18,7 +18,10 @@ from offloadtrain_tui import runs
 from offloadtrain_tui.history import History, View, fold
 from offloadtrain_tui.listing import list_runs
 from offloadtrain_tui.log_reader import RunReader
+from offloadtrain_tui.summary import before_first_step
+from offloadtrain_tui.view_state import ViewState
 
+from offloadtrain.events import schema
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines, plain, ranks, unlucky, write
 
@@ -58,9 +61,7 @@ def trainer(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 def state(folder: Path, now_s: float | None = None) -> str:
     reader = RunReader(runs.open_run(folder))
-    while reader.read() or not reader.whole:
-        pass
-    found = reader.snapshot(time.time() if now_s is None else now_s).state
+    found = reader.read_to_end(time.time() if now_s is None else now_s).state
     reader.close()
     return found
 
@@ -81,6 +82,15 @@ def test_a_kill_is_seen_at_once(tmp_path: Path) -> None:
         while runs.is_alive(folder):  # not reaped: a zombie is dead too
             assert time.perf_counter() - began < 120
         assert state(folder) == "killed"
+
+
+def test_a_process_that_has_not_begun_to_write_is_starting(tmp_path: Path) -> None:
+    """A resumed run reads its checkpoint while the log still ends with the killed one's steps."""
+    folder = live(tmp_path / "run")
+    with trainer(folder):
+        known = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(known | {"pid": known["pid"] + 1}))
+        assert state(folder) == "starting"
 
 
 def test_a_child_that_keeps_the_lock_is_no_run(tmp_path: Path) -> None:
@@ -126,6 +136,23 @@ def test_on_another_host_silence_is_not_death(tmp_path: Path) -> None:
     assert runs.is_alive(folder) is None
     assert state(folder) == "running"
     assert state(folder, time.time() + 3600) == "unknown"
+
+
+def test_a_resumed_run_is_starting_until_its_first_step(tmp_path: Path) -> None:
+    set_up = schema.SetUp(duration_s=92.0, parts_s={"reading weights": 40.0})
+    told = [*plain(20)[:-1], (BEGIN_S + 90, recordings.start(steps=30, start_step=15))]
+    told.append((BEGIN_S + 90, set_up))
+    folder = write(tmp_path / "run", told)
+    reader = RunReader(runs.open_run(folder))
+    view = reader.read_to_end(BEGIN_S + 95).first
+    assert (view.step, view.total_steps, view.active_alerts()) == (15, 30, [])
+    snapshot = reader.read_to_end(BEGIN_S + 95)
+    assert snapshot.state == "starting"
+    words = before_first_step(ViewState(snapshot, BEGIN_S + 95))
+    assert words.startswith("first step: 5s, resumed after step 15; set up in 1m32s")
+    assert words.endswith("(reading weights 40 s)")
+    assert View.at(view.history, BEGIN_S + 80).step == 20, "before that"
+    reader.close()
 
 
 def test_ends(tmp_path: Path) -> None:
@@ -185,6 +212,20 @@ def test_a_long_log_is_shown_by_its_end_while_it_is_read(tmp_path: Path) -> None
     reader.close()
 
 
+def test_a_log_of_long_lines_is_read_to_its_end(tmp_path: Path) -> None:
+    """Samples of eight GPUs take 3 KB each: one reading ends before it has many lines."""
+    sample = lines([(BEGIN_S, recordings.system(recordings.random.Random(0), gpus=8))])[0]
+    folder = write(tmp_path / "run", [(BEGIN_S, recordings.start())])
+    with open(folder / "events/rank000.jsonl", "ab") as log:
+        log.write(sample * (3 * (1 << 20) // len(sample)))
+        log.write(lines([(BEGIN_S + 9, recordings.step(77, recordings.random.Random(0)))])[0])
+    reader = RunReader(runs.open_run(folder))
+    while not reader.whole:
+        reader.read()
+    assert reader.snapshot(BEGIN_S + 9).first.step == 77
+    reader.close()
+
+
 def test_the_list_of_runs(tmp_path: Path) -> None:
     write(tmp_path / "20260101-000000-a", plain(30))
     write(tmp_path / "20260201-000000-b", unlucky(), host=socket.gethostname())
@@ -198,6 +239,6 @@ def test_the_list_of_runs(tmp_path: Path) -> None:
 
 def test_an_empty_history_has_a_view() -> None:
     view = View.at(History())
-    assert (view.step, view.memory, view.spans, view.moments) == (0, (), [], [])
+    assert (view.step, view.memory, view.spans, view.moments) == (0, (), (), [])
     assert runs.state_of(view, None, 0.0) == "starting"
     assert fold([]).first_time_s == 0.0

@@ -76,7 +76,7 @@ def test_the_mean_begins_at_the_first_value_and_follows() -> None:
 
 def drawn(extents: list[tuple[float, float]], width: int, height: int) -> list[str]:
     canvas = Canvas(width, height)
-    canvas.draw(extents, *bounds([extents]), 0)
+    canvas.draw(extents, *(bounds([extents]) or (0.0, 1.0)), 0)
     return ["".join(text for text, _ in canvas.row(y)) for y in range(height)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TextIO
 
 from rich.text import Text
 from textual.app import ComposeResult, SystemCommand
@@ -20,14 +20,15 @@ from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
 from textual.message import Message
 from textual.notifications import SeverityLevel
-from textual.screen import Screen
-from textual.widgets import ContentSwitcher, Footer, Static
+from textual.screen import ModalScreen, Screen
+from textual.widgets import ContentSwitcher, Footer, Input, Static
 
 from offloadtrain.events import schema
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Raw
-from offloadtrain_tui.filter import Sanitized
+from offloadtrain_tui.filter import Sanitized, is_unicode
+from offloadtrain_tui.help import Help
 from offloadtrain_tui.history import History, View
 from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
@@ -49,6 +50,7 @@ from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
+from offloadtrain_tui.widgets.tell import tell
 
 PANELS: dict[str, type[Panel]] = {
     "overview": Overview,
@@ -69,7 +71,7 @@ def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
     return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
 
 
-WIDE, NARROW, SHORT = 160, 100, 30
+WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
 RUNS_EVERY_S = 3.0
 
 
@@ -95,6 +97,7 @@ class Monitor(RunActions):
 
     CSS_PATH = "monitor.tcss"
     TITLE = "offloadtrain"
+    AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
@@ -109,7 +112,7 @@ class Monitor(RunActions):
         Binding("left_curly_bracket", "jump(-1)", "last mark", key_display="{", show=False),
         Binding("right_curly_bracket", "jump(1)", "next mark", key_display="}", show=False),
         Binding("g", "step", "go to step", show=False),
-        Binding("end", "live", "live", show=False),
+        Binding("end", "live", "live", show=False, priority=True),
         Binding("space", "pause", "pause", show=False),
         Binding("plus,equals_sign", "zoom(1)", "zoom in", show=False),
         Binding("minus", "zoom(-1)", "zoom out", show=False),
@@ -122,7 +125,7 @@ class Monitor(RunActions):
         Binding("n", "note", "note", show=False),
         Binding("a", "acknowledge", "acknowledge", show=False),
         Binding("ctrl+s", "screenshot", "screenshot", show=False),
-        Binding("question_mark", "show_help_panel", "help", key_display="?"),
+        Binding("question_mark", "help", "help", key_display="?"),
         Binding("q", "quit", "quit"),
     ]
 
@@ -135,8 +138,10 @@ class Monitor(RunActions):
         readonly: bool = False,
         watch_machine: bool = True,
         news_s: float = NEWS_S,
+        output: TextIO | None = None,
     ) -> None:
-        """`news_s`: least interval between updates from the runs."""
+        """`news_s`: least interval between updates from the runs. `output`: where the screen goes;
+        None: where Textual draws."""
         super().__init__()
         self.clock: Clock = clock or LiveClock()
         self.runs_dir = runs_dir
@@ -148,10 +153,11 @@ class Monitor(RunActions):
         self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
-        self._sanitized = Sanitized()
+        self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
-        empty = Snapshot("no run", None, (View.at(History()),), "unknown")
+        name, state = (found[0].name, "opening") if found else ("no run: this machine", "")
+        empty = Snapshot(name, None, (View.at(History()),), state)
         self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -188,6 +194,7 @@ class Monitor(RunActions):
         self.screen.set_class(width >= WIDE, "wide")
         self.screen.set_class(width < NARROW, "narrow")
         self.screen.set_class(height < SHORT, "short")
+        self.screen.set_class(height >= TALL, "tall")
 
     # ---- news
 
@@ -254,17 +261,15 @@ class Monitor(RunActions):
             state: rich_color(variables.get(name, "")) for state, name in STATE_COLORS.items()
         }
         with self.batch_update():
-            self._line("headline", headline(self.shown, colors))
+            self._line("headline", headline(self.shown, colors, self.size.width))
             self._line("numbers", numbers(self.shown))
-            text = when(self.shown)
+            text = when(self.shown, colors)
             self.query_one("#when").display = bool(text.plain)
             self._line("when", text)
             self.panel.show(self.shown)
 
     def _line(self, name: str, text: Text) -> None:
-        widget = self.query_one(f"#{name}", Static)
-        if widget.content != text:
-            widget.update(text)
+        tell(self.query_one(f"#{name}", Static), text)
 
     @property
     def panel(self) -> Panel:
@@ -310,6 +315,15 @@ class Monitor(RunActions):
         if isinstance(self.clock, ReplayClock):
             self.clock.move(self.clock.end_s)
         self._change(replace(self.shown, cursor=None))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """End has priority over tables; in a text field and in a dialog it is theirs."""
+        if action == "live":
+            return not isinstance(self.focused, Input) and not isinstance(self.screen, ModalScreen)
+        return True
+
+    def action_help(self) -> None:
+        self.push_screen(Help())
 
     def action_pause(self) -> None:
         """Pause a replay, or hold a live run at its newest step."""

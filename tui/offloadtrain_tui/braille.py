@@ -85,11 +85,12 @@ def logarithmic(extent: Extent) -> Extent:
     return math.log10(low) if low > 0 else math.log10(high), math.log10(high)
 
 
-def bounds(extents: Sequence[Sequence[Extent]]) -> Extent:
-    """Return minimum and maximum of several curves, slightly wider if they are equal."""
+def bounds(extents: Sequence[Sequence[Extent]]) -> Extent | None:
+    """Return minimum and maximum of several curves, slightly wider if they are equal; None if there
+    is nothing to draw."""
     known = [extent for curve in extents for extent in curve if extent != NOTHING]
     if not known:
-        return 0.0, 1.0
+        return None
     low, high = min(low for low, _ in known), max(high for _, high in known)
     if low == high:
         room = abs(low) * 0.05 or 0.5

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
+from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader, Snapshot
 
 ONCE_SIZE = (120, 40)
 
@@ -74,14 +74,22 @@ def tui(
             return _refuse("--replay: there is no run to replay")
         clock = _replay_clock(found[0], speed)
     news_s = NEWS_OVER_SSH_S if os.environ.get("SSH_CONNECTION") else NEWS_S
-    app = Monitor(found, runs_dir=runs_dir, clock=clock, readonly=readonly, news_s=news_s)
+    is_frame = once or screenshot is not None
+    app = Monitor(
+        found,
+        runs_dir=runs_dir,
+        clock=clock,
+        readonly=readonly,
+        news_s=news_s,
+        output=unfiltered(sys.stdout) if once else None,
+    )
     if theme:
         if theme not in (*app.available_themes, "color-blind-safe"):
             return _refuse(
                 f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
             )
         app.call_later(setattr, app, "theme", theme)
-    if once or screenshot is not None:
+    if is_frame:
         from offloadtrain_tui.frame import frame
 
         width, height = _parsed(size)
@@ -91,15 +99,24 @@ def tui(
             print(screenshot)
         else:
             print(text)
-        return 0
-    if not (unfiltered(sys.stdout).isatty() and unfiltered(sys.stderr).isatty()):
-        # Textual draws to stderr
+        return _told(app.shown.snapshot)
+    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual serve, in a browser
+    terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
+    if not drawn_elsewhere and not all(one.isatty() for one in terminals):
         return _refuse(
             "stdout or stderr is not a terminal: use --once, --screenshot, or `offloadtrain status`"
         )
     app.first_panel = screen
     app.run()
     return app.return_code or 0
+
+
+def _told(snapshot: Snapshot) -> int:
+    """Say on stderr why there is no run in what was shown; return the exit code."""
+    if snapshot.problem and not snapshot.has_records:
+        print(f"{snapshot.name}: {snapshot.problem}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _replay_clock(run: runs.RunPath, speed: float) -> ReplayClock:

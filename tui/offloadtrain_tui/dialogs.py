@@ -47,6 +47,7 @@ class Confirm(ModalScreen[str]):
 class Ask(ModalScreen[str]):
     """An input of one line; the result is "" for none."""
 
+    AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
 
     def __init__(self, question: str) -> None:
@@ -65,6 +66,7 @@ class Ask(ModalScreen[str]):
 class Raw(ModalScreen[None]):
     """The raw record of the log."""
 
+    AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "dismiss", "close")]
 
     def __init__(self, moment: Moment) -> None:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TextIO
+
 from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
 from offloadtrain.boundary.sanitize import one_line
+
+_ASCII = str.maketrans(
+    {
+        **dict.fromkeys("█▉▊▋▌", "#"),
+        **dict.fromkeys("▍▎▏", "|"),
+        **dict.fromkeys("▁▂▃▄▅▆▇", "_"),
+        **dict(zip("▓▒░▚▞▤·", "=+-%&$.", strict=True)),
+        **dict(zip("│┃─━╭╮╰╯", "||--++++", strict=True)),
+        **dict(zip("●◐○✔■✖▾▸✗▲▼⚠◀▶", "*o.+#xv>x^v!<>", strict=True)),
+        **dict(zip("→↓↑…°", ">v^~o", strict=True)),
+    }
+)
 
 
 class Sanitized(LineFilter):
@@ -16,7 +31,38 @@ class Sanitized(LineFilter):
     terminal. Panels clean their texts as well, to keep columns straight; this one forgets none.
     """
 
+    def __init__(self, *, ascii_only: bool = False) -> None:
+        """`ascii_only`: the terminal has no other characters: fills, lines and dots in ASCII."""
+        super().__init__()
+        self._ascii_only = ascii_only
+
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        if all(one.text.isprintable() for one in segments):
+        if all(one.text.isprintable() for one in segments) and not self._ascii_only:
             return segments
-        return [one if one.control else Segment(one_line(one.text), one.style) for one in segments]
+        return [
+            one if one.control else Segment(self._shown(one.text), one.style) for one in segments
+        ]
+
+    def _shown(self, text: str) -> str:
+        return as_ascii(one_line(text)) if self._ascii_only else one_line(text)
+
+
+def as_ascii(text: str) -> str:
+    """Return a text of as many characters: braille by the number of its dots, others as "?"."""
+    if text.isascii():
+        return text
+    return "".join(map(_plain, text.translate(_ASCII)))
+
+
+def _plain(character: str) -> str:
+    if character.isascii():
+        return character
+    if "\u2800" <= character <= "\u28ff":
+        return " .::|||##"[(ord(character) & 0xFF).bit_count()]
+    return "?"
+
+
+def is_unicode(stream: TextIO | None) -> bool:
+    """Return whether the stream takes every character; None: the one that Textual draws to."""
+    encoding = getattr(stream or sys.__stderr__, "encoding", None) or "utf-8"
+    return encoding.lower().replace("-", "").startswith("utf")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from bisect import bisect_right
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -21,8 +20,10 @@ from offloadtrain.events import schema
 from offloadtrain.events.schema import Json, Record
 from offloadtrain_tui.live_memory import Live, LiveMemory
 from offloadtrain_tui.moments import Moment, moment_of
+from offloadtrain_tui.packed import TimedLines
 from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
+from offloadtrain_tui.timelines import SAMPLED_STEPS, Timelines
 
 LANES = ("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "write")
 STEP_FIELDS = (
@@ -33,9 +34,6 @@ STEP_FIELDS = (
 _COLUMNS = (*STEP_FIELDS, "val_loss")
 DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
 _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
-SAMPLED_STEPS = 256
-"""Number of newest timelines kept."""
-
 _T = TypeVar("_T")
 _BULK = (schema.Step, schema.System, schema.LiveMemory)
 """Kinds read without their classes, since there are hundreds of thousands."""
@@ -51,9 +49,9 @@ class Timed:
     values: list[Any] = field(default_factory=list)
 
     def add(self, time_s: float, value: Any) -> None:
+        self.values.append(value)  # first: another thread counts the times
         # A clock set back must not make the newest value unreachable.
         self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
-        self.values.append(value)
 
     def count(self, time_s: float) -> int:
         """Return the number of values valid at a time."""
@@ -79,11 +77,13 @@ class History:
         self.skipped: list[int] = []
         """Positions of steps that were skipped, or whose loss was not finite."""
         self.starts = Timed()
+        self.set_ups = Timed()
         self.ends = Timed()
         self.memory = Timed()
         self.live = LiveMemory()
         self.curves = Timed()
-        self.systems = Timed()
+        self.systems = TimedLines()
+        """Samples of the machine, which are read only for display."""
         self.evals = Timed()
         self.checkpoints = Timed()
         self.alerts = Timed()
@@ -91,7 +91,8 @@ class History:
         self.moments = Timed()
         self.sampled = Timed()
         """Step numbers whose lanes were sampled."""
-        self._spans: OrderedDict[int, list[bytes | schema.LaneSpan]] = OrderedDict()
+        self.timelines = Timelines()
+        self._shown_system: tuple[int, schema.System | None] = (0, None)
         self._pending: list[Json] = []
         self.last_time_s = 0.0
         self.unreadable = 0
@@ -114,7 +115,7 @@ class History:
         kind = values.get("k") if isinstance(values, dict) else None
         if (
             (kind == "step" and self._step(values, line))
-            or (kind == "system" and self._system(values))
+            or (kind == "system" and self._system(values, line))
             or (kind == "live_memory" and self.live.add(values))
         ):
             return
@@ -128,7 +129,8 @@ class History:
         """Add a record other than a step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
         if isinstance(record.event, schema.LaneSpan):
-            self._span(record.event.step, record.time_s, record.event)
+            kept = line or schema.to_line(record.event, record.rank, record.time_s).strip()
+            self._span(record.event.step, record.time_s, kept)
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
             fold(self, record.event, record.time_s)
@@ -205,36 +207,31 @@ class History:
         level = "warning" if finite else "error"
         self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
 
-    def _system(self, values: Json) -> bool:
-        """Add a sample of the machine, parsed only for display; False if it is not valid."""
+    def _system(self, values: Json, line: bytes) -> bool:
+        """Add a sample of the machine; False if it is not valid."""
         time_s = _number(values.get("t"))
         if time_s is None or not math.isfinite(time_s) or type(values.get("gpus", [])) is not list:
             return False
         self.last_time_s = max(self.last_time_s, time_s)
-        self.systems.add(time_s, values)
+        self.systems.add(time_s, line)
         return True
 
-    def _span(self, step: int, time_s: float, span: bytes | schema.LaneSpan) -> None:
-        if step not in self._spans:
-            self._spans[step] = []
+    def _span(self, step: int, time_s: float, line: bytes) -> None:
+        if self.timelines.add(step, line):
             self.sampled.add(time_s, step)
-            while len(self._spans) > SAMPLED_STEPS:
-                self._spans.popitem(last=False)
-        self._spans[step].append(span)
         self.last_time_s = max(self.last_time_s, time_s)
 
-    def spans(self, step: int) -> list[schema.LaneSpan] | None:
-        """Return the timeline of a sampled step; None if it was not sampled, or is too old."""
-        kept = self._spans.get(step)
-        if kept is None:
+    def system(self, time_s: float) -> schema.System | None:
+        """Return the newest sample of the machine at a time."""
+        count = self.systems.count(time_s)
+        if not count:
             return None
-        read = [_read_span(span) if isinstance(span, bytes) else span for span in list(kept)]
-        return [span for span in read if span is not None]
-
-
-def _read_span(line: bytes) -> schema.LaneSpan | None:
-    record = schema.from_line(line)
-    return record.event if record and isinstance(record.event, schema.LaneSpan) else None
+        known, found = self._shown_system
+        if count != known:
+            record = schema.from_line(self.systems[count - 1])
+            found = record.event if record and isinstance(record.event, schema.System) else None
+            self._shown_system = (count, found)
+        return found
 
 
 def _number(value: Any) -> float | None:
@@ -279,6 +276,7 @@ def _kept(name: str) -> Callable[[History, Any, float], None]:
 
 _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
     schema.RunStarted: _kept("starts"),
+    schema.SetUp: _kept("set_ups"),
     schema.RunEnded: _kept("ends"),
     schema.Memory: _kept("memory"),
     schema.StepMemory: _kept("curves"),
@@ -306,8 +304,25 @@ class View:
 
     @property
     def step(self) -> int:
-        """Number of the last step; 0 before the first."""
-        return self.history.steps.values[self.length - 1] if self.length else 0
+        """Number of the last step; before the first one of a start, the one it goes on from."""
+        start = self.start
+        if self.is_before_first_step:
+            return start.start_step if start else 0
+        number: int = self.history.steps.values[self.length - 1]
+        return number
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """True if the newest start has no step yet."""
+        since_s = self.started_s
+        step_s = self.step_time_s
+        return step_s is None or (since_s is not None and step_s < since_s)
+
+    @property
+    def started_s(self) -> float | None:
+        """Time of the newest start."""
+        count = self.history.starts.count(self.time_s)
+        return self.history.starts.times[count - 1] if count else None
 
     @property
     def step_time_s(self) -> float | None:
@@ -335,9 +350,7 @@ class View:
 
     @property
     def system(self) -> schema.System | None:
-        values: Json | None = self.history.systems.at(self.time_s, None)
-        record = schema.from_values(values) if values is not None else None
-        return record.event if record and isinstance(record.event, schema.System) else None
+        return self.history.system(self.time_s)
 
     @property
     def system_time_s(self) -> float | None:
@@ -363,18 +376,22 @@ class View:
 
     @property
     def total_steps(self) -> int | None:
-        start = self.start
-        steps = _dig(start.config, "train", "steps") if start else None
-        return steps if isinstance(steps, int) else None
+        return self.setting("train", "steps") or None
+
+    def setting(self, *keys: str) -> int:
+        """Return a whole number of the job; 0 if it has none."""
+        found = _dig(self.start.config, *keys) if self.start else None
+        return found if type(found) is int and found > 0 else 0
 
     @property
-    def spans(self) -> list[schema.LaneSpan]:
+    def spans(self) -> tuple[schema.LaneSpan, ...]:
         """The timeline of the newest sampled step."""
         sampled = self.history.sampled
-        for step in reversed(sampled.values[: sampled.count(self.time_s)]):
-            if (found := self.history.spans(step)) is not None:
+        count = sampled.count(self.time_s)
+        for step in reversed(sampled.values[max(count - SAMPLED_STEPS, 0) : count]):
+            if (found := self.history.timelines.of(step)) is not None:
                 return found
-        return []
+        return ()
 
     @property
     def moments(self) -> list[Moment]:
@@ -389,10 +406,13 @@ class View:
         return self.history.busy[lane].last(self.length) or 0.0
 
     def active_alerts(self) -> list[schema.Alert]:
-        """Active alerts: raised, not cleared, not acknowledged, the newest last."""
-        alerts = self.history.alerts
+        """Active alerts of this start: raised, not cleared, not acknowledged, the newest last."""
+        if self.end is not None:
+            return []
+        alerts, since_s = self.history.alerts, self.started_s
         active: dict[str, tuple[float, schema.Alert]] = {}
-        for index in range(alerts.count(self.time_s)):
+        first = 0 if since_s is None else bisect_left(alerts.times, since_s)
+        for index in range(first, alerts.count(self.time_s)):
             alert: schema.Alert = alerts.values[index]
             active.pop(alert.code, None)
             if alert.state == "raised":
@@ -419,13 +439,6 @@ class View:
         values = self.history.series["own_ms"].values[max(self.length - of, 0) : self.length]
         known = sorted(value for value in values if value > 0)
         return known[len(known) // 2] if known else self.median_step_ms(of)
-
-    def seconds_left(self) -> float | None:
-        """Return the time left, by the median of the last steps."""
-        total, step_ms = self.total_steps, self.median_step_ms()
-        if total is None or step_ms is None:
-            return None
-        return max(total - self.step, 0) * step_ms / 1e3
 
 
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:

@@ -58,6 +58,23 @@ class Snapshot:
         return self.views[0]
 
     @property
+    def has_records(self) -> bool:
+        return any(view.history.last_time_s for view in self.views)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the logs; "" if nothing is."""
+        if self.refused:
+            return f"not read: {self.refused[0]}"
+        lines = sum(view.history.unreadable for view in self.views)
+        told = f"{lines} lines are no records" if lines else ""
+        if self.has_records:
+            return told
+        if not self.whole or (self.folder is None and not self.name) or self.state in runs.ALIVE:
+            return ""
+        return f"there is no record of a run in it{f': {told}' if told else ''}"
+
+    @property
     def changed(self) -> tuple[object, ...]:
         """A key that is equal until the logs change."""
         return (
@@ -94,7 +111,7 @@ class RunReader:
             self.histories[path].feed_lines(lines)
             self._see_ring(path)
             found |= bool(lines)
-            self.whole &= len(lines) < most_lines // 2
+            self.whole &= not tail.is_behind
         if self.whole:
             self._glances.clear()
         return found
@@ -106,15 +123,25 @@ class RunReader:
             for point in ring.poll()[-1:]:
                 self.histories[log].live.see(point)
 
+    def read_to_end(self, now_s: float) -> Snapshot:
+        """Read all that is there; return the newest snapshot."""
+        while self.read() or not self.whole:
+            pass
+        return self.snapshot(now_s)
+
     def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
         """Return the run at the time `at_s`; None: the newest."""
         known = {**self.histories, **self._glances}
         ordered = sorted(known.values(), key=lambda history: history.rank)
         views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
         alive = runs.is_alive(self.run.folder) if at_s is None else None
-        state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
-        refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
         folder = self.run.folder
+        state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
+        if at_s is None and alive and runs.is_resuming(folder):
+            state = "starting"
+        if folder is None and state == "starting" and views[0].start is None:
+            state = "unknown"  # a file of something else starts no run
+        refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
         killed = state == "killed" and runs.killed_for_memory(folder)
         return Snapshot(
             self.run.name, folder, views, state, self.whole, refused, killed, bool(alive)
@@ -203,10 +230,7 @@ class Reader:
 
     def read_once(self) -> list[Snapshot]:
         """Read everything on this thread."""
-        for reader in self.readers:
-            while reader.read() or not reader.whole:
-                pass
-        return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
+        return [reader.read_to_end(self._clock.now_s()) for reader in self.readers]
 
     def _run(self) -> None:
         published_s = 0.0

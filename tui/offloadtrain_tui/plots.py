@@ -21,6 +21,7 @@ class Kind:
         fields: (series, label, color, mirrored) for each curve.
         log: True if `y` makes its axis logarithmic.
         smoothed: the first curve gets a moving average over it.
+        least_range, from_zero: as those of a `Plot`.
     """
 
     title: str
@@ -29,6 +30,12 @@ class Kind:
     log: bool = False
     smoothed: bool = False
     form: Callable[[float | None], str] = short
+    least_range: float = 0.0
+    from_zero: bool = False
+
+
+STEADY = 0.2
+"""Of its value: a range in which one percent of noise is flat."""
 
 
 def _percent(value: float | None) -> str:
@@ -49,17 +56,16 @@ KINDS: dict[str, Kind] = {
         (("loss", "", "primary", False), ("val_loss", "val", "warning", False)),
         log=True,
         smoothed=True,
+        least_range=0.02,
     ),
     "grad_norm": Kind("gradient norm", _one("grad_norm", "accent"), log=True),
     "lr": Kind("learning rate", _one("lr", "secondary"), log=True),
     "loss_scale": Kind("loss scale", _one("loss_scale", "warning"), log=True),
-    "tokens_per_s": Kind("tokens/s", _one("tokens_per_s", "success"), smoothed=True),
-    "mfu": Kind("MFU", _one("mfu", "success"), form=_percent),
-    "step_ms": Kind(
-        "step",
-        (("step_ms", "", "primary", False), ("exposed_ms", "exposed", "error", False)),
-        form=milliseconds,
+    "tokens_per_s": Kind(
+        "tokens/s", _one("tokens_per_s", "success"), smoothed=True, least_range=STEADY
     ),
+    "mfu": Kind("MFU", _one("mfu", "success"), form=_percent, least_range=STEADY),
+    "step_ms": Kind("step", _one("step_ms"), form=milliseconds, least_range=STEADY),
     "phases": Kind(
         "forward, backward, optimizer",
         (
@@ -69,19 +75,24 @@ KINDS: dict[str, Kind] = {
             ("data_ms", "data", "secondary", False),
         ),
         form=milliseconds,
+        from_zero=True,
     ),
     "bus": Kind(
         "bus while busy",
-        (("h2d_gbps", "up", "primary", False), ("d2h_gbps", "down", "warning", True)),
+        (("h2d_gbps", "CPU→GPU", "primary", False), ("d2h_gbps", "GPU→CPU", "warning", True)),
         unit=" GB/s",
     ),
     "bytes": Kind(
         "moved per step",
-        (("h2d_bytes", "up", "primary", False), ("d2h_bytes", "down", "warning", True)),
+        (("h2d_bytes", "CPU→GPU", "primary", False), ("d2h_bytes", "GPU→CPU", "warning", True)),
         form=_bytes,
     ),
-    "host_ms": Kind("host (updates, norms)", _one("host_ms", "accent"), form=milliseconds),
-    "exposed": Kind("exposed share of a step", _one("exposed_share", "error"), form=_percent),
+    "host_ms": Kind(
+        "CPU Adam and norms", _one("host_ms", "accent"), form=milliseconds, least_range=STEADY
+    ),
+    "exposed": Kind(
+        "waits, share of a step", _one("exposed_share", "error"), form=_percent, from_zero=True
+    ),
 }
 
 
@@ -109,6 +120,8 @@ def plot(name: str, shown: ViewState) -> Plot:
         unit=kind.unit,
         axis=(f"step {steps[window.lo]}", f"{steps[window.hi - 1]}") if view.length else ("", ""),
         form=kind.form,
+        least_range=kind.least_range,
+        from_zero=kind.from_zero,
     )
 
 

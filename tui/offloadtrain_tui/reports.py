@@ -24,6 +24,7 @@ from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.tail import Tail
 from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.verdict import against_plan, bound_by, time_left_s
 
 _LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
 _ANSWER_S = 60.0
@@ -58,14 +59,15 @@ def status(
         return USAGE
     reader = RunReader(found)
     while True:
-        snapshot = _read(reader)
+        snapshot = reader.read_to_end(time.time())
         if json_:
             print(sanitize_json(json.dumps(facts(snapshot), default=str)), flush=True)
         else:
             print(line(snapshot) if live else report(snapshot), flush=True)
         if not live or snapshot.state not in runs.ALIVE:
-            _tell_refused(snapshot.refused)
-            return FAILED if snapshot.state in ("failed", "killed") else DONE
+            _tell_problem(snapshot)
+            is_bad = snapshot.state in ("failed", "killed") or not snapshot.has_records
+            return FAILED if is_bad else DONE
         time.sleep(_LIVE_EVERY_S)
 
 
@@ -84,11 +86,15 @@ def list_all(
     json_
         Print one line of JSON per run.
     """
-    rows = list_runs(runs_dir, time.time())
+    now_s = time.time()
+    rows = list_runs(runs_dir, now_s)
     if not rows:
         print(f"no runs in {runs_dir}", file=sys.stderr)
+    if rows and not json_:
+        print(_HEADER)
     for row in rows:
-        print(sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row))
+        told = sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row, now_s)
+        print(told)
     return DONE
 
 
@@ -147,7 +153,7 @@ def ctl(
     found = _find(run, Path("runs"))
     if found is None or found.folder is None:
         return USAGE
-    snapshot = _read(RunReader(found))
+    snapshot = RunReader(found).read_to_end(time.time())
     if snapshot.state not in runs.ALIVE:
         print(f"{found.folder} is not running: it is {snapshot.state}", file=sys.stderr)
         return FAILED
@@ -173,7 +179,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
         "out_of_memory": snapshot.out_of_memory,
         "step": view.step,
         "steps": view.total_steps,
-        "seconds_left": view.seconds_left(),
+        "seconds_left": time_left_s(view),
         "last_step_unix_s": view.step_time_s,
         **steps,
         "val_loss": view.val_loss,
@@ -197,10 +203,12 @@ def line(snapshot: Snapshot) -> str:
         f"norm {short(view.last('grad_norm'))}",
         f"{short(view.last('tokens_per_s'))} tok/s",
         f"step {milliseconds(view.last('step_ms'))}",
-        f"exposed {milliseconds(view.last('exposed_ms'))}",
+        f"waits {milliseconds(view.last('exposed_ms'))}",
     ]
-    if snapshot.state in runs.ALIVE and (left := view.seconds_left()) is not None:
-        parts.append(f"{units.format_duration(left)} left")
+    if snapshot.state in runs.ALIVE and (left := time_left_s(view)) is not None:
+        now_s = time.time()
+        parts.insert(1, f"ends {units.format_clock(now_s + left, now_s)}")
+        parts.insert(2, f"{units.format_duration(left)} left")
     return "  ".join(parts)
 
 
@@ -208,6 +216,8 @@ def report(snapshot: Snapshot) -> str:
     """Return a snapshot as a few lines."""
     view = snapshot.first
     lines = [clean(snapshot.name), line(snapshot)]
+    if told := ", ".join(filter(None, (against_plan(view), bound_by(view)))):
+        lines.append(told)
     if snapshot.out_of_memory:
         lines.append(_death(view))
     if view.val_loss is not None:
@@ -249,13 +259,29 @@ def told(moment: Moment) -> str:
     return f"{time_text}  {step:<12}  {moment.kind:<12}  {moment.text}"
 
 
-def _row(row: RunRow) -> str:
-    total = f"/{row.total}" if row.total else ""
-    loss, val = short(row.loss), short(row.val_loss)
-    return f"{clean(row.folder.name):<40}  {row.state:<9}  {row.step}{total:<8}  {loss}  {val}"
+_HEADER = (
+    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  last step"
+)
+
+
+def _row(row: RunRow, now_s: float) -> str:
+    step = f"{row.step}/{row.total}" if row.total else str(row.step)
+    figures = "  ".join(
+        f"{short(value):>7}" for value in (row.loss, row.val_loss, row.tokens_per_s)
+    )
+    age_s = None if row.last_s is None else max(now_s - row.last_s, 0.0)
+    ago = "-" if age_s is None else f"{units.format_duration(age_s)} ago"
+    return f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago}"
 
 
 # ---- reading
+
+
+def _tell_problem(snapshot: Snapshot) -> None:
+    if snapshot.refused:
+        _tell_refused(snapshot.refused)
+    elif snapshot.problem:
+        print(f"{clean(snapshot.name)}: {snapshot.problem}", file=sys.stderr)
 
 
 def _tell_refused(refused: Sequence[str]) -> None:
@@ -275,12 +301,6 @@ def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
     return found[0]
 
 
-def _read(reader: RunReader) -> Snapshot:
-    while reader.read() or not reader.whole:
-        pass
-    return reader.snapshot(time.time())
-
-
 def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
     """Yield every moment once, the oldest first; `raw`: every record."""
     if raw:
@@ -288,7 +308,7 @@ def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
         return
     shown: dict[int, int] = {}
     while True:
-        snapshot = _read(reader)
+        snapshot = reader.read_to_end(time.time())
         fresh: list[Moment] = []
         for view in snapshot.views:
             rank = view.history.rank
@@ -296,7 +316,7 @@ def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
             shown[rank] = len(view.moments)
         yield from (told(moment) for moment in sorted(fresh, key=lambda one: one.time_s))
         if not follow or snapshot.state not in runs.ALIVE:
-            _tell_refused(snapshot.refused)
+            _tell_problem(snapshot)
             return
         time.sleep(_FOLLOW_EVERY_S)
 
@@ -323,7 +343,7 @@ def _answer(run: RunPath, asked: str, wait_s: float) -> int:
     reader, shown = RunReader(run), 0
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
-        snapshot = _read(reader)
+        snapshot = reader.read_to_end(time.time())
         history: History = snapshot.first.history
         answers = [answer for answer in history.controls.values if answer.id == asked]
         for answer in answers[shown:]:

@@ -120,6 +120,14 @@ def is_alive(folder: Path | None) -> bool | None:
     return _runs(pid, ticks) or _owner(folder / "lock") not in (None, pid)
 
 
+def is_resuming(folder: Path | None) -> bool:
+    """Return whether a new process holds the lock that has not begun to write yet."""
+    if folder is None:
+        return False
+    pid, owner = facts(folder).get("pid"), _owner(folder / "lock")
+    return isinstance(pid, int) and owner not in (None, pid) and is_alive(folder) is True
+
+
 def killed_for_memory(folder: Path | None) -> bool:
     """Return whether a killed run was probably ended by the kernel, which had no more memory."""
     return oom_kills.risen(facts(folder).get("oom_kills"))
@@ -131,10 +139,12 @@ def state_of(view: View, alive: bool | None, now_s: float) -> str:
         return view.end.status if view.end.status in STATES else "failed"
     if alive is False:
         return "killed" if view.start is not None else "failed"
-    silent_s = now_s - (view.step_time_s or view.history.last_time_s or now_s)
+    is_new = view.is_before_first_step
+    heard_s = view.started_s if is_new else view.step_time_s
+    silent_s = now_s - (heard_s or view.history.last_time_s or now_s)
     if alive is None and silent_s > _patience_s(view, SILENT_S):
         return "unknown"
-    if view.length == 0:
+    if is_new:
         return "starting"
     return "slow" if silent_s > _patience_s(view, SLOW_S) else "running"
 

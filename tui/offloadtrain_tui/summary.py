@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from typing import Any
+
 from rich.text import Text
 
 from offloadtrain.config import units
+from offloadtrain.events import schema
+from offloadtrain_tui import runs
 from offloadtrain_tui.history import View
+from offloadtrain_tui.moments import set_up_words
 from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.verdict import against_plan, bound_by, time_left_s
 from offloadtrain_tui.view_state import ViewState
 
 SIGNS = {
+    "opening": "○",
     "starting": "○",
     "running": "●",
     "slow": "◐",
@@ -20,56 +29,97 @@ SIGNS = {
     "unknown": "?",
 }
 ColorOf = dict[str, str]
+WIDE_HEADLINE = 100
+SHOWN_ALERTS = 2
+TREND_STEPS = 20
 
 
-def headline(shown: ViewState, colors: ColorOf) -> Text:
-    """Return name, state, step and time left."""
+def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
+    """Return name, state, progress and end, in so many columns."""
     view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f" {clean(shown.snapshot.name)} ", "bold")
-    text.append(f"{SIGNS[state]} {state}", colors.get(state, ""))
+    text.append(f"{SIGNS.get(state, '')} {state}", colors.get(state, ""))
     if shown.snapshot.out_of_memory:
         text.append(", probably out of memory")
-    for why in shown.snapshot.refused[:1]:
-        text.append(f"  not read: {clean(why, 80)}", "bold")
+    if problem := shown.snapshot.problem:
+        text.append(f"  {clean(problem, 100)}", "bold")
     total = view.total_steps
     if total:
-        text.append(f"  step {view.step}/{total} {100 * view.step / total:.1f}%")
+        bar = f" {_bar(view.step / total)} " if width >= WIDE_HEADLINE else " "
+        text.append(f"  step {view.step}/{total}{bar}{100 * view.step / total:.1f}%")
     elif view.step:
         text.append(f"  step {view.step}")
-    if shown.is_live and state in ("running", "slow") and (left := view.seconds_left()) is not None:
-        text.append(f"  {units.format_duration(left)} left")
-    if not shown.snapshot.whole:
+    text.append(_end(shown, state))
+    if not shown.snapshot.whole and state != "opening":
         text.append("  reading…", "dim")
     return text
 
 
+def _bar(share: float, cells: int = 20) -> str:
+    eighths = round(8 * cells * min(max(share, 0.0), 1.0))
+    full, part = divmod(eighths, 8)
+    return f"▕{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells + 1) + "▏"
+
+
+def _end(shown: ViewState, state: str) -> str:
+    """Return when a living run ends; of another one, how long it took is in its events."""
+    view = shown.view
+    if not shown.is_live or state not in runs.ALIVE or (left := time_left_s(view)) is None:
+        return ""
+    at_s = (view.step_time_s or shown.now_s) + left
+    ends = units.format_clock(max(at_s, shown.now_s), shown.now_s)
+    return f"  ends {ends} ({units.format_duration(max(at_s - shown.now_s, 0.0))} left)"
+
+
 def numbers(shown: ViewState) -> Text:
-    """Return the figures of the newest step."""
+    """Return the figures of the newest step, the most asked for first."""
     view = shown.view
     text = Text(no_wrap=True, overflow="ellipsis")
-    if not view.length:
-        text.append(" no step yet", "dim")
+    if view.is_before_first_step:
+        text.append(f" {before_first_step(shown)}", "bold")
         return text
     text.append(f" loss {short(view.last('loss'))}{trend(view)}", "bold")
+    text.append(f"  {short(view.last('tokens_per_s'))} tok/s")
+    if planned := against_plan(view):
+        text.append(f", {planned}")
+    if bound := bound_by(view):
+        text.append(f"  {bound}", "bold")
+    text.append(f"  step {milliseconds(view.last('step_ms'))}")
+    if (mfu := view.last("mfu")) is not None:
+        text.append(f"  MFU {100 * mfu:.1f}%")
     if view.val_loss is not None:
         text.append(f"  val {short(view.val_loss)}")
     for label, field in (("norm", "grad_norm"), ("lr", "lr"), ("scale", "loss_scale")):
         if (value := view.last(field)) is not None:
             text.append(f"  {label} {short(value)}")
-    text.append(f"  {short(view.last('tokens_per_s'))} tok/s")
-    if (mfu := view.last("mfu")) is not None:
-        text.append(f"  MFU {100 * mfu:.1f}%")
-    text.append(f"  step {milliseconds(view.last('step_ms'))}")
-    text.append(f", exposed {milliseconds(view.last('exposed_ms'))}")
     text.append(f"  {short(view.last('tokens'))} tokens", "dim")
     return text
 
 
-def when(shown: ViewState) -> Text:
-    """Return the screen's position in time (live, at a step, in a replay) and active alerts."""
-    text = Text(no_wrap=True, overflow="ellipsis")
-    alerts = shown.view.active_alerts()
+def before_first_step(shown: ViewState) -> str:
+    """Say what a run does that has no step yet."""
+    view, state = shown.view, shown.state
+    start = view.start
+    if state not in runs.ALIVE or not shown.is_live:
+        return "no step yet"
+    since_s = view.started_s
+    if start is None or since_s is None or view.end is not None:
+        return "setting up: its log begins when data, model and memory are ready"
+    spent = units.format_duration(max(shown.now_s - since_s, 0.0))
+    planned: Any = start.plan.get("step")
+    seconds = planned.get("seconds") if isinstance(planned, dict) else None
+    usual = f" of {units.format_duration(seconds)} as planned" if isinstance(seconds, float) else ""
+    resumed = f", resumed after step {start.start_step}" if start.start_step else ""
+    set_up: schema.SetUp | None = view.history.set_ups.at(view.time_s, None)
+    before = f"; {set_up_words(set_up)}" if set_up else ""
+    return f"first step: {spent}{usual}{resumed}{before}"
+
+
+def when(shown: ViewState, colors: ColorOf) -> Text:
+    """Return the screen's position in time (live, at a step, in a replay) and active alerts, the
+    newest first."""
+    text = Text(overflow="ellipsis")
     if not shown.is_live:
         text.append(" ◀ step ", "reverse")
         text.append(f"{shown.view.step} ", "reverse")
@@ -78,21 +128,25 @@ def when(shown: ViewState) -> Text:
             text.append(f" {units.format_duration(ago)} before the newest; End: live", "dim")
     elif silent := _silence(shown):
         text.append(f" {silent}", "bold")
-    for alert in alerts[-3:]:
-        text.append(f"  ⚠ {clean(alert.code)}: {clean(alert.message, 120)}", "bold")
+    alerts = shown.view.active_alerts()
+    for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
+        color = colors.get("failed" if alert.level == "error" else "slow", "")
+        text.append(f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}")
+    if alerts:
+        more = len(alerts) - SHOWN_ALERTS
+        text.append(f" +{more} (7)  a: seen" if more > 0 else " a: seen", "dim")
     return text
 
 
 def trend(view: View) -> str:
-    """Return an arrow: the mean of the last ten losses against the ten before."""
-    values = [v for v in view.history.series["loss"].values[max(view.length - 20, 0) : view.length]]
-    if len(values) < 20:
+    """Return an arrow: the mean of the last losses against as many before; level within noise."""
+    values = view.history.series["loss"].values[max(view.length - 2 * TREND_STEPS, 0) : view.length]
+    before, after = values[:TREND_STEPS], values[TREND_STEPS:]
+    if len(after) < TREND_STEPS or not all(map(math.isfinite, values)):
         return ""
-    before, after = sum(values[:10]), sum(values[10:])
-    if before != before or after != after:
-        return ""
-    change = (after - before) / (abs(before) or 1.0)
-    return " ↓" if change < -1e-3 else " ↑" if change > 1e-3 else " →"
+    change = statistics.fmean(after) - statistics.fmean(before)
+    noise = math.sqrt((statistics.variance(before) + statistics.variance(after)) / TREND_STEPS)
+    return " →" if abs(change) <= 2 * noise else " ↓" if change < 0 else " ↑"
 
 
 def _silence(shown: ViewState) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Annotated, Any
 
+from cyclopts import Parameter
+
+from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.toml import nearest
+from offloadtrain.config.units import format_count
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
 
@@ -16,11 +22,31 @@ class JobExistsError(OffloadTrainError):
     """The target of the copy exists already."""
 
 
-def list_jobs() -> None:
-    """List the shipped jobs: name, tab, description."""
-    for name, path in shipped_jobs().items():
-        with path.open(encoding="utf-8") as file:
-            print(f"{name}\t{file.readline().lstrip('# ').strip()}")
+def list_jobs(*, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
+    """List the shipped jobs with their sizes.
+
+    Parameters
+    ----------
+    as_json
+        Print one line of JSON per job.
+    """
+    rows = [_described(name, path) for name, path in shipped_jobs().items()]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    print(f"{'job':<18}{'parameters':>10}{'tokens/step':>13}{'steps':>8}  what it is")
+    for row in rows:
+        sizes = (format_count(row["params"]), format_count(row["batch_tokens"]), row["steps"])
+        print("{:<18}{:>10}{:>13}{:>8}  {}".format(row["job"], *sizes, row["what"]))
+
+
+def _described(name: str, path: Path) -> dict[str, Any]:
+    with path.open(encoding="utf-8") as file:
+        what = file.readline().lstrip("# ").strip()
+    job = jobs.load(path)
+    sizes = {"params": job.num_params, "batch_tokens": job.batch_tokens, "steps": job.train.steps}
+    return {"job": name, **sizes, "what": what}
 
 
 def copy_job(name: str, dest: Path | None = None, /) -> None:
@@ -69,10 +95,10 @@ def shipped_jobs() -> dict[str, Path]:
 
 
 def _shipped(name: str) -> Path:
-    jobs = shipped_jobs()
-    if name not in jobs:
+    shipped = shipped_jobs()
+    if name not in shipped:
         raise ConfigError(
-            f"{name}: no such file, and no shipped job of this name{nearest(name, jobs) or '.'} "
-            f"Shipped: {', '.join(jobs)}"
+            f"{name}: no such file, and no shipped job of this name{nearest(name, shipped) or '.'} "
+            f"Shipped: {', '.join(shipped)}"
         )
-    return jobs[name]
+    return shipped[name]

@@ -11,24 +11,30 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from offloadtrain.config import units
+from offloadtrain.events import schema
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.widgets.tell import tell
 
 
 class JobPanel(Panel):
     """The facts of the run's start."""
+
+    _start: schema.RunStarted | None = None
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
             yield Static(id="job-text")
 
     def show(self, shown: ViewState) -> None:
-        self.query_one("#job-text", Static).update(_told(shown))
+        start = shown.view.start
+        if start is not self._start or start is None:
+            self._start = start
+            tell(self.query_one("#job-text", Static), _told(start))
 
 
-def _told(shown: ViewState) -> Text:
-    start = shown.view.start
+def _told(start: schema.RunStarted | None) -> Text:
     text = Text()
     if start is None:
         text.append(" the log has no job yet", "dim")

@@ -13,7 +13,7 @@ from offloadtrain_tui.widgets.bars import MemoryBars
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
-CHARTS = ("loss", "tokens_per_s", "step_ms", "grad_norm")
+CHARTS = ("loss", "tokens_per_s", "exposed", "grad_norm")
 
 
 class Overview(Panel):
@@ -29,7 +29,8 @@ class Overview(Panel):
     def show(self, shown: ViewState) -> None:
         view = shown.view
         self.query_one(MemoryBars).show(memory.bars(shown))
-        step = view.spans[0].step if view.spans else 0
-        self.query_one("#overview-lanes", Timeline).show(Lanes(step, tuple(view.spans)))
+        spans = view.spans
+        lanes = Lanes(spans[0].step if spans else 0, spans)
+        self.query_one("#overview-lanes", Timeline).show(lanes)
         for name in CHARTS:
             self.query_one(f"#overview-{name}", Chart).show(plot(name, shown))

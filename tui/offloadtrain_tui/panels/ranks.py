@@ -16,6 +16,7 @@ from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill
+from offloadtrain_tui.widgets.tell import tell
 
 RANKS = (
     "rank",
@@ -24,8 +25,8 @@ RANKS = (
     "step time",
     "own part",
     "skew",
-    "exposed",
-    "host busy",
+    "waits",
+    "CPU Adam",
     "loss",
     "memory",
 )
@@ -43,7 +44,7 @@ class Ranks(Panel):
 
     def show(self, shown: ViewState) -> None:
         views = shown.views
-        self.query_one("#ranks-text", Static).update(skew(views))
+        tell(self.query_one("#ranks-text", Static), skew(views))
         fill(self.query_one("#ranks-rows", DataTable), RANKS, rank_rows(views))
         own = memory.local(shown)
         system = own or shown.view.system
@@ -52,7 +53,7 @@ class Ranks(Panel):
         state = "this run uses none" if memory.is_on_cpu(shown.view) else state
         where = "live" if own is not None else "as logged"
         text = f" GPUs, {where}" if gpus else f" no GPU to show: {state or 'none was sampled'}"
-        self.query_one("#ranks-gpu-text", Static).update(text)
+        tell(self.query_one("#ranks-gpu-text", Static), text)
         fill(self.query_one("#ranks-gpus", DataTable), GPUS, [_gpu(gpu) for gpu in gpus])
 
 

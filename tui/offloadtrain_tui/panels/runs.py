@@ -17,6 +17,7 @@ from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill
+from offloadtrain_tui.widgets.tell import tell
 
 COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
 _STATES = {"running": "green", "done": "green", "failed": "bold red", "killed": "bold red"}
@@ -55,7 +56,7 @@ class RunsPanel(Panel):
         cells = [_cells(row, shown, row.folder in drawn) for row in self._rows]
         fill(self.query_one(DataTable), COLUMNS, cells)
         where = f" {self._rows[0].folder.parent}" if self._rows else " no runs found"
-        self.query_one("#runs-text", Static).update(where)
+        tell(self.query_one("#runs-text", Static), where)
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         event.stop()

@@ -36,7 +36,7 @@ class TimelinePanel(Panel):
 
     def show(self, shown: ViewState) -> None:
         widget = self.query_one(Timeline)
-        spans = tuple(shown.view.spans)
+        spans = shown.view.spans
         self._view = shown.view
         self._draw(replace(widget.lanes, step=spans[0].step if spans else 0, spans=spans))
 

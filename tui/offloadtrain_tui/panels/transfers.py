@@ -16,6 +16,11 @@ from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
+from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.words import lane_word
+
+RARE = ("load", "comm", "ortho", "write")
+"""Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, checkpoints."""
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
@@ -30,7 +35,7 @@ class Transfers(Panel):
                 yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
 
     def show(self, shown: ViewState) -> None:
-        self.query_one("#transfers-text", Static).update(_told(shown))
+        tell(self.query_one("#transfers-text", Static), _told(shown))
         for name in CHARTS:
             self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
 
@@ -41,14 +46,12 @@ def _told(shown: ViewState) -> Text:
     step_ms = view.last("step_ms") or 0.0
     for lane in LANES:
         busy_ms = view.busy_ms(lane)
-        if lane == "comm" and not view.last("comm_bytes"):
-            continue  # one rank
-        if lane == "ortho" and not busy_ms:
-            continue  # no rule that needs matrices whole
-        if lane == "write" and not busy_ms:
-            continue  # no checkpoint is being written
+        if lane in RARE and not busy_ms:
+            continue
         share = f"{100 * busy_ms / step_ms:3.0f} % of the step" if step_ms else ""
-        text.append(f" {lane:<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
+        text.append(
+            f" {lane_word(lane):<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n"
+        )
     exposed = view.last("exposed_ms") or 0.0
     hidden = max(view.busy_ms("host") - exposed, 0.0)
     told = f" compute waited {milliseconds(exposed)}; of the host's work {milliseconds(hidden)}"

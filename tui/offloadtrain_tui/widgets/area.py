@@ -65,7 +65,7 @@ class AreaChart(Widget):
             segments = self._row(y - 1, rows, width - LABEL_WIDTH)
         else:
             segments = self._axis(width - LABEL_WIDTH)
-        return strip_of(segments, width)
+        return strip_of(segments, width, self.rich_style)
 
     def _style(self, color: str, **options: bool) -> Style:
         return styled(self.app.theme_variables.get(color, ""), **options)

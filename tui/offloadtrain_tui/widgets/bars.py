@@ -87,7 +87,7 @@ class MemoryBars(Widget):
     def render_line(self, y: int) -> Strip:
         layout, width = self._layout(), self.size.width
         if y >= len(layout):
-            return strip_of((), width)
+            return strip_of((), width, self.rich_style)
         tier, line = self._tiers[layout[y][0]], layout[y][1]
         if line == _ONE:
             segments = self._in_one_line(tier, width)
@@ -99,7 +99,7 @@ class MemoryBars(Widget):
             segments = [Segment(" "), *self._bar(tier, width - 2)]
         else:
             segments = self._names(tier, line - 2, width)
-        return strip_of(segments, width)
+        return strip_of(segments, width, self.rich_style)
 
     def _layout(self) -> list[tuple[int, int]]:
         """Return (bar, its line) of every line; ONE: all in one; REST: of bars that do not fit."""

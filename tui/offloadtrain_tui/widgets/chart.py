@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.segment import Segment
@@ -16,9 +16,14 @@ from textual.widget import Widget
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
 from offloadtrain_tui.series import NOTHING, Extent, Series, Smoothed, Window
 from offloadtrain_tui.text import short
-from offloadtrain_tui.widgets.styles import strip_of, styled
+from offloadtrain_tui.widgets.styles import PLAIN, strip_of, styled
 
-LABEL_WIDTH = 8
+_GUTTER = 8
+"""Least width of the labels and their line."""
+
+_HIGH = 7
+"""Lines of a chart that has a line for its marks."""
+
 NO_WINDOW = Window(0, 0)
 
 
@@ -56,6 +61,8 @@ class Plot:
         window: displayed positions of the first curve.
         cursor: the position selected in all charts.
         axis: labels below the left and the right end.
+        least_range: the axis spans at least this share of the largest value, so that noise is flat.
+        from_zero: the axis begins at zero.
     """
 
     title: str
@@ -67,6 +74,27 @@ class Plot:
     unit: str = ""
     axis: tuple[str, str] = ("", "")
     form: Callable[[float | None], str] = short
+    least_range: float = 0.0
+    from_zero: bool = False
+
+    @property
+    def is_mirrored(self) -> bool:
+        return any(curve.mirrored for curve in self.curves)
+
+    def range_of(self, low: float, high: float) -> Extent:
+        """Return the ends of the axis for values from `low` to `high`: noise is flat, and mirrored
+        halves have one scale."""
+        if self.is_mirrored:
+            most = max(abs(low), abs(high))
+            return -most, most
+        if self.log:
+            return low, high
+        if self.from_zero:
+            low = min(low, 0.0)
+        missing = self.least_range * max(abs(low), abs(high)) - (high - low)
+        if missing > 0:
+            low, high = low - missing / 2, high + missing / 2
+        return low, high
 
 
 class Chart(Widget):
@@ -88,6 +116,8 @@ class Chart(Widget):
         self._plot = plot
         self._strips: list[Strip] = []
         self._colors: dict[str, str] = {}
+        self._base = PLAIN
+        self._gutter = _GUTTER
         self._drawn: tuple[object, ...] = ()
 
     @property
@@ -111,8 +141,8 @@ class Chart(Widget):
             self.refresh(*lines)
 
     def on_click(self, event: Click) -> None:
-        window, inner = self._plot.window, self.size.width - LABEL_WIDTH
-        column = event.x - LABEL_WIDTH
+        window, inner = self._plot.window, self.size.width - self._gutter
+        column = event.x - self._gutter
         if self._pickable and window.size and 0 <= column < inner:
             last = max((curve.length for curve in self._plot.curves), default=0) - 1
             position = min(window.lo + column * window.size // inner, last)
@@ -121,28 +151,58 @@ class Chart(Widget):
 
     def render_line(self, y: int) -> Strip:
         self._bring_up()
-        return self._strips[y] if y < len(self._strips) else strip_of((), self.size.width)
+        return self._strips[y] if y < len(self._strips) else self._strip(())
+
+    def on_show(self) -> None:
+        """Draw every line: those that changed while the chart was hidden were not drawn then."""
+        self.refresh()
+
+    def _strip(self, segments: Iterable[Segment]) -> Strip:
+        return strip_of(segments, self.size.width, self._base)
 
     def _bring_up(self) -> None:
         """Draw if necessary."""
         width, height = self.size
-        key = (id(self._plot), width, height, self.app.theme)
+        key = (self._plot, width, height, self.app.theme)
         if key != self._drawn:
             self._strips, self._drawn = self._draw(width, height), key
 
     def _draw(self, width: int, height: int) -> list[Strip]:
-        self._colors = self.app.theme_variables
-        inner, rows = width - LABEL_WIDTH, height - 2
-        if inner < 8 or rows < 1:
-            return [strip_of([Segment(self._plot.title[:width])], width)]
+        self._colors, self._base = self.app.theme_variables, self.rich_style
+        rows = height - 2 - self._has_mark_row(height)
+        columns = 2 * width if self._plot.log else 1  # a logarithm leaves out what is not positive
+        found = bounds([_extents(curve, self._plot, columns) for curve in self._plot.curves])
+        if found is None or rows < 1 or width < 2 * _GUTTER:
+            empty = self._strip([Segment(" nothing yet", self._style("foreground", dim=True))])
+            return [self._strip(self._title()), *([] if found else [empty])]
+        low, high = self._plot.range_of(*found)
+        labels = self._labels(low, high, rows)
+        self._gutter = max(_GUTTER, *(len(label) + 1 for label in labels))
+        inner = width - self._gutter
         extents = [_extents(curve, self._plot, inner * 2) for curve in self._plot.curves]
-        low, high = bounds(extents)
         canvas = Canvas(inner, rows)
         for number in reversed(range(len(extents))):  # the first one on top
             canvas.draw(extents[number], low, high, number)
-        body = [strip_of(self._row(canvas, y, rows, low, high), width) for y in range(rows)]
-        title = strip_of(self._title(), width)
-        return [title, *body, strip_of(self._axis(inner), width)]
+        zero = rows // 2 if self._plot.is_mirrored else None
+        body = [self._row(canvas, y, labels[y], is_zero=y == zero) for y in range(rows)]
+        marks = [self._mark_row(inner)] if self._has_mark_row(height) else []
+        lines = [self._title(), *marks, *body, self._axis(inner)]
+        return [self._strip(line) for line in lines]
+
+    def _has_mark_row(self, height: int) -> bool:
+        """A low chart has its marks in the first row of the curve."""
+        return height >= _HIGH and bool(self._plot.marks)
+
+    def _labels(self, low: float, high: float, rows: int) -> list[str]:
+        """Return the text of each line: at both ends, and in the middle of a high chart."""
+        labels = [""] * rows
+        middle = [(rows // 2)] if rows > 4 else []
+        for y in (0, *middle, rows - 1):
+            value = high - (high - low) * y / max(rows - 1, 1)
+            if self._plot.is_mirrored:
+                value = 0.0 if y in middle else abs(value)
+            labels[y] = self._plot.form(10**value if self._plot.log else value)
+        return labels
 
     def _style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
         return styled(self._colors.get(color, ""), bold, dim)
@@ -161,24 +221,25 @@ class Chart(Widget):
             found.append(Segment(" log", self._style("foreground", dim=True)))
         return found
 
-    def _row(self, canvas: Canvas, y: int, rows: int, low: float, high: float) -> list[Segment]:
-        value = high - (high - low) * y / max(rows - 1, 1)
-        labelled = y in (0, rows - 1) or (rows > 4 and y == rows // 2)
-        shown = 10**value if self._plot.log else value
-        if any(curve.mirrored for curve in self._plot.curves):
-            shown = abs(shown)
-        text = self._plot.form(shown) if labelled else ""
-        label = f"{text[: LABEL_WIDTH - 1]:>{LABEL_WIDTH - 1}}│"
-        segments = [Segment(label, self._style("foreground", dim=True))]
+    def _row(self, canvas: Canvas, y: int, label: str, *, is_zero: bool) -> list[Segment]:
+        dim = self._style("foreground", dim=True)
+        segments = [Segment(f"{label:>{self._gutter - 1}}│", dim)]
         colors = [curve.color for curve in self._plot.curves]
         for run, curve in canvas.row(y):
-            segments.append(Segment(run, self._style(colors[curve]) if curve >= 0 else None))
-        return self._with_signs(segments, y, canvas.width)
+            if curve >= 0:
+                segments.append(Segment(run, self._style(colors[curve])))
+            else:
+                segments.append(Segment("┈" * len(run) if is_zero else run, dim))
+        on_top = y == 0 and not self._has_mark_row(self.size.height)
+        return self._with_signs(segments, canvas.width, marks=on_top)
 
-    def _with_signs(self, segments: list[Segment], y: int, inner: int) -> list[Segment]:
-        """Draw marks in the top row, and the cursor through all rows."""
+    def _mark_row(self, inner: int) -> list[Segment]:
+        return self._with_signs([Segment(" " * (self._gutter + inner))], inner, marks=True)
+
+    def _with_signs(self, segments: list[Segment], inner: int, *, marks: bool) -> list[Segment]:
+        """Draw marks, and the cursor through all rows."""
         signs: dict[int, tuple[str, Style]] = {}
-        if y == 0:
+        if marks:
             for mark in self._plot.marks:
                 if (column := self._column(mark.position, inner)) is not None:
                     signs[column] = (mark.sign, self._style(mark.color, bold=True))
@@ -190,7 +251,7 @@ class Chart(Widget):
             return segments
         text = [(character, segment.style) for segment in segments for character in segment.text]
         for column, sign in signs.items():
-            text[LABEL_WIDTH + column] = sign
+            text[self._gutter + column] = sign
         return [Segment(character, style) for character, style in text]
 
     def _column(self, position: int, inner: int) -> int | None:
@@ -201,7 +262,7 @@ class Chart(Widget):
     def _axis(self, inner: int) -> list[Segment]:
         left, right = self._plot.axis
         text = f"{left}{right:>{max(inner - len(left), 1)}}" if inner > 20 else right
-        return [Segment(" " * LABEL_WIDTH + text[:inner], self._style("foreground", dim=True))]
+        return [Segment(" " * self._gutter + text[:inner], self._style("foreground", dim=True))]
 
 
 def _extents(curve: Curve, plot: Plot, count: int) -> list[Extent]:

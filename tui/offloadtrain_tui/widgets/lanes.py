@@ -14,9 +14,13 @@ from offloadtrain.events import schema
 from offloadtrain_tui.history import LANES
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.widgets.styles import LANE_COLORS, strip_of, styled
+from offloadtrain_tui.words import lane_word, percent
 
-_SHADES = " ▏▎▍▌▋▊▉█"
-_NAME_WIDTH = 9
+_SHADES = " ▁▂▃▄▅▆▇█"
+"""By the share of a cell's time that the lane worked."""
+_ALWAYS = ("compute", "d2h", "host", "h2d")
+_NAME_WIDTH = 10
+_BUSY_WIDTH = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,14 @@ class Lanes:
         start = self.offset * (self.end_ms - width)
         return start, start + width
 
-    @property
-    def rows(self) -> list[str]:
-        """The lanes, top to bottom; what is rare only if there is any."""
+    def by_lane(self) -> dict[str, list[schema.LaneSpan]]:
+        """Return the lanes, top to bottom, with their spans in time; what is rare only if there is
+        any."""
+        found: dict[str, list[schema.LaneSpan]] = {}
+        for span in sorted(self.spans, key=lambda span: span.start_ms):
+            found.setdefault(span.lane, []).append(span)
         names = (LANES[0], schema.WAIT, *LANES[1:])
-        rare = (schema.WAIT, "comm", "ortho", "write")
-        return [name for name in names if name not in rare or self.lane(name)]
-
-    def lane(self, name: str) -> list[schema.LaneSpan]:
-        return sorted((s for s in self.spans if s.lane == name), key=lambda s: s.start_ms)
+        return {name: found.get(name, []) for name in names if name in _ALWAYS or name in found}
 
 
 class Timeline(Widget):
@@ -74,7 +77,9 @@ class Timeline(Widget):
         """`waits`: most waits of compute listed below."""
         super().__init__(id=id)
         self._lanes = lanes
-        self._waits = waits
+        self._most_waits = waits
+        self._rows: list[list[Segment]] = []
+        self._drawn: tuple[object, ...] = ()
 
     @property
     def lanes(self) -> Lanes:
@@ -87,53 +92,60 @@ class Timeline(Widget):
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
+        key = (self._lanes, width, self.app.theme)
+        if key != self._drawn:
+            self._rows, self._drawn = self._draw(width), key
+        row = self._rows[y] if y < len(self._rows) else []
+        return strip_of(row, width, self.rich_style)
+
+    def _draw(self, width: int) -> list[list[Segment]]:
         if not self._lanes.spans:
-            text = " no step has been sampled yet" if y == 0 else ""
-            return strip_of([Segment(text)], width)
-        rows = self._lanes.rows
-        if y == 0:
-            segments = self._axis(width)
-        elif y <= len(rows):
-            segments = self._row(rows[y - 1], width)
-        else:
-            segments = self._wait(y - len(rows) - 1)
-        return strip_of(segments, width)
+            return [[Segment(" no step has been sampled yet")]]
+        interval = self._lanes.shown
+        lanes = self._lanes.by_lane().items()
+        rows = [self._row(lane, spans, interval, width) for lane, spans in lanes]
+        return [self._axis(interval, width), *rows, *self._waits()]
 
     def _style(self, color: str, **options: bool) -> Style:
         return styled(self.app.theme_variables.get(color, ""), **options)
 
-    def _axis(self, width: int) -> list[Segment]:
-        start, end = self._lanes.shown
+    def _axis(self, interval: tuple[float, float], width: int) -> list[Segment]:
+        start, end = interval
         left, right = f" step {self._lanes.step}", f"{milliseconds(end)}"
         middle = f"from {milliseconds(start)}" if self._lanes.zoom > 1 else ""
         room = max(width - len(left) - len(right) - 1, 0)
         return [Segment(f"{left}{middle:^{room}}{right}", self._style("foreground", dim=True))]
 
-    def _row(self, lane: str, width: int) -> list[Segment]:
-        spans = self._lanes.lane(lane)
-        busy = union_ms(spans)
-        inner = max(width - _NAME_WIDTH - 9, 1)
-        start, end = self._lanes.shown
+    def _row(
+        self,
+        lane: str,
+        spans: Sequence[schema.LaneSpan],
+        interval: tuple[float, float],
+        width: int,
+    ) -> list[Segment]:
+        busy_ms, end_ms = union_ms(spans), self._lanes.end_ms
+        share = percent(busy_ms / end_ms) if end_ms else ""
         style = self._style(LANE_COLORS[lane])
-        bar = labelled(spans, start, end, inner)
+        bar = labelled(spans, *interval, max(width - _NAME_WIDTH - _BUSY_WIDTH, 1))
         return [
-            Segment(f" {lane:<{_NAME_WIDTH - 2}} ", style),
+            Segment(f" {lane_word(lane):<{_NAME_WIDTH - 2}} ", style),
             Segment(bar, style),
-            Segment(f" {milliseconds(busy):>8}", self._style("foreground", dim=True)),
+            Segment(f" {milliseconds(busy_ms):>7} {share:>5}", self._style("foreground", dim=True)),
         ]
 
-    def _wait(self, number: int) -> list[Segment]:
+    def _waits(self) -> list[list[Segment]]:
+        if not self._most_waits:
+            return []
         waits = sorted(waits_of(self._lanes.spans), key=lambda wait: -wait.duration_ms)
-        if number == 0 and self._waits:
-            total = sum(wait.duration_ms for wait in waits)
-            return [Segment(f" compute waited {milliseconds(total)}", self._style("foreground"))]
-        if 0 < number <= min(self._waits, len(waits)):
-            wait = waits[number - 1]
-            text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
-            why = f"  for {wait.lane}: {clean(wait.name)}" if wait.lane else "  nothing ran"
-            color = LANE_COLORS.get(wait.lane, "foreground")
-            return [Segment(text), Segment(why, self._style(color))]
-        return []
+        total = sum(wait.duration_ms for wait in waits)
+        title = [Segment(f" compute waited {milliseconds(total)}", self._style("foreground"))]
+        return [title, *map(self._wait, waits[: self._most_waits])]
+
+    def _wait(self, wait: Wait) -> list[Segment]:
+        text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
+        why = f"  for {lane_word(wait.lane)}: {clean(wait.name)}" if wait.lane else "  nothing ran"
+        color = LANE_COLORS.get(wait.lane, "foreground")
+        return [Segment(text), Segment(why, self._style(color))]
 
 
 def union_ms(spans: Sequence[schema.LaneSpan]) -> float:

@@ -43,10 +43,14 @@ CACHE, OTHERS = "=", "-"
 PLAIN = Style.null()
 
 
-def strip_of(segments: Iterable[Segment], width: int) -> Strip:
-    """Build a line of a widget. Every segment has a style, as the NO_COLOR filter requires."""
-    whole = [Segment(text, PLAIN if style is None else style) for text, style, _ in segments]
-    return Strip(whole).adjust_cell_length(width, PLAIN)
+def strip_of(segments: Iterable[Segment], width: int, base: Style = PLAIN) -> Strip:
+    """Build a line of a widget. Every segment has a style, as the NO_COLOR filter requires.
+
+    Args:
+        base: the widget's own colors; the theme's background may not be the terminal's.
+    """
+    whole = [Segment(text, base if style is None else base + style) for text, style, _ in segments]
+    return Strip(whole).adjust_cell_length(width, base)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,29 @@
+"""When a run ends: its steps, and the evaluations and pauses for checkpoints on the way.
+
+The trainer's console and the monitor say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What happens after every so many steps (0: never), and once more at the end."""
+
+    every_steps: int
+    seconds: float
+
+    def times(self, step: int, steps: int) -> int:
+        """Return how often it is still to come after a step."""
+        if not self.every_steps or step >= steps:
+            return 0
+        return (steps - 1) // self.every_steps - step // self.every_steps + 1
+
+
+def seconds_left(step: int, steps: int, step_s: float, pauses: Iterable[Pause] = ()) -> float:
+    """Return the seconds from the end of `step` to the end of the run."""
+    paused_s = sum(pause.times(step, steps) * pause.seconds for pause in pauses)
+    return max(steps - step, 0) * step_s + paused_s

@@ -1,0 +1,65 @@
+"""`?`: the keys, the words and the marks of the monitor, on one page."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+KEYS = (
+    ("1 … 9", "screens: overview, memory, transfers, timeline, plots, ranks, events, job, runs"),
+    ("[ ]  , .", "one step back or on, a hundred steps"),
+    ("{ }", "to the mark before, or the next one"),
+    ("g  End", "go to a step by its number; back to live"),
+    ("Space", "hold, go on"),
+    ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
+    ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
+    ("r  o", "next run;  on 9: draw the chosen run beside this one"),
+    ("/  Enter  j", "events: filter, show the record, go to its step"),
+    ("c  S", "ask the run for a checkpoint; to stop, or to abort"),
+    ("n  a", "write a note into the log; the newest alert is seen"),
+    ("Ctrl+S  Ctrl+P", "save a picture; find every action by its name"),
+    ("?  Esc", "open and close this page;  q leaves the monitor, the run goes on"),
+)
+WORDS = (
+    ("waits", "time that the GPU waited for the CPU or for a copy"),
+    ("GPU→CPU", "gradients on their way to the host's memory"),
+    ("CPU Adam", "the optimizer's update, on the CPU"),
+    ("CPU→GPU", "updated weights on their way to the GPU"),
+    ("Adam m, v", "the optimizer's first and second moments"),
+    ("MFU", "floating-point operations of the model, of the GPU's peak"),
+    ("peak, plan", "the most that an owner has held; what the plan said before the run"),
+)
+MARKS = (("▾", "checkpoint"), ("▸", "start"), ("✗", "skipped, or not finite"), ("!", "alert"))
+
+
+class Help(ModalScreen[None]):
+    """One page, which the same key closes."""
+
+    AUTO_FOCUS = "VerticalScroll"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,q", "dismiss", "close"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog wide"):
+            yield Static(page())
+
+
+def page() -> Text:
+    """Return the page; 24 lines, so that a small terminal shows most of it at once."""
+    text = Text()
+    text.append("Keys\n", "bold")
+    for key, what in KEYS:
+        text.append(f"{key:>14}", "bold").append(f"  {what}\n")
+    text.append("Words\n", "bold")
+    for word, what in WORDS:
+        text.append(f"{word:>14}", "bold").append(f"  {what}\n")
+    text.append("Marks", "bold")
+    text.append("    " + "   ".join(f"{sign} {what}" for sign, what in MARKS))
+    return text

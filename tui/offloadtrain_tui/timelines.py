@@ -1,0 +1,63 @@
+"""The sampled steps' spans: compressed lines, decoded when one is shown, and each only once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from offloadtrain.events import schema
+from offloadtrain_tui.packed import pack, unpack
+
+SAMPLED_STEPS = 256
+"""Number of newest timelines kept."""
+
+Spans = tuple[schema.LaneSpan, ...]
+
+
+class Timelines:
+    """Step → its spans. One thread adds, another one reads."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
+        self._shown: list[bytes] | bytes = []
+        self._count = 0
+        self._spans: Spans = ()
+
+    def add(self, step: int, line: bytes) -> bool:
+        """Add a line of the log; return whether it is the first of its step."""
+        newest = next(reversed(self._lines), None)
+        is_new = step != newest  # a resumed run may sample the same step again
+        if is_new:
+            self._begin(step, newest)
+        kept = self._lines[step]
+        assert isinstance(kept, list)
+        kept.append(line)
+        return is_new
+
+    def _begin(self, step: int, before: int | None) -> None:
+        if before is not None:
+            kept = self._lines[before]
+            assert isinstance(kept, list)
+            self._lines[before] = pack(kept)
+        self._lines[step] = []
+        self._lines.move_to_end(step)
+        while len(self._lines) > SAMPLED_STEPS:
+            self._lines.popitem(last=False)
+
+    def of(self, step: int) -> Spans | None:
+        """Return the timeline of a sampled step; None if it was not sampled, or is too old."""
+        kept = self._lines.get(step)
+        if kept is None:
+            return None
+        if kept is not self._shown:
+            self._shown, self._count, self._spans = kept, 0, ()
+        if isinstance(kept, list) or not self._count:
+            self._decode(unpack(kept) if isinstance(kept, bytes) else kept)
+        return self._spans
+
+    def _decode(self, lines: list[bytes]) -> None:
+        count = len(lines)  # another thread may append
+        if count > self._count:
+            records = map(schema.from_line, lines[self._count : count])
+            fresh = (record.event for record in records if record is not None)
+            self._spans += tuple(one for one in fresh if isinstance(one, schema.LaneSpan))
+            self._count = count

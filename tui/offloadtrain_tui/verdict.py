@@ -1,0 +1,117 @@
+"""What bounds a step, how fast it is against the plan, and when the run ends."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from offloadtrain.events import schema
+from offloadtrain.events.time_left import Pause, seconds_left
+from offloadtrain_tui.history import View
+from offloadtrain_tui.words import lane_word, percent
+
+RECENT_STEPS = 20
+_LEAST_SHARE = 0.3
+"""Of a step: what takes less does not bound it."""
+
+
+def bound_by(view: View) -> str:
+    """Return, for example, "bound by COMPUTE 97%, waits 0.4% (CPU Adam)"; "" if it is unknown."""
+    parts = shares(view)
+    if not parts:
+        return ""
+    rule = _rule(view)
+    first = max(parts, key=lambda lane: parts[lane])
+    if parts[first] < _LEAST_SHARE:
+        return ""
+    told = f"bound by {lane_word(first, rule).upper()} {percent(parts[first])}"
+    waits = {lane: share for lane, share in parts.items() if lane not in ("compute", "data")}
+    if first in waits:
+        return f"{told}: compute waits, and works {percent(parts['compute'])}"
+    waited = sum(waits.values())
+    longest = max(waits, key=lambda lane: waits[lane], default="")
+    return f"{told}, waits {percent(waited)}" + (
+        f" ({lane_word(longest, rule)})" if longest and waited >= 0.0005 else ""
+    )
+
+
+def shares(view: View) -> dict[str, float]:
+    """Return the recent steps' time by what it went to: compute, data, each lane waited for."""
+    step_ms = _recent(view, view.history.series["step_ms"].values)
+    compute_ms = _recent(view, view.history.busy["compute"].values)
+    if not step_ms or not compute_ms:
+        return {}
+    waited = _recent(view, view.history.series["exposed_ms"].values) / step_ms
+    data = _recent(view, view.history.series["data_ms"].values) / step_ms
+    found = {"compute": min(compute_ms / step_ms, 1.0), "data": data}
+    return found | {lane: waited * part for lane, part in waited_for(view).items()}
+
+
+def waited_for(view: View) -> dict[str, float]:
+    """Return lane → its part of compute's waits, in the newest sampled step; without one, all of it
+    is the busiest lane's."""
+    waits: dict[str, float] = {}
+    for span in view.spans:
+        if span.lane == schema.WAIT:
+            waits[span.name] = waits.get(span.name, 0.0) + span.duration_ms
+    if total := sum(waits.values()):
+        return {lane: spent / total for lane, spent in waits.items()}
+    busy = {lane: view.busy_ms(lane) for lane in ("host", "d2h", "h2d", "load", "comm")}
+    return {max(busy, key=lambda lane: busy[lane]): 1.0}
+
+
+def against_plan(view: View) -> str:
+    """Return the speed as a share of the planned one; "" without a plan."""
+    planned: Any = view.start.plan.get("step") if view.start else None
+    seconds = planned.get("seconds") if isinstance(planned, dict) else None
+    step_ms = view.median_step_ms(RECENT_STEPS)
+    if not isinstance(seconds, float | int) or not seconds > 0 or not step_ms:
+        return ""
+    share = 1e3 * seconds / step_ms
+    return (
+        f"{100 * share:.0f}% of plan" if share >= 0.5 else f"{1 / share:.3g}x slower than planned"
+    )
+
+
+def time_left_s(view: View) -> float | None:
+    """Return the seconds to the run's end, evaluations and checkpoints included."""
+    total, step_ms = view.total_steps, view.median_step_ms()
+    if total is None or step_ms is None:
+        return None
+    return seconds_left(view.step, total, step_ms / 1e3, _pauses(view))
+
+
+def _pauses(view: View) -> tuple[Pause, Pause]:
+    """Return the evaluations and the pauses for checkpoints, as they were last."""
+    evaluation: schema.Eval | None = view.history.evals.at(view.time_s, None)
+    evaluation_s = evaluation.duration_ms / 1e3 if evaluation else 0.0
+    eval_every, save_every = (
+        view.setting("train", "eval_every"),
+        view.setting("train", "checkpoint_every"),
+    )
+    both = bool(eval_every and save_every and save_every % eval_every == 0)
+    stalled_s = _held_up_s(view, save_every) - (evaluation_s if both else 0.0)
+    return Pause(eval_every, evaluation_s), Pause(save_every, max(stalled_s, 0.0))
+
+
+def _held_up_s(view: View, every: int) -> float:
+    """Return the time between the newest checkpoint's step and the next, beyond its own time."""
+    steps, series = view.history.steps, view.history.series["step_ms"]
+    if not every:
+        return 0.0
+    for position in range(view.length - 2, max(view.length - 2 - every, -1), -1):
+        if steps.values[position] % every == 0:
+            apart_s = steps.times[position + 1] - steps.times[position]
+            return max(apart_s - series.values[position + 1] / 1e3, 0.0)
+    return 0.0
+
+
+def _recent(view: View, values: array[float]) -> float:
+    """Return the sum of the recent steps' values; missing ones count nothing."""
+    chunk = values[max(view.length - RECENT_STEPS, 0) : view.length]
+    return sum(value for value in chunk if value == value)
+
+
+def _rule(view: View) -> str:
+    rule = view.start.plan.get("update_rule") if view.start else None
+    return rule if isinstance(rule, str) else ""

@@ -10,6 +10,8 @@ from types import FrameType, TracebackType
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
+_IMPORT_WAIT_S = 0.05
+"""Time after which a stop that came in the midst of an import is looked at again."""
 
 
 class StoppedEarlyError(BaseException):
@@ -22,10 +24,12 @@ class StoppedEarlyError(BaseException):
 class StopRequests:
     """While entered, signals are requests; the second stop ends the process at once.
 
-    Until `defer` a stop raises StoppedEarlyError: building ends where it is. From then on it is
-    only noted: the loop checks `requested` between two steps, where the state is consistent. A run
-    that is ended at once (status 1, nothing is saved) keeps its last checkpoint, which is never
-    half written. Outside the main thread signals are not handled: Python does not allow it.
+    Until `defer` a stop raises StoppedEarlyError: building ends where it is, or behind the import
+    that is under way (whoever imports half a module again may find anything; numpy calls itself
+    without end). From then on it is only noted: the loop checks `requested` between two steps,
+    where the state is consistent. A run that is ended at once (status 1, nothing is saved) keeps
+    its last checkpoint, which is never half written. Outside the main thread signals are not
+    handled: Python does not allow it.
 
     Attributes:
         requested: the name of the signal that requested a stop.
@@ -38,6 +42,8 @@ class StopRequests:
         self.requested: str | None = None
         self.wants_checkpoint = False
         self._aborts, self._quiet, self._deferred = aborts, quiet, False
+        self._waits_for_import = False
+        self._waiting: threading.Timer | None = None
         self._before: dict[int, object] = {}
 
     def defer(self) -> None:
@@ -47,6 +53,7 @@ class StopRequests:
             StoppedEarlyError: one has come, and was lost where exceptions are (a finalizer).
         """
         self._deferred = True
+        self._look_no_more()
         if self.requested:
             raise StoppedEarlyError(self.requested)
 
@@ -67,25 +74,54 @@ class StopRequests:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._look_no_more()
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # os.write, not print: the signal may have come in the middle of a print.
-        if self.requested:
+        again, self._waits_for_import = self._waits_for_import, False
+        if self.requested and not again:
             if self._aborts:
                 _write("ended at once; the last checkpoint is intact")
                 os._exit(1)
             return
         self.requested = signal.Signals(number).name
         if not self._deferred:
-            raise StoppedEarlyError(self.requested)
-        if not self._quiet:
+            self._end_building(number, frame)
+        elif not self._quiet:
             name = self.requested
             _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")
 
+    def _end_building(self, number: int, frame: FrameType | None) -> None:
+        """Raise StoppedEarlyError, now or behind the import that the signal came into."""
+        if not _imports(frame):
+            raise StoppedEarlyError(str(self.requested))
+
+        def look_again() -> None:
+            self._waits_for_import = True
+            # As a signal: a call that blocks is woken.
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+        self._waiting = threading.Timer(_IMPORT_WAIT_S, look_again)
+        self._waiting.daemon = True
+        self._waiting.start()
+
+    def _look_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
     def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self.wants_checkpoint = True
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported below this frame."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def told_early(error: StoppedEarlyError) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,21 @@ def test_a_stop_that_a_finalizer_has_swallowed_is_not_lost() -> None:
             stop.defer()
 
 
+def test_a_stop_in_the_midst_of_an_import_ends_building_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a module would be left, which whoever imports it next would find."""
+    code = (
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2); whole = 1"
+    )
+    (tmp_path / "stopped_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StoppedEarlyError, match="SIGTERM"), StopRequests():
+        importlib.import_module("stopped_module")
+        time.sleep(60)  # is woken
+    assert sys.modules.pop("stopped_module").whole == 1
+
+
 def test_usr1_asks_for_a_checkpoint() -> None:
     with StopRequests() as stop:
         signal.raise_signal(signal.SIGUSR1)
@@ -68,6 +86,7 @@ def test_blocked_signals_arrive_once_they_are_handled() -> None:
 
 def test_nohup_is_respected() -> None:
     code = """
+import importlib
 import signal
 from offloadtrain.train.signals import StopRequests
 with StopRequests() as stop:

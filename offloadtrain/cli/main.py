@@ -172,6 +172,7 @@ app.command(
     help_epilogue=_examples(
         "offloadtrain plan gpt_13b_v100 --machine v100_32gb",
         "offloadtrain plan my.toml --gpus 4 --gpu-memory 24GiB --host-memory 256GiB",
+        "offloadtrain plan --hf Qwen3-4B --machine rtx4090",
     ),
 )
 app.command(

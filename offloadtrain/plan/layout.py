@@ -170,5 +170,6 @@ def _moments(optim: OptimConfig, params: Sequence[ParamShape], *, whole: bool) -
 
 def working_dtype(param: ParamShape, config: Config) -> str:
     """Dtype of the working weight."""
-    kept = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
+    named = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
+    kept = param.fp32 or named
     return PRECISIONS["fp32" if kept else config.offload.precision]

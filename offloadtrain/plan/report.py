@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from offloadtrain.config.batch_split import explain
-from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
@@ -60,15 +59,28 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
     }
 
 
-def _of_hf(job: Config) -> str:
-    """Say what of a model of transformers is exact, and what is not."""
+def _of_hf(plan: Plan) -> str:
+    """Say what of another model is exact, and what is not."""
+    job = plan.job
     trained = (
         f"{format_count(job.num_trained)} trained; " if job.num_trained < job.num_params else ""
     )
+    if plan.placed.trace is not None:
+        return (
+            f"{trained}parameters, state, activations and FLOPs are the model's: one microbatch "
+            "was traced, without weights"
+        )
     return (
         f"{trained}parameters and state are the model's; activations and times are estimates, for "
         "our transformer with its width, depth and heads"
     )
+
+
+def _of_blocks(plan: Plan) -> str:
+    """Describe the layers: of a traced model, as the engine has partitioned it."""
+    if plan.placed.trace is None:
+        return f"{plan.job.model.num_layers} blocks of width {plan.job.model.d_model}"
+    return f"{plan.placed.repeated} repeated blocks of {len(plan.placed.spec.blocks)}"
 
 
 def _change_json(change: Change) -> dict[str, Any]:
@@ -84,12 +96,12 @@ def _head(plan: Plan) -> str:
     train = job.train
     lines = [
         f"{job.name} on {plan.name}: {ranks}{hosts}, {job.offload.precision}, {job.optim.name}",
-        f"{format_count(job.num_params)} parameters, {job.model.num_layers} blocks of width "
-        f"{job.model.d_model}; {format_count(job.batch_tokens)} tokens per step "
+        f"{format_count(job.num_params)} parameters, {_of_blocks(plan)}; "
+        f"{format_count(job.batch_tokens)} tokens per step "
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]
     if job.hf is not None:
-        lines.append(_of_hf(job))
+        lines.append(_of_hf(plan))
     if spec.ranks > 1:
         lines.append(f"{explain(job, config, spec.ranks)}; ZeRO stage {spec.zero_stage}")
     if spec.streamed:

@@ -277,3 +277,29 @@ def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_by_its_folder(tmp_path: Path, capsys: Captured) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
+    config = transformers.LlamaConfig(vocab_size=512, **sizes)
+    config.save_pretrained(tmp_path)
+    small = ["--set", "data.seq_len=64", "train.global_batch_tokens=256"]
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert plan("--hf", name, "--machine", "rtx4090", "--json", *small) == 0
+        out, err = capsys.readouterr()
+        told = json.loads(out)
+        assert err == "" and told["fits"] and told["batch_tokens"] == 256
+        model = transformers.LlamaForCausalLM(config)
+        assert told["params"] == sum(param.numel() for param in model.parameters())
+        assert told["device_bytes"]["activations"] > 0
+    assert plan("--hf", tmp_path, "--machine", "rtx4090", *small) == 0
+    assert "one microbatch was traced" in capsys.readouterr().out
+
+
+def test_a_job_or_a_folder(tmp_path: Path, capsys: Captured) -> None:
+    assert plan("demo", "--hf", tmp_path) == 2
+    assert "not both" in capsys.readouterr().err
+    assert plan() == 2
+    assert "or --hf FOLDER" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -15,6 +16,25 @@ from offloadtrain.config.units import parse_bytes
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
+    from offloadtrain.plan.microbatch import Trace
+
+_HF_JOB = """
+name = "fine-tune"
+[model]
+hf = {folder}
+[data]
+train = "-"
+seq_len = 2048
+[offload]
+activation = "recompute"
+[device]
+placement = "auto"
+[train]
+steps = 1
+micro_batch = 1
+global_batch_tokens = 32768
+"""
+"""The job of `--hf`."""
 
 STAND_IN = "rtx4090"
 """Machine with the rates for a GPU of which only the memory is given."""
@@ -32,6 +52,7 @@ def plan(
     gpus: int = 1,
     gpu_memory: str = "",
     host_memory: str = "",
+    hf: str = "",
     largest: Annotated[bool, Parameter(negative=())] = False,
     sweep: str = "",
     plot: str = "",
@@ -61,6 +82,10 @@ def plan(
         Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
         Memory of each host, such as 128GiB, instead of the machine's.
+    hf
+        A folder with config.json, that file, or a name in the cache of Hugging Face: plan the
+        fine-tuning of this causal language model: 32,768 tokens per step in sequences of 2048,
+        layers recomputed, weights where they fit (no JOB; --set changes any key).
     largest
         Print the largest GPT that trains on the machine, per placement and state format (no JOB).
     sweep
@@ -81,30 +106,62 @@ def plan(
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
     if largest:
-        if job or sweep or overrides:
+        if job or hf or sweep or overrides:
             raise ConfigError(
-                f"--largest searches over models: leave out {job or '--sweep, --set'}"
+                f"--largest searches over models: leave out {job or hf or '--sweep, --set'}"
             )
         name, target = chosen_machine(machine, gpu_memory, host_memory)
         return _largest(name, target, gpus, as_json=as_json)
-    if not job:
-        raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
-    config = jobs.load(find_job(job), overrides, say_on_stderr)
-    if config.hf is not None:  # its parameters need torch and transformers
-        from offloadtrain.train.build import described
-
-        config = described(config)
+    if bool(job) == bool(hf):
+        raise ConfigError(
+            "give a job file or the name of a shipped job (offloadtrain ls)"
+            + (f", or --hf {hf}, not both" if hf else ", or --hf FOLDER")
+        )
+    if hf:
+        config = jobs.loads(_HF_JOB.format(folder=json.dumps(_folder(hf))), "--hf", overrides)
+    else:
+        config = jobs.load(find_job(job), overrides, say_on_stderr)
     name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
-    config = suggest.settled(config, name, target, gpus)
+    trace = None
+    if config.hf is not None:  # its parameters need torch and transformers
+        config, trace = _described(config, target, gpus)
+    config = suggest.settled_or_asked(config, name, target, gpus, trace)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
-    found = make(config, name, target, gpus)
-    other = [] if found.fits else suggest.nearest(config, name, target, gpus)
+    found = make(config, name, target, gpus, trace)
+    other = [] if found.fits else suggest.nearest(config, name, target, gpus, trace=trace)
     if as_json:
         print(json.dumps(report.as_json(found, other)))
     else:
         print(report.text(found, other))
     return 0 if found.fits else DOES_NOT_FIT
+
+
+def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
+    """Return the job with every parameter of its model known, and the trace of a microbatch. A
+    model that cannot be traced is planned by its shape, which is said once."""
+    from offloadtrain.cli.commands.jobs import say_on_stderr
+    from offloadtrain.config.batch_split import shared
+    from offloadtrain.integrations.hf_job import tracer
+    from offloadtrain.plan.plan import resolved
+    from offloadtrain.sizing.trace_step import TraceError
+    from offloadtrain.train.build import described
+
+    config = described(config)
+    of_rank = shared(resolved(config, machine), ranks)
+    trace = tracer(of_rank)
+    try:
+        trace(of_rank)
+    except TraceError as error:
+        say_on_stderr(f"{error}. Activations and times are estimates by its shape")
+        return config, None
+    return config, trace
+
+
+def _folder(name: str) -> str:
+    """Return the folder of a config.json, or the name as it is."""
+    path = Path(name)
+    return str(path.parent) if path.name == "config.json" else name
 
 
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:

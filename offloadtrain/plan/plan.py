@@ -200,6 +200,14 @@ class Plan:
         return found
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes beyond what a device and a host have."""
+        host = max(self._peaks(self.needed, self.device).values()) - self.host_room
+        if self.machine.on_cpu:
+            return max(host, 0)
+        return max(host, 0) + max(sum(self.device.values()) - self.device_room, 0)
+
+    @property
     def fits(self) -> bool:
         return not self.problems
 

@@ -56,14 +56,37 @@ def nearest(
 
     They move weights and block inputs between device and host, change the state format, or use more
     and smaller microbatches; the tokens of a step stay. If none of these suffices, a step gets
-    fewer tokens: as many as fit in one microbatch, which needs no sums.
+    fewer tokens: as many as fit in one microbatch, which needs no sums; then less memory for each
+    piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
+    plan does not fit.
     """
     found = _candidates(job, name, machine, ranks, trace=trace)
     fitting = [one for one in found if one.plan.fits]
     fitting = fitting or _fewer_tokens(job, name, machine, ranks, trace)
+    if not fitting:
+        fitting = _smaller_pieces(job, name, machine, ranks, trace)
     fitting.sort(key=lambda one: len(one.keys))
     fewest = [one for one in fitting if not any(_within(two, one) for two in fitting)]
     return _fastest(fewest[:SIMULATED])[:most]
+
+
+def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
+    """Return each placement and state format that fits, in the largest microbatch that fits there:
+    the fastest first, among equals the one whose state is most exact."""
+    largest: dict[tuple[Any, ...], Change] = {}
+    as_it_is = Change({}, make(job, name, machine, ranks))
+    for one in (as_it_is, *_candidates(job, name, machine, ranks)):
+        where = tuple(_value(one.plan.job, key) for key in OFFLOAD)
+        size = one.plan.job.train.micro_batch
+        if one.plan.fits and (
+            where not in largest or size > largest[where].plan.job.train.micro_batch
+        ):
+            largest[where] = one
+    ordered = _fastest(list(largest.values()))
+    best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
+    near = [one for one in ordered if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state))
+    return [*near, *ordered[len(near) :]]
 
 
 def automatic(
@@ -154,6 +177,39 @@ def _fewer_tokens(
         if fitting := [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]:
             return fitting
     return []
+
+
+SHORTEST = 128
+"""Tokens of a sequence: shorter ones are not proposed."""
+
+
+def _smaller_pieces(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the changes to one sequence per rank, its loss in parts, one slot for streamed blocks,
+    and the longest sequence that fits; or the one change that lacks least."""
+    every: list[Change] = []
+    length = job.data.seq_len
+    while length >= min(SHORTEST, job.data.seq_len):
+        keys = {
+            "train.micro_batch": ranks,
+            "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
+            "train.grad_accum_steps": 1,
+            "train.chunked_loss": True,
+            "offload.device_slots": 1,
+            "data.seq_len": length,
+        }
+        changed = {key: value for key, value in keys.items() if value != _value(job, key)}
+        one = applied(job, changed)
+        if "train.global_batch_tokens" in changed:
+            changed.pop("train.grad_accum_steps", None)
+        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace))
+        found = [Change(changed | two.keys, two.plan) for two in found]
+        if fitting := [two for two in found if two.plan.fits]:
+            return fitting
+        every += found
+        length //= 2
+    return sorted(every, key=lambda two: two.plan.missing_bytes)[:1]
 
 
 def _candidates(

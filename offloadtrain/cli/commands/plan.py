@@ -50,9 +50,10 @@ def plan(
     ] = (),
     machine: str = "",
     gpus: int = 1,
-    gpu_memory: str = "",
-    host_memory: str = "",
+    gpu_memory: Annotated[str, Parameter(name=("--gpu-memory", "--gpu"))] = "",
+    host_memory: Annotated[str, Parameter(name=("--host-memory", "--host"))] = "",
     hf: str = "",
+    fine_tune: str = "",
     largest: Annotated[bool, Parameter(negative=())] = False,
     sweep: str = "",
     plot: str = "",
@@ -86,6 +87,9 @@ def plan(
         A folder with config.json, that file, or a name in the cache of Hugging Face: plan the
         fine-tuning of this causal language model: 32,768 tokens per step in sequences of 2048,
         layers recomputed, weights where they fit (no JOB; --set changes any key).
+    fine_tune
+        Parameters, such as 8B: whether a model of that size can be fine-tuned on the machine with
+        32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
     largest
         Print the largest GPT that trains on the machine, per placement and state format (no JOB).
     sweep
@@ -96,8 +100,6 @@ def plan(
     as_json
         Print one JSON object.
     """
-    from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
-    from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan import report, suggest
     from offloadtrain.plan.plan import make
@@ -105,22 +107,16 @@ def plan(
     parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
-    if largest:
-        if job or hf or sweep or overrides:
-            raise ConfigError(
-                f"--largest searches over models: leave out {job or hf or '--sweep, --set'}"
-            )
+    _check_alone(
+        "--largest searches over models", largest, job or hf or fine_tune, sweep, overrides
+    )
+    _check_alone("--fine-tune asks for a size", bool(fine_tune), job or hf, sweep, overrides)
+    if largest or fine_tune:
         name, target = chosen_machine(machine, gpu_memory, host_memory)
-        return _largest(name, target, gpus, as_json=as_json)
-    if bool(job) == bool(hf):
-        raise ConfigError(
-            "give a job file or the name of a shipped job (offloadtrain ls)"
-            + (f", or --hf {hf}, not both" if hf else ", or --hf FOLDER")
-        )
-    if hf:
-        config = jobs.loads(_HF_JOB.format(folder=json.dumps(_folder(hf))), "--hf", overrides)
-    else:
-        config = jobs.load(find_job(job), overrides, say_on_stderr)
+        if largest:
+            return _largest(name, target, gpus, as_json=as_json)
+        return _fine_tune(fine_tune, name, target, gpus, as_json=as_json)
+    config = _job(job, hf, overrides)
     name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
     trace = None
     if config.hf is not None:  # its parameters need torch and transformers
@@ -135,6 +131,29 @@ def plan(
     else:
         print(report.text(found, other))
     return 0 if found.fits else DOES_NOT_FIT
+
+
+def _check_alone(
+    what: str, asked: bool, model: str, sweep: str, overrides: tuple[str, ...]
+) -> None:
+    """Raises ConfigError for a search beside a model, or what changes one."""
+    if asked and (model or sweep or overrides):
+        raise ConfigError(f"{what}: leave out {model or '--sweep, --set'}")
+
+
+def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
+    """Return the job that is named, or the fine-tuning of the folder."""
+    from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+    from offloadtrain.config import job as jobs
+
+    if bool(job) == bool(hf):
+        raise ConfigError(
+            "give a job file or the name of a shipped job (offloadtrain ls)"
+            + (f", or --hf {hf}, not both" if hf else ", or --hf FOLDER")
+        )
+    if hf:
+        return jobs.loads(_HF_JOB.format(folder=json.dumps(_folder(hf))), "--hf", overrides)
+    return jobs.load(find_job(job), overrides, say_on_stderr)
 
 
 def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
@@ -156,6 +175,25 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
         say_on_stderr(f"{error}. Activations and times are estimates by its shape")
         return config, None
     return config, trace
+
+
+def _fine_tune(asked: str, name: str, machine: Machine, ranks: int, *, as_json: bool) -> int:
+    from offloadtrain.plan import question, report, suggest
+    from offloadtrain.plan.plan import make
+
+    size = question.sized(asked)
+    job = question.job_of(size, ranks)
+    found = suggest.of_each_placement(job, name, machine, ranks)
+    plan = found[0].plan if found else make(job, name, machine, ranks)
+    other = found[1:6] if found else suggest.nearest(job, name, machine, ranks)
+    if as_json:
+        print(json.dumps(report.as_json(plan, other)))
+        return 0 if found else DOES_NOT_FIT
+    print(question.verdict(job, size, found, asked))
+    print(report.text(plan, other))
+    if other and found:
+        print(f"\n{report.alternatives(other)}")
+    return 0 if found else DOES_NOT_FIT
 
 
 def _folder(name: str) -> str:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Muon,
         UpdateRule,
     )
+    from offloadtrain.sizing.plan_model import plan_model
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _HOMES = {
     "from_pretrained": "offloadtrain.integrations.pretrained",
     "UpdateRule": "offloadtrain.optim",
     "offload": "offloadtrain.engine",
+    "plan_model": "offloadtrain.sizing.plan_model",
     "save_pretrained": "offloadtrain.integrations.pretrained",
 }
 
@@ -80,6 +82,7 @@ __all__ = [
     "__version__",
     "from_pretrained",
     "offload",
+    "plan_model",
     "save_pretrained",
 ]
 

@@ -170,8 +170,8 @@ app.command(
     name="plan",
     help="Predict the memory and the speed of a job before it runs.",
     help_epilogue=_examples(
-        "offloadtrain plan gpt_13b_v100 --machine v100_32gb",
         "offloadtrain plan my.toml --gpus 4 --gpu-memory 24GiB --host-memory 256GiB",
+        "offloadtrain plan --fine-tune 8B --gpu 24GiB --host 64GiB",
     ),
 )
 app.command(

@@ -52,12 +52,14 @@ class ParamShape:
 
     Attributes:
         hidden: a matrix that only layers of a list have, and no embedding.
+        fp32: the model itself keeps it in fp32, whatever the precision.
     """
 
     name: str
     sizes: tuple[int, ...]
     trained: bool = True
     hidden: bool = False
+    fp32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class PartShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfModel:
     """Attributes:
-    hf: a folder, or the name of a model in the cache of Hugging Face.
+    hf: a folder, or the name of a model in the cache of Hugging Face; of any other module that is
+        only planned, its class.
     init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
     identity: hash of what config.json says of the model.
     parts: every parameter; None until `integrations/hf_job.py` has looked.

@@ -27,7 +27,7 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.load_weights import ParamInit, adopt_weights
+from offloadtrain.engine.load_weights import Adopt, ParamInit, adopt_weights
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
@@ -57,13 +57,14 @@ def build(
     arena: Arena,
     inputs: Arena,
     ledger: Ledger,
+    adopt: Adopt = adopt_weights,
 ) -> tuple[Engine, list[Block]]:
     """Partition the model, move its weights into flat buffers, make the engine.
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
     arena. Frozen parameters and buffers are on the device, except the frozen parameters of streamed
     blocks, which are in the arena. `rules`: that of each group. `inputs`: host memory for block
-    inputs.
+    inputs. `adopt`: moves the weights; another one only where there are none.
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes)
@@ -72,11 +73,7 @@ def build(
     laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(inputs, ledger, config)
     block_inputs = BlockInputs(device)
     memory_map = MemoryMap(
-        blocks,
-        norms=laid.norms,
-        slots=laid.slots,
-        staging=laid.staging,
-        inputs=block_inputs,
+        blocks, norms=laid.norms, slots=laid.slots, staging=laid.staging, inputs=block_inputs
     )
     program = Program(spec, ranks.rank)
     functions = Functions(blocks, lanes, ranks, rules, groups, seed=config.seed)
@@ -84,7 +81,7 @@ def build(
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
-    adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)
+    adopt(model, parts, blocks, rules, config, device, ranks, param_init_fn)
     offloader = None
     if config.activation == "offload":
         offloader = ActivationOffloader(program, interpreter, block_inputs)

@@ -35,6 +35,21 @@ _CHUNK = 1 << 18
 ParamInit = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module owns itself; called once per module."""
 
+Adopt = Callable[
+    [
+        nn.Module,
+        Sequence[Part],
+        Sequence[Block],
+        Sequence[AnyRule],
+        OffloadConfig,
+        torch.device,
+        Ranks,
+        ParamInit | None,
+    ],
+    None,
+]
+"""The signature of `adopt_weights`."""
+
 
 @torch.no_grad()
 def adopt_weights(

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import HfModel, Lora, ParamShape, PartShape
+from offloadtrain.config.hf_model import HfModel, Lora
+from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload
-from offloadtrain.engine.param_groups import hidden_matrices
-from offloadtrain.engine.partition import partition
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.pretrained import from_pretrained
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
+from offloadtrain.sizing.parts import parts_of_module
+from offloadtrain.sizing.tracer import Tracer
 
 AUTO_CLASS = "AutoModelForCausalLM"
 
@@ -34,12 +35,32 @@ def described(hf: HfModel) -> HfModel:
     Raises:
         ConfigError: transformers is not installed, or has no causal language model of this kind.
     """
-    return replace(hf, parts=tuple(_parts(described_model(hf))))
+    return replace(hf, parts=parts_of_module(described_model(hf)))
 
 
 def described_model(hf: HfModel) -> Any:
     """Return the model on the meta device."""
     return empty_model(_config(hf.folder), hf.lora)
+
+
+def tracer(config: Config) -> Tracer:
+    """Return what tells a plan what a microbatch of the job's model takes; see `sizing`."""
+    assert config.hf is not None
+    model = described_model(config.hf).train()
+    packed = config.data.packing == "isolated"
+    return Tracer(model, _traced_loss, config.train.micro_batch, packed=packed)
+
+
+def _traced_loss(model: Any, config: Config) -> Tensor:
+    """The loss that the job will train with, over tokens without values."""
+    train = config.train
+    if train.chunked_loss:
+        chunk_loss(model, **asdict(LossTerms(train.label_smoothing, train.z_loss)))
+    size = (train.micro_batch, config.data.seq_len)
+    tokens = torch.empty(size, dtype=torch.long, device="cpu")
+    places = tokens if config.data.packing == "isolated" else None
+    lm = CausalLm.of(model, chunked=train.chunked_loss)
+    return lm.loss(tokens, tokens, positions_BT=places)
 
 
 def _config(folder: Path) -> Any:
@@ -98,17 +119,6 @@ def lora_keys(lora: Lora) -> dict[str, Any]:
     if lora.target_modules:
         keys["target_modules"] = list(lora.target_modules)
     return keys | {"task_type": "CAUSAL_LM"}
-
-
-def _parts(model: nn.Module) -> Iterator[PartShape]:
-    """Yield the parts of a model, a parameter in the first that refers to it."""
-    seen: set[nn.Parameter] = set()
-    hidden = hidden_matrices(model)
-    for part in partition(model):
-        own = [(name, param) for name, param in part.parameters if param not in seen]
-        seen.update(param for _, param in own)
-        params = (ParamShape(name, tuple(p.shape), p.requires_grad, p in hidden) for name, p in own)
-        yield PartShape(part.name or "root", tuple(params), part.repeated)
 
 
 def build(

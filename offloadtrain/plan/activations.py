@@ -1,64 +1,30 @@
 """Device memory of torch besides the engine's: activations saved by autograd, logits and loss, and
 gradients in flight.
 
-They are counted operation by operation over `model.transformer`. `tests/plan/test_activations.py`
-compares the sums with torch's allocations on the CPU. Per token, D is d_model, F the MLP's width, V
-the
-vocabulary, e the bytes of a working weight.
+They are counted operation by operation over `model.transformer`; those of a traced model are what
+its trace has found. `tests/plan/test_activations.py` compares the sums with torch's allocations on
+the CPU. Per token, D is d_model, F the MLP's width, V the vocabulary, e the bytes of a working
+weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from offloadtrain.config.loss_parts import classes_of_part
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.plan.microbatch import Activations
 from offloadtrain.plan.placement import Placement
 
 _ROWS_BYTES_CPU, _ROWS_BYTES_GPU = 4 << 20, 64 << 20
 """Bytes of the fp32 rows of logits that the loss processes at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Device bytes at the peak of a micro-step.
-
-    Attributes:
-        saved: saved activations of all layers but the current one.
-        layer: saved activations and temporaries of the current layer.
-        logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
-        gradients: gradients of weights, until the engine takes them.
-        documents: with packing = "isolated", what keeps documents apart: the bias of attention,
-            and the rotary tables of each sequence.
-        moment: time of the peak, "loss" or "backward".
-    """
-
-    saved: int
-    layer: int
-    logits: int
-    gradients: int
-    documents: int
-    moment: str
-
-    @property
-    def total(self) -> int:
-        return self.saved + self.layer + self.logits + self.gradients + self.documents
-
-    def owners(self) -> dict[str, int]:
-        """Return the parts by their names in a plan."""
-        named = {
-            "activations": self.saved,
-            "one layer at work": self.layer,
-            "logits and loss": self.logits,
-            "gradients in flight": self.gradients,
-            "attention within documents": self.documents,
-        }
-        return {owner: size for owner, size in named.items() if size}
-
-
 def activations(placed: Placement, *, on_cpu: bool) -> Activations:
-    """Return the larger of two moments: the backward of the loss, and of the last layer."""
+    """Return the larger of two moments: the backward of the loss, and of the last layer. A trace
+    has looked at all moments."""
+    if placed.traced is not None:
+        return placed.traced.activations
     return max(_at_loss(placed, on_cpu), _in_backward(placed, on_cpu), key=lambda a: a.total)
 
 

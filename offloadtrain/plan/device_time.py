@@ -24,6 +24,7 @@ from typing import Literal
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS, Precision
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.microbatch import BlockCost, Work
 from offloadtrain.step.formats import ITEMSIZE
 
 Level = Literal["eager", "compiled", "fused"]
@@ -139,6 +140,21 @@ def head_seconds(
         nbytes * vocabulary / (1e9 * machine.hbm_gbps) for nbytes in _LOSS_BYTES[kernels.level]
     )
     return Seconds(tokens * (product + down), tokens * (2 * product + up))
+
+
+def traced_seconds(
+    cost: BlockCost, width: float, machine: Machine, precision: Precision
+) -> Seconds:
+    """Return the time of a traced block, eager: its FLOPs at the width of the model's products, the
+    bytes of all other operations, and no less than its launches."""
+    rate, moved = machine.flops(precision, width), 1e9 * machine.hbm_gbps
+
+    def seconds(work: Work) -> float:
+        return max(
+            work.flops / rate + work.nbytes / moved, 1e-6 * machine.launch_us * work.launches
+        )
+
+    return Seconds(seconds(cost.forward), seconds(cost.backward))
 
 
 def _product_s(machine: Machine, precision: Precision, rows: float, columns: float) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offloadtrain.config.job import Config, DataConfig, TrainConfig
 from offloadtrain.config.model_shape import ModelShape, num_params
@@ -109,27 +110,36 @@ def _job(working: str, activation: str, state: str, micro_batch: int) -> Config:
 
 
 def _largest(job: Config, name: str, machine: Machine, ranks: int) -> Plan | None:
+    """Return the largest of the deepest plans that fit, one per width."""
+
+    def planned(width: int, layers: int) -> Plan:
+        return make(replace(job, model=_shape(width, layers)), name, machine, ranks)
+
     best: Plan | None = None
-    for found in _deepest(job, name, machine, ranks):
-        if best is None or num_params(found.job.model) > num_params(best.job.model):
-            best = found
+    for width in WIDTHS:
+        if not planned(width, LAYERS[0]).fits:
+            break
+        low = LAYERS[0] if best is None else _more_layers(width, num_params(best.job.model))
+        # What fits in depth fits in less: a width that cannot win is not searched.
+        if low <= LAYERS[1] and planned(width, low).fits:
+            best = _deepest(low, partial(planned, width))
     return best
 
 
-def _deepest(job: Config, name: str, machine: Machine, ranks: int) -> Iterator[Plan]:
-    """Yield for each width the deepest plan that fits."""
+def _shape(width: int, layers: int) -> ModelShape:
+    return replace(SHAPE, num_layers=layers, d_model=width, num_heads=width // HEAD_WIDTH)
 
-    def planned(width: int, layers: int) -> Plan:
-        heads = width // HEAD_WIDTH
-        shape = replace(SHAPE, num_layers=layers, d_model=width, num_heads=heads)
-        return make(replace(job, model=shape), name, machine, ranks)
 
-    least, most = LAYERS
-    for width in WIDTHS:
-        if not planned(width, least).fits:
-            return
-        low, high = least, most + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if planned(width, middle).fits else (low, middle)
-        yield planned(width, low)
+def _more_layers(width: int, params: int) -> int:
+    """Return the fewest layers of this width with more parameters than these."""
+    one, two = (num_params(_shape(width, layers)) for layers in (1, 2))
+    return max(LAYERS[0], (params - one) // (two - one) + 2)
+
+
+def _deepest(low: int, planned: Callable[[int], Plan]) -> Plan:
+    """Return the plan with most layers that fits; with `low` it does."""
+    high = LAYERS[1] + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if planned(middle).fits else (low, middle)
+    return planned(low)

@@ -7,8 +7,8 @@ as the engine partitions and pads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 
 from offloadtrain.config.hf_model import ParamShape, PartShape
@@ -54,7 +54,7 @@ def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
 def parts_of(config: Config) -> tuple[PartShape, ...]:
     """Return every parameter of the job's model, in registration order; a tied one once."""
     if config.hf is None:
-        return tuple(_parts(config.model))
+        return _parts_of_shape(config.model)
     assert config.hf.parts is not None, "integrations.hf_job.described comes first"
     return config.hf.parts
 
@@ -62,6 +62,12 @@ def parts_of(config: Config) -> tuple[PartShape, ...]:
 def num_tensors(config: Config) -> int:
     """Return the number of parameter tensors; a tied one counts once."""
     return sum(len(part.params) for part in parts_of(config))
+
+
+@lru_cache(maxsize=16)
+def _parts_of_shape(shape: ModelShape) -> tuple[PartShape, ...]:
+    """Kept, as a search asks for the same shape in many placements."""
+    return tuple(_parts(shape))
 
 
 def _parts(shape: ModelShape) -> Iterator[PartShape]:
@@ -73,25 +79,27 @@ def _parts(shape: ModelShape) -> Iterator[PartShape]:
     sizes_of = _layer(shape)
     for number in range(shape.num_layers):
         layer = {f"blocks.{number}.{name}": sizes for name, sizes in sizes_of.items()}
-        modules = {name: _named(name, sizes) for name, sizes in layer.items()}
-        if shape.num_layers == 1:  # no list of layers: every module is its own block
+        listed = shape.num_layers > 1
+        modules = {name: _named(name, sizes, listed=listed) for name, sizes in layer.items()}
+        if not listed:  # every module is its own block
             yield from (PartShape(name, params) for name, params in modules.items())
         else:
-            params = tuple(
-                replace(one, hidden=len(one.sizes) == 2)
-                for many in modules.values()
-                for one in many
-            )
+            params = tuple(one for many in modules.values() for one in many)
             yield PartShape(f"blocks.{number}", params, repeated=True)
     yield PartShape("norm", _named("norm", _norm(shape)))
     if not shape.tie_embeddings:
         yield PartShape("head", (ParamShape("head.weight", table),))
 
 
-def _named(module: str, sizes: Sequence[tuple[int, ...]]) -> tuple[ParamShape, ...]:
-    """Return the weight and, if there is one, the bias."""
+def _named(
+    module: str, sizes: Sequence[tuple[int, ...]], *, listed: bool = False
+) -> tuple[ParamShape, ...]:
+    """Return the weight and, if there is one, the bias. `listed`: of a layer in a list."""
     names = (f"{module}.weight", f"{module}.bias")
-    return tuple(ParamShape(name, one) for name, one in zip(names, sizes, strict=False))
+    return tuple(
+        ParamShape(name, one, hidden=listed and len(one) == 2)
+        for name, one in zip(names, sizes, strict=False)
+    )
 
 
 def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
@@ -170,5 +178,6 @@ def _moments(optim: OptimConfig, params: Sequence[ParamShape], *, whole: bool) -
 
 def working_dtype(param: ParamShape, config: Config) -> str:
     """Dtype of the working weight."""
-    kept = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
+    named = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
+    kept = param.fp32 or named
     return PRECISIONS["fp32" if kept else config.offload.precision]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.layout import blocks_of, num_tensors, parts_of, working_dtype
+from offloadtrain.plan.microbatch import Trace, TracedStep
 from offloadtrain.step import memory
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
@@ -27,10 +29,17 @@ class Placement:
     Attributes:
         config: the rank's part of the job (`batch_split.shared`), its precision resolved.
         spec: the spec of the rank's step.
+        trace: tells what a microbatch of the model takes; None: of our transformer, its shape does.
     """
 
     config: Config
     spec: StepSpec
+    trace: Trace | None = None
+
+    @cached_property
+    def traced(self) -> TracedStep | None:
+        """What the trace of a microbatch has found."""
+        return None if self.trace is None else self.trace(self.config)
 
     @property
     def weight_bytes(self) -> int:
@@ -43,16 +52,26 @@ class Placement:
         return sum(block.repeated for block in self.spec.blocks)
 
     @property
+    def block_inputs(self) -> tuple[int, ...]:
+        """Bytes of each tensor that activation = "offload" moves to the host."""
+        if self.config.offload.activation != "offload":
+            return ()
+        if self.traced is not None:
+            return self.traced.block_inputs
+        return (self.input_bytes,) * self.repeated
+
+    @property
     def input_bytes(self) -> int:
-        """Bytes of one layer's input."""
+        """Bytes of one layer's inputs; of a traced model, the mean of those that are moved."""
+        if self.traced is not None:
+            return sum(self.traced.block_inputs) // max(self.repeated, 1)
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 
     def host(self) -> dict[str, int]:
         """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
         owners = memory.host_owners(self.spec)
-        if self.config.offload.activation == "offload":
-            _add(owners, [MemoryRequest("block inputs", self.input_bytes, "uint8")] * self.repeated)
+        _add(owners, (MemoryRequest("block inputs", size, "uint8") for size in self.block_inputs))
         return owners
 
     def device(self) -> dict[str, int]:
@@ -67,13 +86,19 @@ class Placement:
         return sum(prod(one.sizes) * ITEMSIZE[working_dtype(one, self.config)] for one in frozen)
 
 
-def place(config: Config, ranks: int = 1, available_bytes: int | None = None) -> Placement:
+def place(
+    config: Config,
+    ranks: int = 1,
+    available_bytes: int | None = None,
+    trace: Trace | None = None,
+) -> Placement:
     """Lay out the step of one rank.
 
     Args:
         config: the rank's part of the job, its precision resolved.
         available_bytes: host memory for the state and its second copies; None: without second
             copies.
+        trace: see `Placement`.
 
     Raises:
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
@@ -94,7 +119,9 @@ def place(config: Config, ranks: int = 1, available_bytes: int | None = None) ->
             'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
             'such list that is trained: use optim.name = "adamw", or more layers'
         )
-    return Placement(config, spec)
+    placed = Placement(config, spec, trace)
+    _ = placed.traced  # here, where what cannot be traced is an error of the placement
+    return placed
 
 
 def _add(owners: dict[str, int], requests: Iterable[MemoryRequest]) -> None:

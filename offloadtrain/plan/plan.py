@@ -13,7 +13,8 @@ from offloadtrain.config.model_shape import num_block_params
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.activations import Activations, activations
+from offloadtrain.plan.activations import activations
+from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import Prediction, predict
@@ -199,12 +200,25 @@ class Plan:
         return found
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes beyond what a device and a host have."""
+        host = max(self._peaks(self.needed, self.device).values()) - self.host_room
+        if self.machine.on_cpu:
+            return max(host, 0)
+        return max(host, 0) + max(sum(self.device.values()) - self.device_room, 0)
+
+    @property
     def fits(self) -> bool:
         return not self.problems
 
 
-def make(job: Config, name: str, machine: Machine, ranks: int = 1) -> Plan:
+def make(
+    job: Config, name: str, machine: Machine, ranks: int = 1, trace: Trace | None = None
+) -> Plan:
     """Plan a job for `ranks` ranks.
+
+    Args:
+        trace: tells what a microbatch of its model takes; None: the model's shape does.
 
     Raises:
         PlanError: the machine cannot run it whatever its memory, or the placement contradicts
@@ -214,7 +228,7 @@ def make(job: Config, name: str, machine: Machine, ranks: int = 1) -> Plan:
     job = resolved(job, machine)
     if machine.on_cpu and ranks > machine.gpus:
         machine = replace(machine, gpus=ranks)
-    return Plan(job, name, machine, place(shared(job, ranks), ranks))
+    return Plan(job, name, machine, place(shared(job, ranks), ranks, trace=trace))
 
 
 def resolved(job: Config, machine: Machine) -> Config:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from offloadtrain.config.batch_split import explain
-from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
@@ -27,9 +26,9 @@ SUMS = "gradient sums"
 
 
 def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
-    """Return the whole plan as text."""
-    parts = [_head(plan), _verdict(plan, changes), _memory(plan), _step(plan)]
-    return "\n\n".join(parts)
+    """Return the whole plan as text, the verdict first."""
+    parts = [f"{_verdict(plan)}\n{_head(plan)}", _memory(plan), _step(plan)]
+    return "\n\n".join(parts if plan.fits else [*parts, _changes(plan, changes)])
 
 
 def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
@@ -60,20 +59,39 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
     }
 
 
-def _of_hf(job: Config) -> str:
-    """Say what of a model of transformers is exact, and what is not."""
+def _of_hf(plan: Plan) -> str:
+    """Say what of another model is exact, and what is not."""
+    job = plan.job
     trained = (
         f"{format_count(job.num_trained)} trained; " if job.num_trained < job.num_params else ""
     )
+    if plan.placed.trace is not None:
+        return (
+            f"{trained}parameters, state, activations and FLOPs are the model's: one microbatch "
+            "was traced, without weights"
+        )
     return (
         f"{trained}parameters and state are the model's; activations and times are estimates, for "
         "our transformer with its width, depth and heads"
     )
 
 
+def _of_blocks(plan: Plan) -> str:
+    """Describe the layers: of a traced model, as the engine has partitioned it."""
+    if plan.placed.trace is None:
+        return f"{plan.job.model.num_layers} blocks of width {plan.job.model.d_model}"
+    return f"{plan.placed.repeated} repeated blocks of {len(plan.placed.spec.blocks)}"
+
+
 def _change_json(change: Change) -> dict[str, Any]:
     predicted = change.plan.prediction
-    return {"keys": change.keys, "tokens_per_s": predicted.tokens_per_s}
+    return {
+        "keys": change.keys,
+        "fits": change.plan.fits,
+        "tokens_per_s": predicted.tokens_per_s,
+        "device_bytes": sum(change.plan.device.values()),
+        "host_bytes": max(change.plan.host_peaks.values()),
+    }
 
 
 def _head(plan: Plan) -> str:
@@ -84,12 +102,12 @@ def _head(plan: Plan) -> str:
     train = job.train
     lines = [
         f"{job.name} on {plan.name}: {ranks}{hosts}, {job.offload.precision}, {job.optim.name}",
-        f"{format_count(job.num_params)} parameters, {job.model.num_layers} blocks of width "
-        f"{job.model.d_model}; {format_count(job.batch_tokens)} tokens per step "
+        f"{format_count(job.num_params)} parameters, {_of_blocks(plan)}; "
+        f"{format_count(job.batch_tokens)} tokens per step "
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]
     if job.hf is not None:
-        lines.append(_of_hf(job))
+        lines.append(_of_hf(plan))
     if spec.ranks > 1:
         lines.append(f"{explain(job, config, spec.ranks)}; ZeRO stage {spec.zero_stage}")
     if spec.streamed:
@@ -170,31 +188,50 @@ def _checkpoint(plan: Plan) -> str:
     )
 
 
-def _verdict(plan: Plan, changes: Sequence[Change]) -> str:
-    if plan.fits:
-        peak = max(plan.host_peaks.values(), default=sum(plan.host.values()))
-        device = (
-            ""
-            if plan.machine.on_cpu
-            else f"GPU {_sum(plan.device)} of {format_bytes(plan.device_room)}, "
-        )
-        return (
-            f"It fits: {device}host {format_bytes(peak)} of {format_bytes(plan.host_room)}; "
-            f"{format_count(plan.prediction.tokens_per_s)} tokens/s, "
-            f"{format_seconds(plan.prediction.seconds)} a step."
-        )
-    lines = ["It does not fit:", *(f"  {problem}" for problem in plan.problems)]
+def _verdict(plan: Plan) -> str:
+    if not plan.fits:
+        return "\n".join(["It does not fit:", *(f"  {problem}" for problem in plan.problems)])
+    rate = format_count(plan.prediction.tokens_per_s)
+    step = format_seconds(plan.prediction.seconds)
+    return f"It fits: {_needs(plan)}; {rate} tokens/s, {step} a step."
+
+
+def _needs(plan: Plan) -> str:
+    """Say what a GPU and a host need at their peaks, of what they have."""
+    host = max(plan.host_peaks.values())
+    on_host = f"host {format_bytes(host)} of {format_bytes(plan.host_room)}"
+    if plan.machine.on_cpu:
+        return on_host
+    return f"GPU {_sum(plan.device)} of {format_bytes(plan.device_room)}, {on_host}"
+
+
+def _changes(plan: Plan, changes: Sequence[Change]) -> str:
+    """List what makes a plan fit that does not; or what comes nearest to it."""
     if not changes:
-        return "\n".join([*lines, "No placement, format or microbatch makes it fit."])
+        return "No placement, format or microbatch makes it fit."
+    if not changes[0].plan.fits:
+        return (
+            "Nothing that was tried fits: placements, formats, one sequence in a step, shorter "
+            f"ones. The least of all:\n{_change(changes[0])}\nIt needs a machine with more memory, "
+            "or a smaller model: offloadtrain plan --largest."
+        )
     if (tokens := changes[0].plan.job.batch_tokens) < plan.job.batch_tokens:
         sums = plan.host.get(SUMS, 0)
         because = f": their sums in fp32 take {format_bytes(sums)}" if sums else ""
-        lines += [
+        lines = [
             f"No placement or format fits {plan.job.batch_tokens} tokens per step{because}.",
             f"It fits with fewer tokens ({tokens}, in one microbatch):",
         ]
     else:
-        lines.append("It fits with these settings, the fastest first (--set KEY=VALUE ...):")
-    rate = [format_count(change.plan.prediction.tokens_per_s) for change in changes]
-    lines += [f"  {r:>6} tokens/s  {one.text}" for r, one in zip(rate, changes, strict=True)]
-    return "\n".join(lines)
+        lines = ["It fits with these settings, the fastest first (--set KEY=VALUE ...):"]
+    return "\n".join([*lines, *map(_change, changes)])
+
+
+def alternatives(changes: Sequence[Change]) -> str:
+    """List other settings that fit."""
+    return "\n".join(["Others that fit, with --set:", *map(_change, changes)])
+
+
+def _change(change: Change) -> str:
+    rate = format_count(change.plan.prediction.tokens_per_s)
+    return f"  {_needs(change.plan)}  {rate:>6} tokens/s  {change.text}"

@@ -12,6 +12,7 @@ from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.layout import moments_of
+from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved
 from offloadtrain.step.formats import FORMATS
@@ -43,28 +44,64 @@ class Change:
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
 
-def nearest(job: Config, name: str, machine: Machine, ranks: int, most: int = 5) -> list[Change]:
+def nearest(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    most: int = 5,
+    trace: Trace | None = None,
+) -> list[Change]:
     """Return changes that make the job fit: the fewest keys, the fastest first.
 
     They move weights and block inputs between device and host, change the state format, or use more
     and smaller microbatches; the tokens of a step stay. If none of these suffices, a step gets
-    fewer tokens: as many as fit in one microbatch, which needs no sums.
+    fewer tokens: as many as fit in one microbatch, which needs no sums; then less memory for each
+    piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
+    plan does not fit.
     """
-    fitting = [one for one in _candidates(job, name, machine, ranks) if one.plan.fits]
-    fitting = fitting or _fewer_tokens(job, name, machine, ranks)
+    found = _candidates(job, name, machine, ranks, trace=trace)
+    fitting = [one for one in found if one.plan.fits]
+    fitting = fitting or _fewer_tokens(job, name, machine, ranks, trace)
+    if not fitting:
+        fitting = _smaller_pieces(job, name, machine, ranks, trace)
     fitting.sort(key=lambda one: len(one.keys))
     fewest = [one for one in fitting if not any(_within(two, one) for two in fitting)]
     return _fastest(fewest[:SIMULATED])[:most]
 
 
-def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
+def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
+    """Return each placement and state format that fits, in the largest microbatch that fits there:
+    the fastest first, among equals the one whose state is most exact."""
+    largest: dict[tuple[Any, ...], Change] = {}
+    as_it_is = Change({}, make(job, name, machine, ranks))
+    for one in (as_it_is, *_candidates(job, name, machine, ranks)):
+        where = tuple(_value(one.plan.job, key) for key in OFFLOAD)
+        size = one.plan.job.train.micro_batch
+        if one.plan.fits and (
+            where not in largest or size > largest[where].plan.job.train.micro_batch
+        ):
+            largest[where] = one
+    ordered = _fastest(list(largest.values()))
+    best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
+    near = [one for one in ordered if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state))
+    return [*near, *ordered[len(near) :]]
+
+
+def automatic(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> Change:
     """Return the fastest placement of weights and block inputs that fits and changes no number.
 
     Raises:
         PlanError: none fits.
     """
-    places = [one for one in _candidates(job, name, machine, ranks, free=PLACES) if one.plan.fits]
-    as_it_is = make(job, name, machine, ranks)
+    # Every other activation policy of a traced model would take another trace.
+    free = PLACES if trace is None else PLACES[:1]
+    found = _candidates(job, name, machine, ranks, free=free, trace=trace)
+    places = [one for one in found if one.plan.fits]
+    as_it_is = make(job, name, machine, ranks, trace)
     if as_it_is.fits:
         places.append(Change({}, as_it_is))
     if not places:
@@ -77,7 +114,9 @@ def automatic(job: Config, name: str, machine: Machine, ranks: int) -> Change:
     return min(near, key=lambda one: len(one.keys))
 
 
-def settled(job: Config, name: str, machine: Machine, ranks: int) -> Config:
+def settled(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> Config:
     """Return the job with "auto" placement resolved for this machine.
 
     Raises:
@@ -85,8 +124,20 @@ def settled(job: Config, name: str, machine: Machine, ranks: int) -> Config:
     """
     if job.device.placement != "auto":
         return job
-    found = automatic(resolved(job, machine), name, machine, ranks)
+    found = automatic(resolved(job, machine), name, machine, ranks, trace)
     return _consistent(job, found.keys)
+
+
+def settled_or_asked(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> Config:
+    """The same, for a plan: where no placement fits, the job as it was asked for, so that the plan
+    can say what else makes it fit."""
+    try:
+        return settled(job, name, machine, ranks, trace)
+    except PlanError:
+        make(job, name, machine, ranks, trace)  # raises where memory is not the reason
+        return job
 
 
 def applied(job: Config, keys: dict[str, Any]) -> Config:
@@ -109,7 +160,9 @@ def _within(small: Change, large: Change) -> bool:
     return small is not large and small.keys.items() < large.keys.items()
 
 
-def _fewer_tokens(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
+def _fewer_tokens(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
     """Return the change to the largest single microbatch that fits, a power of two per rank."""
     train = job.train
     most = (train.micro_batch * train.grad_accum_steps - 1) // ranks
@@ -120,10 +173,43 @@ def _fewer_tokens(job: Config, name: str, machine: Machine, ranks: int) -> list[
         one = applied(job, keys | {"train.grad_accum_steps": 1})
         if not train.global_batch_tokens:
             keys["train.grad_accum_steps"] = 1
-        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD))
+        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace))
         if fitting := [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]:
             return fitting
     return []
+
+
+SHORTEST = 128
+"""Tokens of a sequence: shorter ones are not proposed."""
+
+
+def _smaller_pieces(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the changes to one sequence per rank, its loss in parts, one slot for streamed blocks,
+    and the longest sequence that fits; or the one change that lacks least."""
+    every: list[Change] = []
+    length = job.data.seq_len
+    while length >= min(SHORTEST, job.data.seq_len):
+        keys = {
+            "train.micro_batch": ranks,
+            "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
+            "train.grad_accum_steps": 1,
+            "train.chunked_loss": True,
+            "offload.device_slots": 1,
+            "data.seq_len": length,
+        }
+        changed = {key: value for key, value in keys.items() if value != _value(job, key)}
+        one = applied(job, changed)
+        if "train.global_batch_tokens" in changed:
+            changed.pop("train.grad_accum_steps", None)
+        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace))
+        found = [Change(changed | two.keys, two.plan) for two in found]
+        if fitting := [two for two in found if two.plan.fits]:
+            return fitting
+        every += found
+        length //= 2
+    return sorted(every, key=lambda two: two.plan.missing_bytes)[:1]
 
 
 def _candidates(
@@ -132,9 +218,11 @@ def _candidates(
     machine: Machine,
     ranks: int,
     free: tuple[str, ...] = (*OFFLOAD, "train.micro_batch"),
+    trace: Trace | None = None,
 ) -> Iterator[Change]:
     """Yield every combination of other values that is free of contradictions."""
-    choices = {key: values for key, values in _choices(job).items() if key in free}
+    choices = _choices(job, traced=trace is not None)
+    choices = {key: values for key, values in choices.items() if key in free}
     for values in product(*choices.values()):
         keys = {
             key: value
@@ -149,12 +237,17 @@ def _candidates(
         if any(changed.offload.problems()) or any(contradictions(changed.optim, changed.offload)):
             continue
         try:
-            yield Change(keys, make(changed, name, machine, ranks))
+            yield Change(keys, make(changed, name, machine, ranks, trace))
         except PlanError:
             continue
 
 
-def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
+def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]:
+    """`traced`: without activations that are kept, unless they are asked for: they take most memory
+    of all, and a trace of their own."""
+    policies: tuple[str, ...] = ("keep", "recompute", "offload")
+    if traced:
+        policies = tuple(dict.fromkeys((job.offload.activation, "recompute", "offload")))
     precision, moments = job.offload.precision, moments_of(job.optim)
     states = (
         state
@@ -163,7 +256,7 @@ def _choices(job: Config) -> dict[str, tuple[Any, ...]]:
     )
     return {
         "offload.working": ("device", "host"),
-        "offload.activation": ("keep", "recompute", "offload"),
+        "offload.activation": policies,
         "offload.state": tuple(states),
         "offload.state_on": tuple(dict.fromkeys((job.offload.state_on, "host"))),
         "train.micro_batch": _smaller(job),

@@ -23,7 +23,13 @@ from math import ceil, sqrt
 
 from offloadtrain.config.model_shape import block_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
-from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
+from offloadtrain.plan.device_time import (
+    Kernels,
+    Seconds,
+    block_seconds,
+    head_seconds,
+    traced_seconds,
+)
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
@@ -106,8 +112,8 @@ def _with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
 def _prediction(costs: _Costs, found: Steady) -> Prediction:
     placed, machine, seconds = costs.placed, costs.machine, found.seconds
     tokens = placed.config.batch_tokens
-    flops = flops_per_token(placed.config.model, placed.config.data.seq_len) * tokens
-    again = costs.recomputed_flops * placed.config.train.grad_accum_steps
+    micro_steps = placed.config.train.grad_accum_steps
+    flops, again = costs.flops * micro_steps, costs.recomputed_flops * micro_steps
     down, up, sent = costs.moved_bytes
     peak = machine.peak_tflops * 1e12
     return Prediction(
@@ -195,6 +201,9 @@ class _Costs:
     @cached_property
     def _computed(self) -> dict[str, Seconds]:
         """Block → seconds of its forward and backward; the head's are the last block's."""
+        if (traced := self.placed.traced) is not None:
+            how = traced.width, self.machine, self._precision
+            return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         where = self._tokens, self.machine, self._precision, KERNELS
         layer, head = block_seconds(model, seq_len, *where), head_seconds(model, *where)
@@ -210,7 +219,10 @@ class _Costs:
 
     @cached_property
     def _flops(self) -> dict[str, float]:
-        """Block → forward FLOPs per token; the head's are the last block's."""
+        """Block → forward FLOPs of a microbatch; the head's are the last block's."""
+        if self.placed.traced is not None:
+            found = self.placed.traced.blocks
+            return {block.name: found[block.name].forward.flops for block in self.spec.blocks}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         layers = block_flops_per_token(model, seq_len)
         count = self.placed.repeated
@@ -219,13 +231,20 @@ class _Costs:
         flops[last] += 2.0 * model.vocab_size * model.d_model
         if not count:  # one layer, whose modules are blocks: its FLOPs count in the last one
             flops[last] += layers
-        return flops
+        return {name: count * self._tokens for name, count in flops.items()}
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs of a microbatch, recompute not counted."""
+        if self.placed.traced is not None:
+            return self.placed.traced.flops - self.recomputed_flops
+        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
+        return flops_per_token(model, seq_len) * self._tokens
 
     @property
     def recomputed_flops(self) -> float:
         """The recompute FLOPs of a microbatch."""
-        again = (self._flops[name] for name in self._blocks if self._recomputes(name))
-        return sum(again) * self._tokens
+        return sum(self._flops[name] for name in self._blocks if self._recomputes(name))
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
         machine, weight = self.machine, bucket.weight_bytes
@@ -326,7 +345,7 @@ class _Costs:
         trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
         from_shards = any(spec.loads_from_shard(bucket) for bucket in spec.buckets)
         up = every if from_shards else every - trained + loaded
-        inputs = self.placed.input_bytes * self._offloaded_inputs
+        inputs = sum(self.placed.block_inputs) * micro_steps
         sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
         down = micro_steps * every
         matrices = sum(one.numel for bucket in spec.buckets for one in bucket.matrices_of(0))
@@ -345,12 +364,6 @@ class _Costs:
             return 0
         micro_steps = self.spec.config.grad_accum_steps
         return max(2 * micro_steps * (count - slots) + slots, count)
-
-    @property
-    def _offloaded_inputs(self) -> int:
-        config = self.placed.config
-        offloads = config.offload.activation == "offload"
-        return self.placed.repeated * config.train.grad_accum_steps if offloads else 0
 
     @property
     def dram_bytes(self) -> float:

@@ -86,4 +86,4 @@ def test_one_override_shortens_a_job_and_says_what_it_changes(
 ) -> None:
     assert main(["plan", "gpt2_124m", "--machine", "rtx4090", "--set", "train.steps=40"]) == 0
     out, err = capsys.readouterr()
-    assert err == "optim.warmup_steps 700 -> 4 (train.steps = 40)\n" and "It fits:" in out
+    assert err == "optim.warmup_steps 700 -> 4 (train.steps = 40)\n" and "It fits: " in out

@@ -10,7 +10,7 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan import largest
+from offloadtrain.plan import largest, question, suggest
 from offloadtrain.plan.plan import make
 from tests import levels
 from tests.small_buffers import small_doctor
@@ -36,7 +36,7 @@ def test_what_is_printed(capsys: Captured) -> None:
                  "tokens/s", "MFU", "recompute", "bytes per parameter", "73 ms"):  # fmt: skip
         assert part in out
     assert max(map(len, out.splitlines())) < 140
-    verdict = out.splitlines()[3]
+    verdict = out.splitlines()[0]
     assert verdict.startswith("It fits: GPU 28.4 GiB of 31.0 GiB, host 116.9 GiB of 128.0 GiB; ")
     assert "e+0" not in out and "e-0" not in out and " GB " not in out
 
@@ -68,7 +68,8 @@ def test_what_does_not_fit_says_what_does(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert "It does not fit:" in out and "the device needs" in out
     changes = [line.split(" tokens/s  ") for line in out.splitlines() if " tokens/s  " in line]
-    rates = [float(rate.strip().rstrip("k")) for rate, _ in changes]
+    rates = [float(before.split()[-1].rstrip("k")) for before, _ in changes]
+    assert all("GPU" in before and "host" in before for before, _ in changes)
     assert rates == sorted(rates, reverse=True)
     assert plan(*arguments, *changes[-1][1].split()) == 0
 
@@ -277,3 +278,57 @@ def test_a_plan_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_by_its_folder(tmp_path: Path, capsys: Captured) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
+    config = transformers.LlamaConfig(vocab_size=512, **sizes)
+    config.save_pretrained(tmp_path)
+    small = ["--set", "data.seq_len=64", "train.global_batch_tokens=256"]
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert plan("--hf", name, "--machine", "rtx4090", "--json", *small) == 0
+        out, err = capsys.readouterr()
+        told = json.loads(out)
+        assert err == "" and told["fits"] and told["batch_tokens"] == 256
+        model = transformers.LlamaForCausalLM(config)
+        assert told["params"] == sum(param.numel() for param in model.parameters())
+        assert told["device_bytes"]["activations"] > 0
+    assert plan("--hf", tmp_path, "--machine", "rtx4090", *small) == 0
+    assert "one microbatch was traced" in capsys.readouterr().out
+
+
+def test_a_job_or_a_folder(tmp_path: Path, capsys: Captured) -> None:
+    assert plan("demo", "--hf", tmp_path) == 2
+    assert "not both" in capsys.readouterr().err
+    assert plan() == 2
+    assert "or --hf FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_question_that_people_ask(capsys: Captured) -> None:
+    asked = ["--fine-tune", "1.3B", "--machine", "rtx4090", "--gpu", "12GiB", "--host"]
+    assert plan(*asked, "32GiB") == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Yes: 1.3B (llama-1.3b") and second.startswith("It fits: GPU ")
+    assert plan(*asked, "32GiB", "--json") == 0
+    told = found(capsys)
+    assert told["fits"] and told["batch_tokens"] == 32768
+    rates = [told["step"]["tokens_per_s"], *(one["tokens_per_s"] for one in told["changes"])]
+    assert max(rates) <= rates[0] / (1 - suggest.SAME)
+    assert plan(*asked, "12GiB") == 4
+    assert capsys.readouterr().out.startswith("No: 1.3B (llama-1.3b")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8B", "llama-8b"), ("350m", "gpt2-355m"), ("GPT2-1.5B", "gpt2-1.5b")]
+)
+def test_a_number_of_parameters_names_a_size(text: str, size: str) -> None:
+    assert question.sized(text) == size
+
+
+@pytest.mark.parametrize("text", ["0B", "8", "eight", "900B"])
+def test_a_size_that_nobody_trains(text: str, capsys: Captured) -> None:
+    assert plan("--fine-tune", text, "--machine", "rtx4090") == 2
+    assert f"--fine-tune {text}" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from offloadtrain.config import loss_parts
 from offloadtrain.config.job import Config
@@ -16,6 +15,7 @@ from offloadtrain.plan.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job
+from tests.sizing.measured import most_allocated as most_allocated_in
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"tie_embeddings": True},
@@ -51,14 +51,7 @@ def most_allocated(config: Config) -> int:
         optimizer.backward(model(tokens, tokens, positions_BT=places))
         optimizer.step()
 
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    held = most = 0
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+    most = most_allocated_in(step)
     optimizer.close()
     return most
 

@@ -19,7 +19,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
-from offloadtrain.plan import placement, suggest
+from offloadtrain.plan import placement, report, suggest
 from offloadtrain.plan import plan as planning
 from offloadtrain.plan.layout import blocks_of, moments_of
 from offloadtrain.plan.placement import PlanError
@@ -255,9 +255,24 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
 
 def test_nothing_makes_it_fit() -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
-    assert nearest(small(), "test", tiny, 1) == []
+    (closest,) = nearest(small(), "test", tiny, 1)
+    assert not closest.plan.fits
+    assert closest.plan.missing_bytes < planned(small(), tiny).missing_bytes
+    assert "The least of all" in report.text(planned(small(), tiny), [closest])
     with pytest.raises(PlanError, match="does not fit in any placement"):
         automatic(small(), "test", tiny, 1)
+
+
+def test_smaller_pieces_and_shorter_sequences_make_it_fit() -> None:
+    """Where nothing else does."""
+    config = small(train__micro_batch=1, offload__working="host", offload__activation="offload")
+    tighter = {"train.chunked_loss": True, "offload.device_slots": 1, "data.seq_len": 256}
+    needed = sum(planned(applied(config, tighter)).device.values())
+    reserved = V100.gpu_reserved_bytes
+    tight = replace(V100, gpu_memory=f"{reserved + needed}", host_memory="64 GiB")
+    found = nearest(config, "test", tight, 1)
+    assert found and all(change.plan.fits for change in found)
+    assert tighter.items() <= found[0].keys.items()
 
 
 def holding(**keys: Any) -> Machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -15,6 +16,25 @@ from offloadtrain.config.units import parse_bytes
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
+    from offloadtrain.plan.microbatch import Trace
+
+_HF_JOB = """
+name = "fine-tune"
+[model]
+hf = {folder}
+[data]
+train = "-"
+seq_len = 2048
+[offload]
+activation = "recompute"
+[device]
+placement = "auto"
+[train]
+steps = 1
+micro_batch = 1
+global_batch_tokens = 32768
+"""
+"""The job of `--hf`."""
 
 STAND_IN = "rtx4090"
 """Machine with the rates for a GPU of which only the memory is given."""
@@ -30,8 +50,10 @@ def plan(
     ] = (),
     machine: str = "",
     gpus: int = 1,
-    gpu_memory: str = "",
-    host_memory: str = "",
+    gpu_memory: Annotated[str, Parameter(name=("--gpu-memory", "--gpu"))] = "",
+    host_memory: Annotated[str, Parameter(name=("--host-memory", "--host"))] = "",
+    hf: str = "",
+    fine_tune: str = "",
     largest: Annotated[bool, Parameter(negative=())] = False,
     sweep: str = "",
     plot: str = "",
@@ -61,6 +83,13 @@ def plan(
         Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
         Memory of each host, such as 128GiB, instead of the machine's.
+    hf
+        A folder with config.json, that file, or a name in the cache of Hugging Face: plan the
+        fine-tuning of this causal language model: 32,768 tokens per step in sequences of 2048,
+        layers recomputed, weights where they fit (no JOB; --set changes any key).
+    fine_tune
+        Parameters, such as 8B: whether a model of that size can be fine-tuned on the machine with
+        32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
     largest
         Print the largest GPT that trains on the machine, per placement and state format (no JOB).
     sweep
@@ -71,8 +100,6 @@ def plan(
     as_json
         Print one JSON object.
     """
-    from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
-    from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan import report, suggest
     from offloadtrain.plan.plan import make
@@ -80,31 +107,99 @@ def plan(
     parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
-    if largest:
-        if job or sweep or overrides:
-            raise ConfigError(
-                f"--largest searches over models: leave out {job or '--sweep, --set'}"
-            )
+    _check_alone(
+        "--largest searches over models", largest, job or hf or fine_tune, sweep, overrides
+    )
+    _check_alone("--fine-tune asks for a size", bool(fine_tune), job or hf, sweep, overrides)
+    if largest or fine_tune:
         name, target = chosen_machine(machine, gpu_memory, host_memory)
-        return _largest(name, target, gpus, as_json=as_json)
-    if not job:
-        raise ConfigError("give a job file or the name of a shipped job (offloadtrain ls)")
-    config = jobs.load(find_job(job), overrides, say_on_stderr)
-    if config.hf is not None:  # its parameters need torch and transformers
-        from offloadtrain.train.build import described
-
-        config = described(config)
+        if largest:
+            return _largest(name, target, gpus, as_json=as_json)
+        return _fine_tune(fine_tune, name, target, gpus, as_json=as_json)
+    config = _job(job, hf, overrides)
     name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
-    config = suggest.settled(config, name, target, gpus)
+    trace = None
+    if config.hf is not None:  # its parameters need torch and transformers
+        config, trace = _described(config, target, gpus)
+    config = suggest.settled_or_asked(config, name, target, gpus, trace)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
-    found = make(config, name, target, gpus)
-    other = [] if found.fits else suggest.nearest(config, name, target, gpus)
+    found = make(config, name, target, gpus, trace)
+    other = [] if found.fits else suggest.nearest(config, name, target, gpus, trace=trace)
     if as_json:
         print(json.dumps(report.as_json(found, other)))
     else:
         print(report.text(found, other))
     return 0 if found.fits else DOES_NOT_FIT
+
+
+def _check_alone(
+    what: str, asked: bool, model: str, sweep: str, overrides: tuple[str, ...]
+) -> None:
+    """Raises ConfigError for a search beside a model, or what changes one."""
+    if asked and (model or sweep or overrides):
+        raise ConfigError(f"{what}: leave out {model or '--sweep, --set'}")
+
+
+def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
+    """Return the job that is named, or the fine-tuning of the folder."""
+    from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+    from offloadtrain.config import job as jobs
+
+    if bool(job) == bool(hf):
+        raise ConfigError(
+            "give a job file or the name of a shipped job (offloadtrain ls)"
+            + (f", or --hf {hf}, not both" if hf else ", or --hf FOLDER")
+        )
+    if hf:
+        return jobs.loads(_HF_JOB.format(folder=json.dumps(_folder(hf))), "--hf", overrides)
+    return jobs.load(find_job(job), overrides, say_on_stderr)
+
+
+def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
+    """Return the job with every parameter of its model known, and the trace of a microbatch. A
+    model that cannot be traced is planned by its shape, which is said once."""
+    from offloadtrain.cli.commands.jobs import say_on_stderr
+    from offloadtrain.config.batch_split import shared
+    from offloadtrain.integrations.hf_job import tracer
+    from offloadtrain.plan.plan import resolved
+    from offloadtrain.sizing.trace_step import TraceError
+    from offloadtrain.train.build import described
+
+    config = described(config)
+    of_rank = shared(resolved(config, machine), ranks)
+    trace = tracer(of_rank)
+    try:
+        trace(of_rank)
+    except TraceError as error:
+        say_on_stderr(f"{error}. Activations and times are estimates by its shape")
+        return config, None
+    return config, trace
+
+
+def _fine_tune(asked: str, name: str, machine: Machine, ranks: int, *, as_json: bool) -> int:
+    from offloadtrain.plan import question, report, suggest
+    from offloadtrain.plan.plan import make
+
+    size = question.sized(asked)
+    job = question.job_of(size, ranks)
+    found = suggest.of_each_placement(job, name, machine, ranks)
+    plan = found[0].plan if found else make(job, name, machine, ranks)
+    other = found[1:6] if found else suggest.nearest(job, name, machine, ranks)
+    if as_json:
+        print(json.dumps(report.as_json(plan, other)))
+        return 0 if found else DOES_NOT_FIT
+    print(question.verdict(job, size, found, asked))
+    print(report.text(plan, other))
+    if other and found:
+        print(f"\n{report.alternatives(other)}")
+    return 0 if found else DOES_NOT_FIT
+
+
+def _folder(name: str) -> str:
+    """Return the folder of a config.json, or the name as it is."""
+    path = Path(name)
+    return str(path.parent) if path.name == "config.json" else name
 
 
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:

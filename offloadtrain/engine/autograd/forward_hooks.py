@@ -89,8 +89,8 @@ class ForwardHooks:
 
         `again`: the call comes from inside a forward that is recomputed ([Note: Recompute]).
         """
-        hooked, in_backward = self._hooked[module], _in_backward()
-        if not in_backward:
+        hooked, again_now = self._hooked[module], in_backward()
+        if not again_now:
             hooked.handles = True
             if module is self._model:
                 self._enter_root()
@@ -106,7 +106,7 @@ class ForwardHooks:
         # Behind the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = self._offloader if not again and module in self._recomputed else None
-        outside = self._saved.enter(blocks, again=again or in_backward)
+        outside = self._saved.enter(blocks, again=again or again_now)
         pushed = hooked.handles and self._saved.push(offloader)
         hooked.running.append(_Running(span, pushed, blocks, outside))
 
@@ -119,7 +119,7 @@ class ForwardHooks:
             if not block.forwards:
                 self.enter(module)
                 return True
-        hooked.handles = hooked.handles and _in_backward()
+        hooked.handles = hooked.handles and in_backward()
         return False
 
     def leave(self, module: nn.Module) -> None:
@@ -266,5 +266,6 @@ def _has_compiled(model: nn.Module) -> bool:
     )
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Tell whether autograd runs a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from offloadtrain.config.errors import OffloadTrainError
 
@@ -66,9 +67,10 @@ class BufferCopy(NamedTuple):
     value: Tensor
 
     def differs(self) -> bool:
-        """Whether the buffer was changed in place since."""
+        """Whether the buffer was changed in place since. A fake one has no values to compare."""
         held = self.place.buffers.get(self.place.name) is self.buffer
-        return held and not torch.equal(self.buffer, self.value)
+        fake = isinstance(self.buffer, FakeTensor)
+        return held and not fake and not torch.equal(self.buffer, self.value)
 
 
 _Modes = tuple[bool, ...]

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
@@ -234,7 +235,7 @@ class SavedTensors:
         if tensor.layout is not torch.strided or tensor.is_meta:
             return None
         try:
-            address = tensor.untyped_storage().data_ptr()
+            address = _address(tensor)
         # Tensor subclasses without storage cannot lie in a flat buffer.
         except RuntimeError:
             return None
@@ -265,7 +266,9 @@ def _innermost() -> tuple[_Chain | None, _Hooks | None]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()
+    # A fake tensor's storage has no memory: the object itself stands for it.
+    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
 
 
 class _Chain:

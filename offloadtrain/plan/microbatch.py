@@ -1,0 +1,99 @@
+"""What a microbatch takes: bytes of torch, and the work of each block.
+
+Of our own transformer it is counted from the shape. Of any other model `sizing` traces it, which
+knows torch; a plan takes that as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from offloadtrain.config.job import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Device bytes at the peak of a micro-step.
+
+    Attributes:
+        saved: saved activations of all layers but the current one.
+        layer: saved activations and temporaries of the current layer.
+        logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
+        gradients: gradients of weights, until the engine takes them.
+        documents: with packing = "isolated", what keeps documents apart: the bias of attention,
+            and the rotary tables of each sequence.
+        moment: time of the peak, "loss" or "backward".
+    """
+
+    saved: int
+    layer: int
+    logits: int
+    gradients: int
+    documents: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        return self.saved + self.layer + self.logits + self.gradients + self.documents
+
+    def owners(self) -> dict[str, int]:
+        """Return the parts by their names in a plan."""
+        named = {
+            "activations": self.saved,
+            "one layer at work": self.layer,
+            "logits and loss": self.logits,
+            "gradients in flight": self.gradients,
+            "attention within documents": self.documents,
+        }
+        return {owner: size for owner, size in named.items() if size}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What operations compute and move.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention.
+        nbytes: that all other operations read and write.
+        launches: the number of operations that move or compute anything.
+    """
+
+    flops: float = 0.0
+    nbytes: float = 0.0
+    launches: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The work of one block in a microbatch; backward with recompute."""
+
+    forward: Work = Work()
+    backward: Work = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A microbatch of a model.
+
+    Attributes:
+        blocks: block of the spec → its work. What runs outside of all blocks (the loss) is the last
+            one's.
+        activations: torch's device memory at its peak.
+        block_inputs: bytes of each tensor that activation = "offload" copies to the host.
+        width: the geometric mean of the sides of the matrices, weighted by their FLOPs.
+    """
+
+    blocks: Mapping[str, BlockCost]
+    activations: Activations
+    block_inputs: tuple[int, ...]
+    width: float
+
+    @property
+    def flops(self) -> float:
+        """Forward and backward, recompute counted."""
+        return sum(one.forward.flops + one.backward.flops for one in self.blocks.values())
+
+
+Trace = Callable[[Config], TracedStep]
+"""A rank's part of a job, its precision resolved → what a microbatch of it takes."""

@@ -1,0 +1,31 @@
+"""A module's parameters, by the parts that become blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from offloadtrain.config.hf_model import ParamShape, PartShape
+from offloadtrain.engine.checks import keeps_fp32
+from offloadtrain.engine.param_groups import hidden_matrices
+from offloadtrain.engine.partition import partition
+
+
+def parts_of_module(model: nn.Module) -> tuple[PartShape, ...]:
+    """Return the parts of a model, also on the meta device; a parameter in the first that refers to
+    it."""
+    return tuple(_parts(model))
+
+
+def _parts(model: nn.Module) -> Iterator[PartShape]:
+    seen: set[nn.Parameter] = set()
+    hidden, kept = hidden_matrices(model), keeps_fp32(model)
+    for part in partition(model):
+        own = [(name, param) for name, param in part.parameters if param not in seen]
+        seen.update(param for _, param in own)
+        params = (
+            ParamShape(name, tuple(p.shape), p.requires_grad, p in hidden, p in kept)
+            for name, p in own
+        )
+        yield PartShape(part.name or "root", tuple(params), part.repeated)

@@ -1,0 +1,239 @@
+"""One microbatch of any module under the engine, over fake tensors.
+
+[Note: Tracing a step]
+The engine is the real one: partition, forward hooks, saved-tensor hooks, recompute, offloaded block
+inputs, casts, and the hooks that take gradients. Only three things stand in: fake tensors for the
+weights and the batch, lanes that launch nothing, and an arena that maps nothing. Autograd's graph
+is therefore the one of training, and tensors die when they die in training. Weights stay on the
+device in the trace: where they are has no influence on what torch allocates.
+
+Fake tensors are the CPU's, whose kernels save what they save there. A model whose forward asks for
+a tensor's value (`if mask.all()`) cannot be traced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.autograd.casting import attach_casts
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.build import build
+from offloadtrain.engine.checks import ModelError, check_model, keeps_fp32
+from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.load_weights import ParamInit
+from offloadtrain.engine.param_groups import normalise_groups
+from offloadtrain.engine.parameter_hooks import hook_parameters
+from offloadtrain.engine.partition import Part, partition
+from offloadtrain.optim import AdamW, AnyRule
+from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.runtime.arena import Ledger, MetaArena
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.sizing.fake_model import fake_mode, fake_model
+from offloadtrain.sizing.inert_lanes import InertLanes
+from offloadtrain.sizing.meter import GRADIENTS, Count, Meter, Place
+from offloadtrain.sizing.transformers_masks import masks_as_in_training
+from offloadtrain.step.memory import MemoryRequest
+
+Loss = Callable[[nn.Module], Tensor]
+"""Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""
+
+_CPU = torch.device("cpu")
+
+
+class TraceError(ModelError):
+    """A module that cannot run over fake tensors."""
+
+
+def trace_step(
+    model: nn.Module, loss_of: Loss, config: OffloadConfig, *, packed: bool = False
+) -> TracedStep:
+    """Return what one microbatch of a model takes.
+
+    Args:
+        model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
+        config: its precision resolved; precision, activation, keep_fp32 and cast_inputs matter.
+        packed: `loss_of` gives positions that begin anew inside sequences.
+
+    Raises:
+        ModelError: `offload` would refuse the model.
+        TraceError: its forward depends on values.
+    """
+    check_model(model, may_be_meta=True)
+    mode, meter = fake_mode(), Meter()
+    copied = fake_model(model, mode)
+    with mode, _without_addresses():
+        traced = _offloaded(copied, _as_traced(config), meter)
+        with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
+            _run(traced, loss_of)
+    return _found(traced, meter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offloaded:
+    """A fake model under its engine."""
+
+    model: nn.Module
+    engine: Engine
+    blocks: Sequence[Block]
+    inputs: _BlockInputs
+    hooks: Sequence[object]
+
+
+class _BlockInputs(MetaArena):
+    """Notes the bytes of each block input that would go to the host."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self.sizes: list[int] = []
+
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+        self.sizes += [one.nbytes for one in requests]
+        return super().map(requests)
+
+
+def _as_traced(config: OffloadConfig) -> OffloadConfig:
+    """Return the options that decide what torch allocates, the others at their defaults."""
+    return OffloadConfig(
+        precision=config.precision,
+        activation=config.activation,
+        keep_fp32=config.keep_fp32,
+        cast_inputs=config.cast_inputs,
+    )
+
+
+def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
+    ledger, rule = Ledger(), AdamW()
+    inputs = _BlockInputs(ledger)
+    engine, blocks = build(
+        model,
+        [rule],
+        normalise_groups(model, None, rule),
+        config,
+        device=_CPU,
+        ranks=ALONE,
+        param_init_fn=None,
+        lanes=InertLanes(meter),
+        arena=MetaArena(ledger),
+        inputs=inputs,
+        ledger=ledger,
+        adopt=_view_weights,
+    )
+    layers = [part.module for part in partition(model) if part.repeated]
+    # Before the engine's own hook, which takes the gradient away.
+    hooks: list[object] = [
+        param.register_post_accumulate_grad_hook(partial(_delivered, meter))
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    hooks += hook_parameters(engine, blocks)
+    dtype = PRECISIONS[config.precision]
+    hooks += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
+    return _Offloaded(model, engine, blocks, inputs, hooks)
+
+
+def _view_weights(
+    model: nn.Module,
+    parts: Sequence[Part],
+    blocks: Sequence[Block],
+    rules: Sequence[AnyRule],
+    config: OffloadConfig,
+    device: torch.device,
+    ranks: Ranks,
+    param_init_fn: ParamInit | None,
+) -> None:
+    """Do what `adopt_weights` does to parameters, where there are no values to move."""
+    for bucket in (bucket for block in blocks for bucket in block.buckets):
+        for slot in bucket.slots:
+            slot.param.data = slot.view(bucket.working.flat)
+    full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
+    for param in model.parameters():
+        if not param.requires_grad and param.is_floating_point() and param not in full:
+            param.data = param.data.to(dtype)
+
+
+def _delivered(meter: Meter, param: Tensor) -> None:
+    assert param.grad is not None
+    meter.moved_to(param.grad, GRADIENTS)
+
+
+def _run(traced: _Offloaded, loss_of: Loss) -> None:
+    loss = loss_of(traced.model)
+    if loss.numel() != 1:
+        raise TraceError(
+            f"the loss has the shape {tuple(loss.shape)}: give a function that returns a scalar"
+        )
+    traced.engine.backward(loss)
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """torch warns once that fake tensors have no address; kernels' tables ask for theirs, and
+    nothing here launches a kernel."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+@contextmanager
+def _no_values(name: str) -> Iterator[None]:
+    """Raises TraceError, saying what the model did, for a forward that needs values."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            f"{name} cannot be traced without data: its forward asks for the values of a tensor "
+            f"({error.func}). Leave out masks that make it look, or choose another "
+            "implementation of that part (of experts, for instance: experts_implementation = "
+            '"grouped_mm")'
+        ) from error
+
+
+def _found(traced: _Offloaded, meter: Meter) -> TracedStep:
+    names = {block.name for block in traced.blocks}
+    last = traced.blocks[-1].name
+    works: dict[Place, Count] = {}
+    for place, work in meter.work.items():
+        block = place.block if place.block in names else last
+        into = works.setdefault(replace(place, block=block), Count())
+        into.flops += work.flops
+        into.nbytes += work.nbytes
+        into.launches += work.launches
+    flops = sum(work.flops for work in meter.work.values())
+    widths = sum(work.width_flops for work in meter.work.values())
+    return TracedStep(
+        {name: _cost(works, name) for name in names},
+        _activations(meter.peak, {b.name for b in traced.blocks if b.repeated}),
+        tuple(traced.inputs.sizes),
+        2.0 ** (widths / flops) if flops else 1.0,
+    )
+
+
+def _cost(works: Mapping[Place, Count], block: str) -> BlockCost:
+    forward, backward = (works.get(Place(block, way), Count()) for way in (False, True))
+    return BlockCost(
+        Work(forward.flops, forward.nbytes, forward.launches),
+        Work(backward.flops, backward.nbytes, backward.launches),
+    )
+
+
+def _activations(peak: Mapping[Place, int], repeated: set[str]) -> Activations:
+    """Return the peak by what the tensors are: saved in the forward of layers or outside of them,
+    made in backward, or gradients."""
+    saved = sum(size for at, size in peak.items() if not at.backward and at.block in repeated)
+    gradients = peak.get(GRADIENTS, 0)
+    working = sum(size for at, size in peak.items() if at.backward) - gradients
+    outside = sum(peak.values()) - saved - gradients - working
+    return Activations(saved, working, outside, gradients, 0, "backward" if working else "loss")

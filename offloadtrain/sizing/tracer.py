@@ -1,0 +1,108 @@
+"""Traces of one model for all the jobs that a plan tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from torch import Tensor, nn
+
+from offloadtrain.config.job import Config
+from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.placement import PlanError
+from offloadtrain.sizing.trace_step import trace_step
+
+JobLoss = Callable[[nn.Module, Config], Tensor]
+"""The loss of a fake model over a microbatch of this job."""
+
+_FEW = 2
+"""Samples of the smallest microbatch that sizes are interpolated from: some models (batch norm)
+take no single one."""
+
+
+class Tracer:
+    """A `plan.microbatch.Trace` that traces each combination of options once.
+
+    A trace takes seconds, and a search tries many sizes of microbatches. Only the size that was
+    asked for and the smallest ones are traced; between them bytes and FLOPs are interpolated. Each
+    moment of a step needs a constant and a part per sample, and the peak is the largest of them:
+    it is convex, so what is interpolated is never too small.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_of: JobLoss, micro_batch: int, *, packed: bool = False
+    ) -> None:
+        """`micro_batch`: samples, the size that was asked for. `packed`: see `trace_step`."""
+        self._packed = packed
+        self._model = model
+        self._loss_of = loss_of
+        self._asked = micro_batch
+        self._found: dict[tuple[object, ...], TracedStep] = {}
+
+    def __call__(self, config: Config) -> TracedStep:
+        """Return what a microbatch of this job takes; raises as `trace_step`."""
+        size = config.train.micro_batch
+        if not _FEW < size < self._asked:
+            return self._traced(config, size)
+        small, large = self._traced(config, _FEW), self._traced(config, self._asked)
+        return between(small, large, (size - _FEW) / (self._asked - _FEW))
+
+    def _traced(self, config: Config, size: int) -> TracedStep:
+        train, offload = config.train, config.offload
+        key = (
+            *(size, config.data.seq_len, train.chunked_loss),
+            *(offload.activation, offload.precision, offload.keep_fp32, offload.cast_inputs),
+        )
+        if key not in self._found:
+            self._found[key] = self._new(_with_size(config, size))
+        return self._found[key]
+
+    def _new(self, config: Config) -> TracedStep:
+        """Raises PlanError for a smaller microbatch than was asked for, which the model refuses."""
+        try:
+            return trace_step(
+                self._model,
+                lambda model: self._loss_of(model, config),
+                config.offload,
+                packed=self._packed,
+            )
+        except (ValueError, RuntimeError) as error:
+            if (size := config.train.micro_batch) >= self._asked:
+                raise
+            raise PlanError(f"a microbatch of {size} cannot be traced: {error}") from error
+
+
+def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
+    """Interpolate: `share` 0 is the small one, 1 the large one."""
+
+    def mixed(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    def whole(one: int, other: int) -> int:
+        return -int(-mixed(one, other) // 1)
+
+    found, other = small.activations, large.activations
+    sizes = {
+        key: whole(getattr(found, key), getattr(other, key))
+        for key in ("saved", "layer", "logits", "gradients", "documents")
+    }
+    return TracedStep(
+        {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},
+        Activations(**sizes, moment=other.moment),
+        tuple(map(whole, small.block_inputs, large.block_inputs)),
+        mixed(small.width, large.width),
+    )
+
+
+def _mixed_cost(
+    small: BlockCost, large: BlockCost, mixed: Callable[[float, float], float]
+) -> BlockCost:
+    def work(one: Work, other: Work) -> Work:
+        pairs = ((getattr(one, key.name), getattr(other, key.name)) for key in fields(Work))
+        return Work(*(mixed(*pair) for pair in pairs))
+
+    return BlockCost(work(small.forward, large.forward), work(small.backward, large.backward))
+
+
+def _with_size(config: Config, size: int) -> Config:
+    return replace(config, train=replace(config.train, micro_batch=size))

@@ -1,0 +1,163 @@
+"""A plan of any module is what its engine books and what torch allocates; a GPT's is the same from
+its shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import flops_per_token
+from offloadtrain.hardware.machine import find
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.plan.plan import make
+from offloadtrain.sizing.plan_model import ModelPlan, plan_model
+from offloadtrain.sizing.trace_step import TraceError
+from offloadtrain.sizing.tracer import Tracer
+from tests.plan.test_memory import GPT, job
+from tests.sizing.measured import most_allocated
+from tests.sizing.models import CONFIGS, batch_of, maker
+
+FP32 = {"precision": "fp32"}
+
+
+def booked(optimizer: ot.OffloadOptimizer) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
+    for row in optimizer.ledger.rows():
+        if row.peak_bytes:
+            found[row.tier][row.owner] = row.peak_bytes
+    return found
+
+
+def planned(plan: ModelPlan) -> dict[str, dict[str, int]]:
+    return {"host": plan.plan.copied.host(), "device": plan.plan.placed.device()}
+
+
+def compare(name: str, **options: Any) -> float:
+    """The engine's bytes must be equal; returns planned over measured activations."""
+    torch.manual_seed(0)
+    batch, make_model = batch_of(name), maker(name)
+    plan = plan_model(make_model, batch, machine="cpu2", **options)
+    model = make_model()
+    optimizer = ot.offload(model, device="cpu", **options)
+
+    def step() -> None:
+        optimizer.backward(model(**batch).loss)
+        optimizer.step()
+
+    most, found = most_allocated(step), booked(optimizer)
+    optimizer.close()
+    assert planned(plan) == found
+    return plan.plan.activations.total / most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fifteen_architectures_within_five_percent(name: str) -> None:
+    assert compare(name, **FP32) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
+def test_policies_within_five_percent(name: str, policy: str) -> None:
+    found = compare(name, **FP32, activation=policy, working="host")
+    assert found == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(policy: str) -> None:
+    config = job(
+        GPT | {"d_model": 64, "vocab_size": 256, "num_layers": 4, "tie_embeddings": True},
+        offload__precision="fp32",
+        offload__activation=policy,
+        optim__decay="all",
+    )
+    shaped = make(config, "cpu2", find("cpu2")[1])
+    tokens = torch.empty(2, 16, dtype=torch.long, device="meta")
+    traced = plan_model(
+        lambda: Transformer(config.model),
+        (tokens, tokens),
+        machine="cpu2",
+        config=config.offload,
+    )
+    assert planned(traced) == {"host": shaped.copied.host(), "device": shaped.placed.device()}
+    assert traced.plan.activations.total == pytest.approx(shaped.activations.total, rel=0.05)
+    step = traced.plan.placed.traced
+    assert step is not None
+    forward = sum(block.forward.flops for block in step.blocks.values())
+    assert forward == pytest.approx(flops_per_token(config.model, 16) / 3 * tokens.numel())
+
+
+class Net(nn.Module):
+    """Layers in a list, and a forward that may look at values."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        self.norm = nn.BatchNorm1d(32)
+        self.looks = looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.looks and x.sum() > 0:
+            return x
+        found: Tensor = self.norm(self.layers(x))
+        return found
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = plan_model(model, torch.ones(8, 32), machine="cpu2", loss=Tensor.sum)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert "It fits" in str(found) and found.fits and found.device_bytes > 0 < found.host_bytes
+    optimizer = ot.offload(model, device="cpu")
+    assert planned(found)["host"] == booked(optimizer)["host"]  # the batch norm stays fp32
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "said"),
+    [
+        (Net(looks=True), torch.ones(8, 32), "asks for the values of a tensor"),
+        (Net(), torch.ones(8, 32), "give loss="),
+        (Net(), {}, "the batch holds no tensor"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        plan_model(model, batch, machine="cpu2")
+
+
+def test_what_does_not_fit_says_what_does() -> None:
+    machine, batch = find("v100_32gb")[1], torch.empty(1 << 18, 32, device="meta")
+    options: dict[str, Any] = {"precision": "fp16", "loss": Tensor.sum}
+    needed = plan_model(Net, batch, machine=machine, **options).device_bytes
+    less = f"{machine.gpu_reserved_bytes + needed * 2 // 3}"
+    found = plan_model(Net, batch, machine=replace(machine, gpu_memory=less), **options)
+    assert not found.fits and "It does not fit" in str(found)
+    assert found.changes and all(change.plan.fits for change in found.changes)
+
+
+def test_what_is_interpolated_is_never_too_small() -> None:
+    config = job(GPT | {"d_model": 32}, offload__precision="fp32", offload__activation="recompute")
+
+    def loss_of(model: nn.Module, config: Config) -> Tensor:
+        tokens = torch.empty(config.train.micro_batch, 16, dtype=torch.long)
+        loss: Tensor = model(tokens, tokens)
+        return loss
+
+    def sized(count: int) -> Config:
+        return replace(config, train=replace(config.train, micro_batch=count))
+
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    few = Tracer(model, loss_of, 8)
+    for count in (2, 4, 7):
+        exact = Tracer(model, loss_of, count)(sized(count)).activations.total
+        assert exact <= few(sized(count)).activations.total <= 1.2 * exact

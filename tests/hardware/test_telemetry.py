@@ -93,6 +93,7 @@ def test_gpus_are_told_in_full() -> None:
     assert (sample.utilization_percent, sample.power_w, sample.temperature_c) == (97, 654.321, 61)
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("code", [3, 4, 13, 15, 999])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_question_refused_leaves_the_others_answered(call: str, code: int) -> None:

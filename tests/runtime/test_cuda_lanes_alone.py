@@ -238,6 +238,7 @@ WAYS: dict[str, Callable[[LoggedLanes, LaneEvent], None]] = {
 }
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lane", [Lane.HOST, *ON_STREAMS[1:]])
 @timely

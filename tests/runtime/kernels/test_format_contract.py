@@ -90,6 +90,7 @@ def test_bits_and_values(
     assert changed_elements(found, case.state, case.layout) == 0
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
 @pytest.mark.parametrize("length", LENGTHS)

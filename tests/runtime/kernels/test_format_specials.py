@@ -71,6 +71,7 @@ def check_neighbours(case: Case, bad: Case, backend: Backend) -> None:
         assert torch.equal(bits(x)[kept], bits(y)[kept]), name
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
@@ -89,6 +90,7 @@ def test_nan_stays_nan(grad: torch.dtype, name: str, dtype: torch.dtype, backend
         check_neighbours(case, bad, backend)
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39])
@@ -107,6 +109,7 @@ def test_extreme_gradients(value: float, name: str, dtype: torch.dtype, backend:
         assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
@@ -132,6 +135,7 @@ def graded_case(name: str, dtype: torch.dtype, size: float) -> Case:
     return Case(state, grad, Layout.of_one(NUMEL), replace(SCALARS, step=1, grad_scale=1.0))
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-22, 1e-19, 1e-16, 1e-14, 1e-10, 1e18])
@@ -154,6 +158,7 @@ def test_moments_near_the_ends_of_fp32(
         case = replace(case, state=found)
 
 
+@pytest.mark.cover(1, 2)
 @each_state
 @pytest.mark.parametrize("size", [1e-22, 1e-19, 1e-17, 1e-16, 1e-14, 1e-12])
 def test_the_floor_of_the_second_moment(size: float, name: str, dtype: torch.dtype) -> None:
@@ -164,6 +169,7 @@ def test_the_floor_of_the_second_moment(size: float, name: str, dtype: torch.dty
     assert bool(((found - exact).abs() <= exact / 15 + 1e-17).all())
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
 def test_bad_masters(name: str, dtype: torch.dtype, backend: Backend) -> None:

@@ -85,6 +85,9 @@ class TrainConfig:
         eval_batches: microbatches of one evaluation.
         keep_last: number of checkpoints kept, the newest ones.
         keep_every: checkpoints of steps that it divides are kept besides; 0: none.
+        checkpoint_spill: bytes of each rank's host memory into which a save copies the state that
+            it writes last, so that the next update waits less; 0: none. With `checkpoint_every` and
+            state on the host only.
         on_spike: what becomes of a step whose loss is a spike: its update is made, and an alert
             tells; or it is skipped; or it is skipped, and the run goes back to its last checkpoint
             and on from there with other data.
@@ -108,6 +111,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep_last: int = 2
     keep_every: int = 0
+    checkpoint_spill: int = 64 << 20
     on_spike: Literal["report", "skip", "rollback"] = "report"
     spike_score: float = 8.0
     max_rollbacks: int = 3
@@ -123,7 +127,7 @@ DATA, LOG, OPTIM = DataConfig(), LogConfig(), OptimConfig()
 OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
-_OF_TRAIN = ("grad_accum_steps", "seed")
+_OF_TRAIN = ("grad_accum_steps", "seed", "checkpoint_spill")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +138,8 @@ class Config:
         name: a part of the run folder's name.
         model: our transformer's shape; of a model of transformers, what a plan estimates by.
         hf: the model of transformers to train instead.
-        offload: what `offload` takes. Its `grad_accum_steps` and `seed` are always those of
-            `train`, which describes batches and the run.
+        offload: what `offload` takes. Its `grad_accum_steps`, `seed` and `checkpoint_spill` are
+            always those of `train`, which describes batches and the run.
     """
 
     name: str
@@ -151,6 +155,9 @@ class Config:
 
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
+        # Memory for saves beside the next steps, from the host's arena: not where neither is.
+        if not self.train.checkpoint_every or self.offload.state_on == "device":
+            of_train["checkpoint_spill"] = 0
         object.__setattr__(self, "offload", replace(self.offload, **of_train))
 
     @property
@@ -185,8 +192,12 @@ _SECTIONS: dict[str, type] = {
     "train": TrainConfig,
 }
 _PLAIN = {"name": str, "runs_dir": str}
-_SIZES = ("host_memory_limit", "device_memory_limit")
-_NONE_IS_ZERO = ("clip_norm", *_SIZES)
+_SIZES = {
+    "offload": ("host_memory_limit", "device_memory_limit"),
+    "train": ("checkpoint_spill",),
+}
+"""Section → keys that are sizes, such as "10 GiB", or bytes."""
+_NONE_IS_ZERO = ("clip_norm", *_SIZES["offload"])
 """Keys of [offload] for which 0 is none."""
 
 
@@ -287,8 +298,7 @@ def _read_section(job: toml.Job, name: str) -> Any:
     cls, kinds = _SECTIONS[name], _kinds(name)
     values = _named_size(job, table) if name == "model" else {}
     toml.report_unknown(job, table, [*(("size",) if name == "model" else ()), *kinds], name)
-    if name == "offload":
-        _read_sizes(job, table)
+    _read_sizes(job, table, name)
     values |= toml.read_fields(job, kinds, table, name)
     for key in toml.missing_fields(cls, {*values, *table}):
         hint = f" (or name a whole shape: model.size = {_SOME_SIZES})" if name == "model" else ""
@@ -300,14 +310,14 @@ def _read_section(job: toml.Job, name: str) -> Any:
     return cls(**values)
 
 
-def _read_sizes(job: toml.Job, table: toml.Table) -> None:
-    """Turn sizes such as "10 GiB" of [offload] into bytes."""
-    for key in (key for key in _SIZES if isinstance(table.get(key), str)):
+def _read_sizes(job: toml.Job, table: toml.Table, section: str) -> None:
+    """Turn sizes such as "10 GiB" of a section into bytes."""
+    for key in (key for key in _SIZES.get(section, ()) if isinstance(table.get(key), str)):
         try:
             table[key] = parse_bytes(table[key])
         except ValueError:
             text = toml.shown(table.pop(key))
-            job.problems.append(f'offload.{key} = {text} must be a size such as "10 GiB"')
+            job.problems.append(f'{section}.{key} = {text} must be a size such as "10 GiB"')
 
 
 def _none_of_zero(key: str, value: Any) -> Any:
@@ -404,6 +414,7 @@ _RULES: dict[str, _Rule] = {
     "train.eval_batches": _at_least(1),
     "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
     "train.keep_every": ((lambda value: value >= 0), "0 (none) or more"),
+    "train.checkpoint_spill": _NOT_NEGATIVE,
     "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
     "train.spike_score": _POSITIVE,
     "train.max_rollbacks": _at_least(1),

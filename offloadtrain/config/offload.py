@@ -54,6 +54,7 @@ class OffloadConfig:
     loss_scale_hysteresis: int = 1
     grad_accum_steps: int = 1
     host_memory_limit: int | None = None
+    checkpoint_spill: int = 0
     working: Literal["device", "host"] = "device"
     device_slots: int = 2
     resident_blocks: int | None = None
@@ -160,6 +161,11 @@ class OffloadConfig:
                     f"{key} = {getattr(self, key)!r} and state_on = 'device': state on the device "
                     f"requires {key} = {value!r}"
                 )
+        if self.checkpoint_spill:
+            yield (
+                f"checkpoint_spill = {self.checkpoint_spill} is host memory for state on the host, "
+                "and with state_on = 'device' none is there: leave it out"
+            )
         if self.device_memory_limit is not None:
             yield (
                 "device_memory_limit chooses the blocks that stay on the device, and with state_on "
@@ -175,7 +181,7 @@ _POSITIVE = (
     "device_slots",
     "device_memory_limit",
 )
-_NOT_NEGATIVE = ("warmup_steps", "resident_blocks")
+_NOT_NEGATIVE = ("warmup_steps", "resident_blocks", "checkpoint_spill")
 
 
 @cache

@@ -52,6 +52,7 @@ def offload(
     loss_scale_hysteresis: int = 1,
     grad_accum_steps: int = 1,
     host_memory_limit: int | None = None,
+    checkpoint_spill: int = 0,
     working: str = "device",
     device_slots: int = 2,
     resident_blocks: int | None = None,
@@ -123,6 +124,8 @@ def offload(
             it, see above.
         host_memory_limit: bytes that the engine may hold on the host; decides how many blocks
             "speculative" can speculate on. None: nine tenths of what is available.
+        checkpoint_spill: bytes of host memory into which a save copies the state that it writes
+            last, so that the next updates need not wait for the disk there; at most the state's.
         working: residence of the working weights. "device"; "host": repeated blocks (the layers of
             a list) are streamed, loaded ahead of their use in forward and in backward. Embedding,
             final norm and head stay on the device.

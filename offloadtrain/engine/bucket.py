@@ -75,6 +75,7 @@ class Bucket:
             update may run inside its backward; or the frozen weights of a streamed block.
         gradient: host: the only microbatch's gradient in the working dtype and then, where nothing
             else holds them, the rounded new weights; or the fp32 sum over microbatches.
+        spill: host, bytes: what a save copies of the state, until it is written.
         streamed: its block's weights are loaded into a device slot for their use.
     """
 
@@ -92,6 +93,7 @@ class Bucket:
     pending: Buffer | None = None
     snapshot: Buffer | None = None
     gradient: Buffer | None = None
+    spill: Buffer | None = None
     streamed: bool = False
 
     def __post_init__(self) -> None:

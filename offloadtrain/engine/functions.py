@@ -208,13 +208,20 @@ class Functions:
         assert writer is not None
 
         def write(*fields: Tensor) -> None:
-            writer.write(op.owner, fields)
+            writer.write(op.owner, list(zip(op.written, fields, strict=True)))
 
         return write if op.owner else writer.finish
 
 
 def _add(staged: Tensor, grad: Tensor) -> None:
     grad.add_(staged)
+
+
+def _spill(*views: Tensor) -> None:
+    """Copy each of the first half of the views to its place in the second."""
+    half = len(views) // 2
+    for source, target in zip(views[:half], views[half:], strict=True):
+        kernels.copy(source, target)
 
 
 def _round(wide: Tensor, narrow: Tensor) -> None:
@@ -256,6 +263,7 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.MATRIX_DOWN: copy,
     Kind.WEIGHTS_UP: copy,
     Kind.PUBLISH: KernelCalls(kernels.copy),
+    Kind.SPILL: KernelCalls(_spill),
     Kind.LOAD: copy,
     Kind.ACTIVATION_DOWN: copy,
     Kind.ACTIVATION_UP: copy,

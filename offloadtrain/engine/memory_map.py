@@ -18,6 +18,7 @@ _ATTRIBUTES = {
     Memory.GRADIENT: "gradient",
     Memory.PENDING: "pending",
     Memory.SNAPSHOT: "snapshot",
+    Memory.SPILL: "spill",
 }
 
 Staging = Callable[[str | int, int], tuple[str, Tensor]]
@@ -132,7 +133,8 @@ class MemoryMap(dict[Ref, Range]):
             return self._slice(bucket, ref.copy)
         found = getattr(bucket, _ATTRIBUTES[ref.memory])
         assert isinstance(found, Buffer)
-        # Matrices that are updated lie where their gradient was, in a dtype of their own.
+        # Matrices that are updated lie where their gradient was, in a dtype of their own; copied
+        # fields of the state lie one behind the other in bytes.
         own = found.flat.dtype == _dtype(ref)
         return found if own else Buffer(found.name, found.flat.view(_dtype(ref)))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.runtime.process_group import UNTRAINED
+from offloadtrain.step.operations import Written
 
 WORKING = "working"
 """Kind of the weights that forward uses, in update mode "delayed": older ones than the state's."""
@@ -71,13 +72,24 @@ class StateWriter(Protocol):
     """Writes the state of a rank, a bucket at a time. It records failures and raises none: a
     checkpoint that fails does not end the run."""
 
-    def write(self, bucket: str, fields: Sequence[Tensor]) -> None:
-        """Write the flat buffers of a bucket, in the order of its `FlatState`s."""
+    def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
+        """Write parts of the flat buffers of a bucket, whose `FlatState`s they number.
+
+        Args:
+            parts: each with a tensor that begins with its first value. A window of the file that
+                begins in the part is written whole: the tensor goes on behind the part as far as
+                the window does. The windows that begin in another part come with that one.
+        """
         ...
 
     def finish(self) -> None:
         """All buckets were written."""
         ...
+
+
+def whole(buffers: Iterable[Tensor]) -> list[tuple[Written, Tensor]]:
+    """Return all of each buffer, as the parts that a `StateWriter` takes."""
+    return [(Written(at, 0, flat.numel()), flat) for at, flat in enumerate(buffers)]
 
 
 def flat_states(blocks: Iterable[Block], rank: int, *, in_use: bool) -> Iterator[FlatState]:

@@ -19,6 +19,7 @@ from offloadtrain.engine.saved_state import (
     flat_states,
     own_state,
     own_weights,
+    whole,
 )
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
@@ -74,9 +75,9 @@ class StateIO:
         # The lanes have stopped for good, and nothing changes the state any more.
         for block in self._blocks:
             for bucket in block.buckets:
-                writer.write(bucket.name, [buffer.flat for buffer in bucket.state])
+                writer.write(bucket.name, whole(buffer.flat for buffer in bucket.state))
             for bucket in block.frozen:
-                writer.write(bucket.name, [bucket.load_source.flat])
+                writer.write(bucket.name, whole([bucket.load_source.flat]))
         writer.finish()
 
     def finish_writing(self) -> None:

@@ -159,13 +159,19 @@ class Plan:
         return trained + in_use + frozen + self.placed.frozen_bytes
 
     @property
+    def spill_bytes(self) -> int:
+        """Bytes of host memory of all ranks for what a save copies."""
+        spec = self.placed.spec
+        return spec.ranks * sum(spec.spill_bytes(bucket) for bucket in spec.buckets)
+
+    @property
     def save(self) -> SaveCost | None:
         """The cost of a checkpoint; None: the machine's disk was not measured."""
         if not self.machine.disk_gbps:
             return None
-        return save_cost(
-            self.checkpoint_bytes / (1e9 * self.machine.disk_gbps), self.prediction.seconds
-        )
+        rate = 1e9 * self.machine.disk_gbps
+        write_s, spill_s = self.checkpoint_bytes / rate, self.spill_bytes / rate
+        return save_cost(write_s, self.prediction.seconds, spill_s)
 
     @property
     def problems(self) -> list[str]:

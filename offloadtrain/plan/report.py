@@ -183,8 +183,9 @@ def _checkpoint(plan: Plan) -> str:
         return f"checkpoint: {size}; its time is known once `offloadtrain doctor` measured the disk"
     return (
         f"checkpoint: {size}, {format_seconds(save.write_s)} at {plan.machine.disk_gbps:g} GB/s, "
-        f"of which training stands still {format_seconds(save.stall_s)}: less than 3 % of the run "
-        f"from train.checkpoint_every = {save.interval}"
+        f"of which training stands still {format_seconds(save.stall_s)} (train.checkpoint_spill: "
+        f"{format_bytes(plan.spill_bytes)} on all ranks): less than 3 % of the run from "
+        f"train.checkpoint_every = {save.interval}"
     )
 
 

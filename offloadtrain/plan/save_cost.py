@@ -24,13 +24,14 @@ class SaveCost:
     interval: int
 
 
-def save_cost(write_s: float, step_s: float) -> SaveCost:
-    """Return the cost of a checkpoint, of which one step hides what it can.
+def save_cost(write_s: float, step_s: float, spill_s: float = 0.0) -> SaveCost:
+    """Return the cost of a checkpoint, of which one step and the spill hide what they can.
 
     Args:
         write_s: the checkpoint's bytes over the disk's rate.
+        spill_s: the spill's bytes over it; no update waits for these.
     """
-    stall_s = max(0.0, write_s - step_s)
+    stall_s = max(0.0, write_s - step_s - spill_s)
     # One checkpoint at a time: the next one begins behind it.
     spent_s = max(stall_s / SHARE, write_s)
     return SaveCost(write_s, stall_s, max(1, math.ceil(spent_s / step_s)))

@@ -41,6 +41,7 @@ class Role(StrEnum):
     SNAPSHOT = "snapshot"
     WORKING = "working"
     DEVICE_SHARD = "device_shard"
+    SPILL = "spill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ def host_staging(spec: StepSpec) -> list[MemoryRequest]:
 
 
 def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[MemoryRequest]:
-    """Yield state, gradient or its sum, pending weights, and the snapshot that loads read.
+    """Yield state, gradient or its sum, pending weights, the snapshot that loads read, and the
+    spill of saves.
 
     Args:
         copied: with a second copy of the state.
@@ -183,6 +185,9 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
         yield _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
     if spec.has_snapshot(bucket):
         yield _shard("weights snapshot", bucket, bucket.dtype, Role.SNAPSHOT)
+    if nbytes := spec.spill_bytes(bucket):
+        owner, name = "checkpoint spill", bucket.name
+        yield MemoryRequest(owner, nbytes, "uint8", f"{owner} {name}", name, Role.SPILL)
     for one in state if copied else ():
         other = "other copy of the state"
         yield replace(one, owner=other, name=f"other {one.name}", role=Role.OTHER)

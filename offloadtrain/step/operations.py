@@ -85,6 +85,8 @@ class Kind(StrEnum):
     """load: a block's input to the device again."""
     WRITE = "write"
     """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
+    SPILL = "spill"
+    """host: the end of the state that is to be written, to where it may be written from later."""
 
 
 class Memory(StrEnum):
@@ -113,6 +115,8 @@ class Memory(StrEnum):
     """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
     STATE = "state"
     """Host: the fields of a bucket's state; the master weights come first."""
+    SPILL = "checkpoint spill"
+    """Host: state that was copied, until it is written into a checkpoint."""
     NORMS = "norms"
     """Host: the sum of squares of every parameter."""
     ACTIVATION = "block input"
@@ -130,7 +134,7 @@ class Ref(NamedTuple):
         copy: for `STATE`, the number of the copy; for `WORKING` of a streamed block, the number of
             the device slot; otherwise 0.
         dtype: torch's name of it.
-        field: for `STATE`, the number of the tensor.
+        field: for `STATE` and `SPILL`, the number of the tensor.
     """
 
     memory: Memory
@@ -193,6 +197,20 @@ class Update(NamedTuple):
     out_of_place: bool
 
 
+class Written(NamedTuple):
+    """The part of a bucket's buffer that a `WRITE` writes: values [lo, hi). What it reads begins
+    with the first of them.
+
+    Attributes:
+        buffer: the number of the field; behind the fields, the weights in use. Of a frozen bucket,
+            0 is its weights.
+    """
+
+    buffer: int
+    lo: int
+    hi: int
+
+
 class Launch(NamedTuple):
     """Put an operation at the end of a lane.
 
@@ -201,6 +219,7 @@ class Launch(NamedTuple):
         lo, hi: the piece of the gradient, or the matrix, as elements of the shard.
         first: for `ACCUMULATE`, the sum begins with it.
         update: for `ADAM` and `DIRECTION` only.
+        written: for `WRITE` only, what it writes of each of `reads`.
     """
 
     kind: Kind
@@ -212,6 +231,7 @@ class Launch(NamedTuple):
     hi: int = 0
     first: bool = False
     update: Update | None = None
+    written: tuple[Written, ...] = ()
 
     @property
     def name(self) -> str:

@@ -23,6 +23,8 @@ class BucketRefs:
         slot: for a streamed bucket, the device slot that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
+        spilled: what a save copies of its state.
+        spill: where it is copied to, part by part.
         reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
     """
 
@@ -46,6 +48,12 @@ class BucketRefs:
         lo = rank * spec.shard_numel
         self.directions = self.gradient._replace(dtype=MATRIX_DTYPE) if spec.matrices else None
         self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
+        self.spilled = step.spilled.get(spec.name, ()) if step.is_trained(spec) else ()
+        self.spill = tuple(
+            ref._replace(memory=Memory.SPILL, lo=part.offset, hi=part.offset + part.hi - part.lo)
+            for part in self.spilled
+            for ref in [self.state_copies[0][part.field]]
+        )
         self.snapshot = self._of(Memory.SNAPSHOT)
         self._device_shard = self._of(Memory.DEVICE_SHARD)
         slots = range(max(step.slots, 1))
@@ -76,6 +84,12 @@ class BucketRefs:
     def state(self, *, other: bool = False) -> tuple[Ref, ...]:
         """All fields of the state, or of its other copy."""
         return self.state_copies[1 - self.copy if other else self.copy]
+
+    @property
+    def spill_sources(self) -> tuple[Ref, ...]:
+        """The parts of the state that a save copies, in the order of `spill`."""
+        state = self.state()
+        return tuple(state[part.field]._replace(lo=part.lo, hi=part.hi) for part in self.spilled)
 
     def waiting(self, *, other: bool = False) -> Ref | None:
         """Return where new weights wait for their upload; None for a slot of host staging."""

@@ -23,8 +23,9 @@ from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.gradients import GradientPath
 from offloadtrain.step.modes import BlockRefs, Decision, Speculation, mode_of
-from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations, Ref
+from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
 from offloadtrain.step.places import BucketRefs, Ring
+from offloadtrain.step.saves import SavePath
 from offloadtrain.step.spec import RING_SLOTS, StepSpec
 from offloadtrain.step.streaming import Streaming
 from offloadtrain.step.updates import UpdatePath
@@ -65,6 +66,7 @@ class Program:
         self._gradients = GradientPath(spec, rank, self._order, host_ring)
         self._updates = UpdatePath(spec, self._order, host_ring, self.streaming)
         self._activations = ActivationPath(self._order)
+        self._saves = SavePath(spec, self._order, self.buckets)
         self._mode = mode_of(spec, self._updates)
 
     @property
@@ -218,22 +220,8 @@ class Program:
     def save(self) -> Operations:
         """Between steps: write the state as it is after the updates so far; in mode "delayed" the
         weights that forward uses, too."""
-        # In the order in which the next updates come, each of which waits for its bucket's write.
-        blocks = list(self._trained.items())
-        for _, buckets in reversed(blocks) if self.spec.updates_in_backward else blocks:
-            for bucket in buckets:
-                in_use = (bucket.in_use,) if self.spec.is_delayed else ()
-                self._write(bucket.name, (*bucket.state(), *in_use))
-        for bucket in self.buckets.values():
-            if not self.spec.is_trained(bucket.spec):
-                self._write(bucket.name, (bucket.load_source,))
-        self._write("", ())
+        self._saves.save()
         return self._order.take()
-
-    def _write(self, owner: str, reads: tuple[Ref, ...]) -> None:
-        # Beside forward and backward of the next steps: it waits for the last update of what it
-        # reads, and the next update waits for it.
-        self._order.launch(Launch(Kind.WRITE, Lane.WRITE, owner, reads))
 
     def written(self) -> Operations:
         """The launching thread waits for the writes so far."""

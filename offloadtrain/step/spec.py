@@ -11,13 +11,14 @@ each rank the part of its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.formats import ITEMSIZE, StateFormat
+from offloadtrain.step.spill import SPILL_BLOCK, SpillPart, spill
 
 ALIGN = 128
 """Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
@@ -94,6 +95,14 @@ class BucketSpec:
     def nbytes(self) -> int:
         """Bytes of the whole's working weights."""
         return self.numel * self.weight_bytes
+
+    @property
+    def field_sizes(self) -> list[tuple[int, int]]:
+        """(values, bytes of a value) of each field of this rank's state."""
+        return [
+            (field.numel(self.shard_numel), ITEMSIZE[field.dtype or self.dtype])
+            for field in self.format.fields(self.moments)
+        ]
 
     def matrices_of(self, rank: int) -> list[MatrixSpec]:
         """Return the matrices in a rank's shard."""
@@ -208,6 +217,25 @@ class StepSpec:
 
     def is_trained(self, bucket: BucketSpec) -> bool:
         return bucket.name in self._trained
+
+    # Saves.
+
+    @cached_property
+    def save_order(self) -> tuple[BucketSpec, ...]:
+        """The trained buckets in the order in which the next updates come, each of which waits for
+        its bucket's write."""
+        blocks = reversed(self.blocks) if self.updates_in_backward else self.blocks
+        return tuple(bucket for block in blocks for bucket in block.buckets)
+
+    @cached_property
+    def spilled(self) -> Mapping[str, Sequence[SpillPart]]:
+        """Bucket → what a save copies of its state; see [Note: Spill] in `spill.py`."""
+        sizes = [(bucket.name, bucket.field_sizes) for bucket in self.save_order]
+        return spill(sizes, self.config.checkpoint_spill)
+
+    def spill_bytes(self, bucket: BucketSpec) -> int:
+        """Bytes of the memory for what a save copies of a bucket."""
+        return SPILL_BLOCK * sum(part.blocks for part in self.spilled.get(bucket.name, ()))
 
     # The weights of streamed blocks between their uses.
 

@@ -37,7 +37,7 @@ def test_what_is_printed(capsys: Captured) -> None:
         assert part in out
     assert max(map(len, out.splitlines())) < 140
     verdict = out.splitlines()[0]
-    assert verdict.startswith("It fits: GPU 28.4 GiB of 31.0 GiB, host 116.9 GiB of 128.0 GiB; ")
+    assert verdict.startswith("It fits: GPU 28.4 GiB of 31.0 GiB, host 117.0 GiB of 128.0 GiB; ")
     assert "e+0" not in out and "e-0" not in out and " GB " not in out
 
 

@@ -18,7 +18,9 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import modes
+from offloadtrain.step.operations import Written
 from offloadtrain.step.prove import prove
+from offloadtrain.step.spill import SPILL_BLOCK
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 
@@ -29,15 +31,33 @@ class Copies:
     """A writer that takes its time, as a disk does."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[Tensor]] = {}
+        self.parts: dict[str, dict[Written, Tensor]] = {}
         self.finished = False
 
-    def write(self, bucket: str, fields: Sequence[Tensor]) -> None:
+    def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
         time.sleep(0.001)
-        self.found[bucket] = [field.to("cpu", copy=True) for field in fields]
+        for part, values in parts:
+            own = values[: part.hi - part.lo].to("cpu", copy=True)
+            self.parts.setdefault(bucket, {})[part] = own
+
+    @property
+    def found(self) -> dict[str, list[Tensor]]:
+        """Bucket → its buffers; each value was written once."""
+        return {bucket: _joined(parts) for bucket, parts in sorted(self.parts.items())}
 
     def finish(self) -> None:
         self.finished = True
+
+
+def _joined(parts: dict[Written, Tensor]) -> list[Tensor]:
+    buffers: list[list[Tensor]] = []
+    for part in sorted(parts):
+        if part.lo == 0:
+            buffers.append([])
+        assert part.buffer == len(buffers) - 1
+        assert part.lo == sum(values.numel() for values in buffers[-1])
+        buffers[-1].append(parts[part])
+    return [torch.cat(values) for values in buffers]
 
 
 def trained(lanes: Lanes, name: str, state: str, precision: str, **options: Any) -> Any:
@@ -87,14 +107,17 @@ def same(found: Any, expected: Any) -> None:
         assert torch.equal(found[1][key], value), key
 
 
+SPILLS = (14 * SPILL_BLOCK, 0, 1 << 20, 5 * SPILL_BLOCK)
+"""Bytes: buckets and a part of a field, none, more than all state, and a bucket and a half."""
+
 EACH = pytest.mark.parametrize(
-    ("mode", "placement", "state", "precision"),
+    ("mode", "placement", "state", "precision", "spill"),
     [
-        (mode, placement, *CASES[number % len(CASES)])
+        (mode, placement, *CASES[number % len(CASES)], SPILLS[number % len(SPILLS)])
         for number, (mode, placement) in enumerate(product(MODES, PLACEMENTS))
     ],
 )
-"""Every placement in every mode, the formats in turn."""
+"""Every placement in every mode, formats and spills in turn."""
 
 
 @pytest.mark.slow
@@ -102,8 +125,9 @@ EACH = pytest.mark.parametrize(
 @EACH
 @pytest.mark.parametrize("lanes", ["threads", "late"])
 def test_what_is_written_is_the_state_of_its_step(
-    lanes: str, mode: str, placement: str, state: str, precision: str
+    lanes: str, mode: str, placement: str, state: str, precision: str, spill: int
 ) -> None:
+    """Whatever a save copies, it writes the same as one that copies nothing."""
     name = sorted(STREAMED)[0]
     options = options_of(mode, precision) | PLACEMENTS[placement]
     chosen: dict[str, Lanes] = {
@@ -111,6 +135,7 @@ def test_what_is_written_is_the_state_of_its_step(
         "late": SeededLanes(7, late=True),
     }
     expected = trained(SequentialLanes(), name, state, precision, **options)
+    options["checkpoint_spill"] = spill
     same(trained(chosen[lanes], name, state, precision, **options), expected)
 
 
@@ -118,10 +143,10 @@ def test_what_is_written_is_the_state_of_its_step(
 @pytest.mark.cover(0, 1)
 @EACH
 def test_a_real_run_that_saves_has_no_race(
-    mode: str, placement: str, state: str, precision: str
+    mode: str, placement: str, state: str, precision: str, spill: int
 ) -> None:
     lanes = RecordingLanes(SequentialLanes())
-    options = options_of(mode, precision) | PLACEMENTS[placement]
+    options = options_of(mode, precision) | PLACEMENTS[placement] | {"checkpoint_spill": spill}
     trained(lanes, sorted(STREAMED)[0], state, precision, **options)
     assert prove(lanes.program) == []
 

@@ -15,6 +15,8 @@ from offloadtrain.plan.save_cost import SHARE, save_cost
 from offloadtrain.train.checkpoint import checkpoint
 from tests.train.small_job import run, small_job
 
+SHAPE = ("model.size=gpt2-124m", "model.d_model=768", "model.num_heads=12")
+
 
 @pytest.mark.parametrize(
     ("write_s", "step_s", "stall_s", "interval"),
@@ -26,6 +28,29 @@ def test_a_step_hides_what_it_can(
     found = save_cost(write_s, step_s)
     assert (found.stall_s, found.interval) == (stall_s, interval)
     assert found.stall_s <= SHARE * interval * step_s
+
+
+def test_no_update_waits_for_what_the_spill_holds() -> None:
+    found = save_cost(5.0, 2.0, 1.0)
+    assert (found.write_s, found.stall_s, found.interval) == (5.0, 2.0, 34)
+    assert save_cost(5.0, 2.0, 4.0).stall_s == 0.0
+
+
+def test_the_spill_is_the_jobs_on_every_rank(tmp_path: Path) -> None:
+    """Of its own default, as much as there is state; none without regular saves."""
+    machine = replace(find("a100_40gb")[1], disk_gbps=1.0)
+
+    def planned(*overrides: str) -> tuple[int, float]:
+        job = small_job(tmp_path, *SHAPE, *overrides)
+        plan = make(replace(job, device=replace(job.device, kind="auto")), "a machine", machine)
+        assert plan.save is not None
+        return plan.spill_bytes, plan.save.stall_s
+
+    default, stall_s = planned()
+    assert default == 64 << 20 and planned("train.checkpoint_every=0")[0] == 0
+    none, longer_s = planned("train.checkpoint_spill=0")
+    assert none == 0 and longer_s - stall_s == pytest.approx(default / 1e9)
+    assert planned("train.checkpoint_spill=512 MiB")[0] == 512 << 20
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from offloadtrain.step.memory import lay_out
 from offloadtrain.step.operations import Operations
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import STAGING_BYTES, BlockSpec, BucketSpec, StepSpec, padded
+from offloadtrain.step.spill import SPILL_BLOCK
 
 UPDATES: dict[str, dict[str, Any]] = {
     "exact": {"clip_norm": 1.0},
@@ -37,9 +38,9 @@ class Case:
     rank: int = 0
     staging: int = STAGING_BYTES
 
-    def driven(self, count: int) -> Operations:
+    def driven(self, count: int, saved: Container[int] = ()) -> Operations:
         with staging_of(self.staging):
-            return steps(Program(self.spec, self.rank), count)
+            return steps(Program(self.spec, self.rank), count, saved=saved)
 
 
 @contextmanager
@@ -113,6 +114,8 @@ def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
         given["zero_stage"] = 3
     if given.get("working") == "host" or given["zero_stage"] == 3:
         given["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
+    if given.get("state_on") != "device":
+        given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
     given["device_slots"] = draw(st.integers(1, 3))
     given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
     given["reduction"] = draw(st.sampled_from(["working", "fp32"]))

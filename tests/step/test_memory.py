@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step import memory
+from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import (
     MemoryRequest,
     Role,
@@ -35,6 +36,7 @@ OF_BUCKETS = {
     Memory.SNAPSHOT: Role.SNAPSHOT,
     Memory.DEVICE_SHARD: Role.DEVICE_SHARD,
     Memory.WORKING: Role.WORKING,
+    Memory.SPILL: Role.SPILL,
 }
 SHARED = {
     Memory.STAGING: "gradient staging",
@@ -86,6 +88,9 @@ class Asked:
             names = [bucket.name for bucket in held]
             offset = sum(bucket.nbytes for bucket in held[: names.index(owner)])
             assert offset + ref.nbytes <= slot.nbytes
+        elif ref.memory is Memory.SPILL:
+            (one,) = self.of[owner, Role.SPILL]
+            assert ref.hi * ITEMSIZE[ref.dtype] <= one.nbytes
         else:
             (one,) = self.of[owner, OF_BUCKETS[ref.memory]]
             _check(ref, one)
@@ -114,7 +119,7 @@ def test_nothing_is_touched_that_was_not_asked_for(case: Case, seed: int) -> Non
             user.step()
             user.between()
         asked = Asked(case.spec)
-        for ref in refs(user.done):
+        for ref in refs(user.done + case.driven(2, saved={1})):
             asked.check(ref)
 
 
@@ -137,7 +142,7 @@ def test_nothing_is_asked_for_that_is_not_touched(case: Case) -> None:
     """Of what belongs to a bucket; by usual steps."""
     with staging_of(case.staging):
         done = User(case.spec, case.rank, random.Random(0), always=()).done
-        done += case.driven(4 + case.spec.config.warmup_steps)
+        done += case.driven(4 + case.spec.config.warmup_steps, saved={2})
         touched = {(str(ref.owner), ref.memory) for ref in refs(done)}
         named = {role: memory for memory, role in OF_BUCKETS.items()}
         named |= dict.fromkeys([Role.STATE, Role.OTHER], Memory.STATE)

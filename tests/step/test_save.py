@@ -1,17 +1,23 @@
-"""A checkpoint is written beside the next steps: only the next update of a bucket waits for it."""
+"""A checkpoint is written beside the next steps: only the next update of a bucket waits for it, and
+none for what the spill holds."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from offloadtrain.step.drive import steps
+from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.operations import Kind, Lane, Launch, Operation, Operations, Wait
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import prove_operations
+from offloadtrain.step.simulate import ends, steady, timed
 from offloadtrain.step.spec import StepSpec
-from tests.step.specs import UPDATES, chain
+from offloadtrain.step.spill import SPILL_BLOCK
+from tests.step.specs import UPDATES, Case, cases, chain
 
 PLACED: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -19,7 +25,11 @@ PLACED: dict[str, dict[str, Any]] = {
     "state on the device": {"state_on": "device"},
     "narrow": {"state": "int8"},
     "microbatches": {"grad_accum_steps": 2},
+    "spilled": {"checkpoint_spill": 8 * SPILL_BLOCK},
+    "narrow, spilled": {"state": "split16", "checkpoint_spill": 5 * SPILL_BLOCK},
+    "streamed, all spilled": {"working": "host", "checkpoint_spill": 1 << 30},
 }
+"""A bucket of these blocks has fields of three blocks, the other one of one."""
 
 
 CASES = pytest.mark.parametrize(
@@ -38,7 +48,7 @@ def driven(spec: StepSpec, rank: int = 0) -> Operations:
 
 
 def made(update: str, placed: str, ranks: int = 1, **options: Any) -> StepSpec:
-    return chain(3, update, ranks, sizes=(300, 200), **PLACED[placed], **options)
+    return chain(3, update, ranks, sizes=(3000, 200), **PLACED[placed], **options)
 
 
 @CASES
@@ -56,20 +66,33 @@ def test_a_save_among_ranks_has_no_race(update: str, stage: int) -> None:
         assert prove_operations(spec, driven(spec, rank)) == []
 
 
+@given(cases())
+def test_a_save_of_any_model_has_no_race(case: Case) -> None:
+    assert prove_operations(case.spec, case.driven(4, saved={2, 3})) == []
+
+
+@pytest.mark.parametrize("placed", ["resident", "spilled"])
 @pytest.mark.parametrize("update", UPDATES)
-def test_each_wait_of_a_save_is_needed(update: str) -> None:
-    spec = made(update, "resident")
+def test_each_wait_of_a_save_is_needed(update: str, placed: str) -> None:
+    spec = made(update, placed)
     operations = driven(spec)
     waits = [op for op in operations if isinstance(op, Wait) and _of_writes(op)]
     # In mode "delayed" the upload waits, over the weights that are written, and Adam for that.
     waiting = Lane.H2D if update == "delayed" else Lane.HOST
-    assert {(op.lane, op.event.lane) for op in waits} == {
-        (Lane.WRITE, Lane.HOST),
-        (waiting, Lane.WRITE),
-    }
+    expected = {(Lane.WRITE, Lane.HOST), (waiting, Lane.WRITE)}
+    if placed == "spilled":
+        # The next save copies over what the one before it has written.
+        expected.add((Lane.HOST, Lane.WRITE))
+        # Where all state is in the spill, only the weights in use are read in place.
+        expected |= {(Lane.WRITE, Lane.H2D)} if update == "delayed" else set()
+    assert {(op.lane, op.event.lane) for op in waits} == expected
     for left_out in waits:
         kept: list[Operation] = [op for op in operations if op is not left_out]
         assert {fault.kind for fault in prove_operations(spec, kept)} == {"race"}
+
+
+def launched(operations: Operations) -> list[Launch]:
+    return [op for op in operations if isinstance(op, Launch)]
 
 
 def _of_writes(op: Wait) -> bool:
@@ -81,7 +104,7 @@ def test_only_the_update_of_a_bucket_waits_for_its_write(update: str, placed: st
     spec = made(update, placed)
     # In mode "delayed" its upload waits, too, which replaces the weights that are written.
     uploads = (Kind.WEIGHTS_UP, Kind.PUBLISH) if update == "delayed" else ()
-    kinds = (Kind.ADAM, *uploads)
+    kinds = (Kind.ADAM, Kind.SPILL, *uploads)
     for op in driven(spec):
         if isinstance(op, Wait) and op.event.lane is Lane.WRITE:
             assert isinstance(op.who, Launch) and op.who.kind in kinds
@@ -91,9 +114,76 @@ def test_only_the_update_of_a_bucket_waits_for_its_write(update: str, placed: st
 @pytest.mark.parametrize("update", UPDATES)
 def test_writes_are_in_the_order_of_the_updates_that_wait_for_them(update: str) -> None:
     operations = driven(made(update, "resident"))
-    launches = [op for op in operations if isinstance(op, Launch)]
+    launches = launched(operations)
     first = next(at for at, op in enumerate(launches) if op.kind is Kind.WRITE)
     written = [op.owner for op in launches if op.kind is Kind.WRITE][:6]
     updated = [op.owner for op in launches[first:] if op.kind is Kind.ADAM][:6]
     blocks = [owner.split(".")[0] for owner in written]
     assert blocks == [owner.split(".")[0] for owner in updated]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_no_update_waits_for_what_the_spill_holds(update: str) -> None:
+    """It holds the end of what is written: here, the block that is updated last."""
+    operations = driven(made(update, "spilled"))
+    copied = [op.owner for op in launched(operations) if op.kind is Kind.SPILL]
+    order = [op.owner for op in launched(operations) if op.kind is Kind.ADAM][-6:]
+    last = "b2" if update == "exact" else "b0"
+    assert order[-1].startswith(last)
+    assert copied == [f"{last}.0", f"{last}.1"] * 2
+    for op in operations:
+        if isinstance(op, Wait) and op.event.lane is Lane.WRITE and op.event.owner == f"{last}.1":
+            assert isinstance(op.who, Launch) and op.who.kind is not Kind.ADAM
+
+
+@CASES
+def test_a_save_writes_every_value_once(update: str, placed: str) -> None:
+    spec = made(update, placed)
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for op in launched(steps(Program(spec), 3, saved={2})):
+        for part, ref in zip(op.written, op.reads, strict=True) if op.kind is Kind.WRITE else ():
+            # What it reads begins with the part, and holds all of it.
+            assert ref.hi - ref.lo >= part.hi - part.lo > 0
+            found.setdefault((op.owner, part.buffer), []).append((part.lo, part.hi))
+    ends = {key: sorted(parts)[-1][1] for key, parts in found.items()}
+    for key, parts in found.items():
+        lows, highs = zip(*sorted(parts), strict=True)
+        assert [*lows, ends[key]] == [0, *highs]
+    sizes = {
+        (bucket.name, number): numel
+        for bucket in spec.buckets
+        for number, (numel, _) in enumerate(bucket.field_sizes)
+    }
+    assert {key: ends[key] for key in sizes} == sizes
+
+
+RATE = 1e4
+"""Bytes of the disk per second: a bucket of 3,072 values is written in 3.7 s."""
+
+
+def _seconds(op: Launch) -> float:
+    if op.kind is Kind.WRITE:
+        parts = zip(op.written, op.reads, strict=True)
+        return sum((part.hi - part.lo) * ITEMSIZE[ref.dtype] for part, ref in parts) / RATE
+    usual = {Kind.FORWARD: 0.5, Kind.BACKWARD: 1.0, Kind.ADAM: 0.2}
+    return usual.get(op.kind, 0.02)
+
+
+@pytest.mark.parametrize("blocks", [0, 4, 9, 20, 200])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_save_stalls_no_longer_than_the_disk_is_slower(update: str, blocks: int) -> None:
+    """Stall of a save: the time of writing, less one step and what the spill takes. A tenth more is
+    for what comes behind the last wait."""
+    spec = chain(8, update, sizes=(3000,), checkpoint_spill=blocks * SPILL_BLOCK)
+    operations = launched(steps(Program(spec), 12, saved={4}))
+    write_s = sum(_seconds(op) for op in operations if op.kind is Kind.WRITE)
+    step_s = steady(spec, _seconds).seconds
+    spill_s = sum(spec.spill_bytes(bucket) for bucket in spec.buckets) / RATE
+    stall_s = _last_compute(spec, {4}) - _last_compute(spec, ())
+    assert stall_s <= 1.1 * max(0.0, write_s - step_s - spill_s)
+
+
+def _last_compute(spec: StepSpec, saved: Container[int]) -> float:
+    program = timed(steps(Program(spec), 12, saved=saved))
+    found = zip(program, ends(program, _seconds), strict=True)
+    return max(end for one, end in found if one.op.lane is Lane.COMPUTE)

@@ -17,11 +17,15 @@ import torch
 import offloadtrain as ot
 from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.spill import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, DamagedCheckpointError, digest_of
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.train.bitwise import STEPS, Case, differ, parted, running, saving, whole
+
+SPILL = 5 * SPILL_BLOCK
+"""Bytes: some buckets, or a part of one."""
 
 LANES = {"sequential": Case.lanes, "threads": lambda: ThreadLanes(longest_delay_ms=0.2)}
 
@@ -29,6 +33,7 @@ LANES = {"sequential": Case.lanes, "threads": lambda: ThreadLanes(longest_delay_
 def case_of(mode: str, placement: str, kept: tuple[str, str], **options: Any) -> Case:
     state, precision = kept
     chosen = {**options_of(mode, precision), "state": state, "precision": precision}
+    chosen["checkpoint_spill"] = SPILL
     return Case(chosen, PLACEMENTS[placement], **options)
 
 

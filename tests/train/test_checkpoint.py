@@ -26,7 +26,7 @@ from offloadtrain.train.checkpoint.manifest import (
 )
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
-from offloadtrain.train.checkpoint.writer import TensorWriter
+from offloadtrain.train.checkpoint.writer import Part, TensorWriter
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
 
@@ -87,7 +87,7 @@ def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(direct_io, "WINDOW_BYTES", 4 * BLOCK)
     region, memory = big_region(tmp_path, 10 * BLOCK)
     writer = TensorWriter(tmp_path / "rank-000.bin", [region])
-    writer.write([(region, memory)])
+    writer.write([Part(region, memory, 0, memory.numel())])
     writer.finish()
     own = {(memory.data_ptr() + at, 4 * BLOCK) for at in (0, 4 * BLOCK)}
     assert own <= set(written) and len(written) == 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain.engine.saved_state import FlatState, OwnState, Piece, StateWriter
+from offloadtrain.engine.saved_state import FlatState, OwnState, Piece, StateWriter, whole
 from offloadtrain.runtime.process_group import Extent
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -53,7 +53,7 @@ class ToyState:
 
     def write_state(self, writer: StateWriter) -> None:
         for name, tensors in self.tensors.items():
-            writer.write(name, [x.view(-1)[slice(*self._share(x))] for x in tensors.values()])
+            writer.write(name, whole(x.view(-1)[slice(*self._share(x))] for x in tensors.values()))
         writer.finish()
 
     def _share(self, x: torch.Tensor) -> tuple[int, int]:

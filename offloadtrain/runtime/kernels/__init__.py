@@ -242,7 +242,7 @@ def copy(source: Tensor, target: Tensor) -> None:
     if source.is_cuda:
         target.copy_(source)
         return
-    check_operand("source", source, _FLOATS)
+    check_operand("source", source, (source.dtype,))
     check_operand("target", target, (source.dtype,), source.numel())
     check_disjoint({"source": source, "target": target})
     active_backend().copy_flat(source, target)

@@ -25,6 +25,7 @@ import torch
 from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
+from offloadtrain.step.operations import Written
 from offloadtrain.train.checkpoint import checkpoint, disk_space
 from offloadtrain.train.checkpoint.layout import Entry, Region, lay_out
 from offloadtrain.train.checkpoint.manifest import (
@@ -36,7 +37,7 @@ from offloadtrain.train.checkpoint.manifest import (
     encoded_entry,
     write_manifest,
 )
-from offloadtrain.train.checkpoint.writer import TensorWriter
+from offloadtrain.train.checkpoint.writer import Part, TensorWriter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -132,12 +133,15 @@ class Save:
     def _own_bytes(self) -> int:
         return self._regions[-1].end if self._regions else 0
 
-    def write(self, bucket: str, fields: Sequence[torch.Tensor]) -> None:
-        """Write the buffers of a bucket."""
+    def write(self, bucket: str, parts: Sequence[tuple[Written, torch.Tensor]]) -> None:
+        """Write parts of the buffers of a bucket."""
         assert self._writer is not None
         regions = [region for region in self._regions if region.owner == bucket]
         # A shard that is all padding has no region.
-        self._writer.write(zip(regions, fields, strict=bool(regions)))
+        if regions:
+            self._writer.write(
+                Part(regions[one.buffer], tensor, one.lo, one.hi) for one, tensor in parts
+            )
 
     def finish(self) -> None:
         """Write the parameters that are never trained, and end the file."""
@@ -149,7 +153,9 @@ class Save:
     def _write_others(self, tensors: Tensors) -> None:
         assert self._writer is not None
         regions = {region.owner: region for region in self._regions}
-        self._writer.write((regions[name], tensor) for name, tensor in tensors.items())
+        self._writer.write(
+            Part(regions[name], tensor, 0, tensor.numel()) for name, tensor in tensors.items()
+        )
 
     def commit(self) -> Saved:
         """Wait until every rank has written its part, and publish the checkpoint.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,26 @@ _CHECKED = 1 << 17
 """Bytes that are checked at a time: they stay in the cache."""
 
 
+class Part(NamedTuple):
+    """Values [lo, hi) of a region: the windows of the file that begin with one of them.
+
+    Attributes:
+        tensor: of any shape and device. It begins with value `lo`, and holds the last window whole.
+    """
+
+    region: Region
+    tensor: torch.Tensor
+    lo: int
+    hi: int
+
+    def windows(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield [lo, hi) of each in the file; `size`: bytes of a value."""
+        start = self.region.offset
+        for lo, hi in windows(start, self.region.end):
+            if self.lo * size <= lo - start < self.hi * size:
+                yield lo, hi
+
+
 class TensorWriter:
     """Writes and hashes regions; holds a window of memory per thread, and no copy of the state.
 
@@ -63,19 +84,20 @@ class TensorWriter:
         """The file is written past the page cache."""
         return self._file.direct
 
-    def write(self, tensors: Iterable[tuple[Region, torch.Tensor]]) -> None:
-        """Write regions from tensors of any shape and device; returns when their memory is read.
+    def write(self, parts: Iterable[Part]) -> None:
+        """Write parts of regions; returns when the memory of their tensors is read.
 
         An error is kept in `failure`.
         """
-        parts = [
-            self._pool.submit(self._write, region, flat, lo, hi)
-            for region, tensor in tensors
-            for flat in [_bytes_of(tensor)]
-            for lo, hi in windows(region.offset, region.end)
+        writes = [
+            self._pool.submit(self._write, part.region, flat[lo - start : hi - start], lo, hi)
+            for part in parts
+            for flat, size in [(_bytes_of(part.tensor), part.tensor.itemsize)]
+            for start in [part.region.offset + part.lo * size]
+            for lo, hi in part.windows(size)
         ]
-        for part in parts:
-            part.result()
+        for one in writes:
+            one.result()
 
     def finish(self) -> None:
         """All regions were written: make them durable."""
@@ -107,11 +129,11 @@ class TensorWriter:
                     found[chunk.entry].append(self._digests[chunk.lo])
         return [replace(entry, digests=tuple(digests)) for entry, digests in found.items()]
 
-    def _write(self, region: Region, flat: torch.Tensor, lo: int, hi: int) -> None:
+    def _write(self, region: Region, values: torch.Tensor, lo: int, hi: int) -> None:
         if self.failure is not None:
             return
         try:
-            memory = self._aligned(flat[lo - region.offset : hi - region.offset], hi - lo)
+            memory = self._aligned(values, hi - lo)
             for chunk in region.within(lo, hi):
                 data = memory[chunk.lo - lo : chunk.hi - lo]
                 self._digests[chunk.lo] = xxhash.xxh3_128_hexdigest(data)

@@ -17,6 +17,7 @@ import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.spill import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint, reader
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.checkpoint.restore import restore
@@ -27,6 +28,8 @@ from tests.train.toy_state import filled, same
 NEW = 5
 """The step that is saved under a fault."""
 HANGS_S = 120
+SPILL = 14 * SPILL_BLOCK
+"""Bytes: buckets of `ASYNC`, and a part of a field."""
 
 
 class Case(NamedTuple):
@@ -130,13 +133,13 @@ class AsyncKind(Kind):
         return folder
 
     def save(self, folder: Path, ranks: Ranks = ALONE) -> None:
-        _train(folder, [NEW])
+        _train(folder, [NEW], spill=SPILL)
 
     def check(self, folder: Path, allowed: set[int | None]) -> int | None:
         good = _as_reference(folder, folder.parents[2] / "reference")
         assert good in allowed, f"step {good} is the newest, not one of {allowed}"
         shutil.rmtree(folder / f"step-{NEW:08d}", ignore_errors=True)
-        _train(folder, [NEW])
+        _train(folder, [NEW], spill=SPILL)
         assert _as_reference(folder, folder.parents[2] / "reference") == NEW
         none_unfinished(folder)
         return good
@@ -151,13 +154,18 @@ def make_reference(scratch: Path) -> None:
         _train(scratch / "reference", [*ASYNC.there, NEW])
 
 
-def _train(folder: Path, saved: list[int]) -> None:
-    """Train, and save some steps while later ones are trained."""
+def _train(folder: Path, saved: list[int], *, spill: int = 0) -> None:
+    """Train, and save some steps while later ones are trained; the spill changes no byte."""
     torch.manual_seed(0)
     model = Chain()
     with on_lanes(ThreadLanes(longest_delay_ms=0.5)):
         optimizer = ot.offload(
-            model, ot.AdamW(lr=1e-2), device="cpu", precision="bf16", clip_norm=0.5
+            model,
+            ot.AdamW(lr=1e-2),
+            device="cpu",
+            precision="bf16",
+            clip_norm=0.5,
+            checkpoint_spill=spill,
         )
     writing: Save | None = None
     try:

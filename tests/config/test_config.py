@@ -197,6 +197,11 @@ BAD_VALUES = [
     ("train.eval_batches=0", "train.eval_batches = 0 must be at least 1"),
     ("train.eval_every=-1", "train.eval_every = -1 must be 0 (never) or more"),
     ("train.checkpoint_every=-1", "train.checkpoint_every = -1 must be 0 (never) or more"),
+    ("train.checkpoint_spill=-1", "train.checkpoint_spill = -1 must be 0 or more"),
+    (
+        "train.checkpoint_spill=much",
+        "train.checkpoint_spill = 'much' must be a size such as \"10 GiB\"",
+    ),
     (
         'log.to=["csv", "tensorbord"]',
         "log.to = ['csv', 'tensorbord'] must be one of csv, jsonl, tensorboard, wandb; did you "
@@ -698,6 +703,17 @@ def test_a_state_that_the_precision_cannot_have(state: str, precision: str, said
 def test_sizes_are_written_as_people_do() -> None:
     for text in ("24 GiB", "'24GiB'", "25769803776"):
         assert job(f"offload.host_memory_limit={text}").offload.host_memory_limit == 24 << 30
+
+
+def test_a_spill_is_a_size_and_goes_with_regular_saves() -> None:
+    assert job("train.checkpoint_every=5").offload.checkpoint_spill == 64 << 20
+    assert job("train.checkpoint_every=5", "train.checkpoint_spill=0").offload.checkpoint_spill == 0
+    one = job("train.checkpoint_every=5", "train.checkpoint_spill=1 MiB")
+    assert one.offload.checkpoint_spill == one.train.checkpoint_spill == 1 << 20
+    assert jobs.loads(jobs.dump(one)) == one
+    assert job("train.checkpoint_spill=1 MiB").offload.checkpoint_spill == 0
+    resident = job("train.checkpoint_every=5", "offload.state_on=device")
+    assert resident.offload.checkpoint_spill == 0
 
 
 @pytest.mark.parametrize("key", ["clip_norm", "host_memory_limit", "device_memory_limit"])

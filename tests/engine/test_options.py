@@ -76,6 +76,7 @@ CONTRADICTIONS = [
     ({"warmup_steps": 3}, "warmup_steps = 3 and update = 'exact'"),
     ({"resident_blocks": 2}, "resident_blocks = 2 applies only with working"),
     ({"state_on": "device", "state": "int8"}, "state = 'int8' and state_on = 'device'"),
+    ({"state_on": "device", "checkpoint_spill": 1}, "checkpoint_spill = 1 is host memory"),
     ({"state_on": "device", "update": "delayed"}, "update = 'delayed' and state_on = 'device'"),
     ({"state_on": "device", "working": "host"}, "working = 'host' and state_on = 'device'"),
     ({"state_on": "device", "device_memory_limit": 1}, "device_memory_limit chooses"),

@@ -369,8 +369,9 @@ class Monitor(RunActions):
     def action_export(self) -> None:
         """Export the sampled steps as a Chrome trace, with the trace command."""
         folder = self.shown.snapshot.folder
-        if folder is None:
-            self.tell("only a run folder can be exported", "warning")
+        if folder is None or self.shown.readonly:
+            why = "--readonly: nothing is written" if folder else "only run folders are exported"
+            self.tell(why, "warning")
             return
 
         def export() -> None:

@@ -147,6 +147,7 @@ def test_another_user_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         jobs.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ['["", "x"]', '["a\\nb"]', '"touch x"', "[1]"])
 def test_what_is_no_command(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.on_end"):

@@ -6,6 +6,7 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -24,7 +25,8 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import ContentSwitcher, Footer, Input, Static
 
 from offloadtrain.events import schema
-from offloadtrain_tui import runs
+from offloadtrain_tui import runs, settings
+from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Raw
 from offloadtrain_tui.filter import Sanitized, is_unicode
@@ -71,6 +73,11 @@ def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
     return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
 
 
+def _named(binding: Binding) -> Binding:
+    """Give a binding its name in the keymap: its description, such as "step-back"."""
+    return replace(binding, id=binding.description.replace(" ", "-"))
+
+
 WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
 RUNS_EVERY_S = 3.0
 
@@ -99,7 +106,7 @@ class Monitor(RunActions):
     TITLE = "offloadtrain"
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
-    BINDINGS: ClassVar[list[BindingType]] = [
+    KEYS: ClassVar[tuple[Binding, ...]] = (
         *(
             Binding(key, f"panel('{name}')", name, show=key in "1234579")
             for key, name in with_keys(PANELS)
@@ -126,8 +133,11 @@ class Monitor(RunActions):
         Binding("a", "acknowledge", "acknowledge", show=False),
         Binding("ctrl+s", "screenshot", "screenshot", show=False),
         Binding("question_mark", "help", "help", key_display="?"),
+        Binding("b", "attention", "attention", show=False),
         Binding("q", "quit", "quit"),
-    ]
+    )
+    BINDINGS: ClassVar[list[BindingType]] = list(map(_named, KEYS))
+    ACTIONS: ClassVar[tuple[str, ...]] = tuple(_named(key).id or "" for key in KEYS)
 
     def __init__(
         self,
@@ -153,6 +163,8 @@ class Monitor(RunActions):
         self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
+        self._watched = Watched()
+        self.settings = settings.DEFAULTS
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
@@ -162,6 +174,14 @@ class Monitor(RunActions):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), self._sanitized]
+
+    def use(self, chosen: settings.Settings) -> None:
+        """Take the user's settings."""
+        self.settings = chosen
+        self.shown = replace(self.shown, log=chosen.log_axis, smooth=chosen.mean)
+        self.set_keymap(dict(chosen.keys))
+        if chosen.theme:
+            self.call_later(setattr, self, "theme", chosen.theme)
 
     # ---- life
 
@@ -237,8 +257,42 @@ class Monitor(RunActions):
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 
+    def _call_attention(self) -> None:
+        """Ring, and notify the desktop, for what has happened since the last time."""
+        how = self.settings.attention
+        for title, text in self._watched.news(self._snapshots):
+            if how != "off":
+                self.bell()
+            if how == "desktop" and "TEXTUAL_DRIVER" not in os.environ:  # a browser is elsewhere
+                self.run_worker(
+                    lambda title=title, text=text: desktop(title, text),
+                    thread=True,
+                    group="desktop",
+                    exit_on_error=False,
+                )
+
+    def action_attention(self) -> None:
+        choices = settings.ATTENTION
+        how = choices[(choices.index(self.settings.attention) + 1) % len(choices)]
+        self.settings = replace(self.settings, attention=how)
+        words = {"off": "nothing", "bell": "a bell", "desktop": "a bell, a desktop notification"}
+        self.tell(f"at an alert and at the end: {words[how]}")
+
+    def action_save_settings(self) -> None:
+        """Save the theme, the charts' settings and the attention."""
+        theme, log, mean = self.theme, self.shown.log, self.shown.smooth
+        chosen = replace(self.settings, theme=theme, log_axis=log, mean=mean)
+        try:
+            settings.save(settings.path(), chosen)
+        except OSError as error:
+            self.tell(f"{settings.path()} cannot be written: {error.strerror}", "error")
+        else:
+            self.tell(f"saved {settings.path()}")
+
     def _show(self) -> None:
         """Update the screen to the newest state."""
+        if not isinstance(self.clock, ReplayClock):
+            self._call_attention()
         if self._snapshots:
             self._selected = min(self._selected, len(self._snapshots) - 1)
             chosen = self._snapshots[self._selected]
@@ -424,5 +478,7 @@ class Monitor(RunActions):
             ("Go to a step", self.action_step),
             ("Export the timeline for Perfetto", self.action_export),
             ("Back to live", self.action_live),
+            ("Bell and notifications", self.action_attention),
+            ("Save the settings", self.action_save_settings),
         ):
             yield SystemCommand(title, "", action)

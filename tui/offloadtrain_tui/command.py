@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
+from offloadtrain.config.errors import ConfigError
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import LiveClock, ReplayClock
 from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader, Snapshot
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from offloadtrain_tui.app import Monitor
 
 ONCE_SIZE = (120, 40)
+COLOR_BLIND = "color-blind-safe"
+"""Our own theme, which the app registers when it runs."""
 
 
 def tui(
@@ -104,6 +108,8 @@ def tui(
         news_s=news_s,
         output=unfiltered(sys.stdout) if once else None,
     )
+    if not (once or screenshot is not None) and (problem := _use_settings(app)):
+        return _refuse(problem)
     if theme and (problem := _set_theme(app, theme)):
         return _refuse(problem)
     if once or screenshot is not None:
@@ -111,9 +117,23 @@ def tui(
     return _in_terminal(app, screen)
 
 
+def _use_settings(app: Monitor) -> str:
+    """Take the user's settings; return what is wrong with them, or ""."""
+    from offloadtrain_tui import settings
+
+    file = settings.path()
+    try:
+        app.use(settings.load(file, app.ACTIONS, sorted({*app.available_themes, COLOR_BLIND})))
+    except (ConfigError, UnsafeFileError) as error:
+        return str(error)
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}"
+    return ""
+
+
 def _set_theme(app: Monitor, theme: str) -> str:
     """Choose a theme once the app runs; return the problem, or ""."""
-    if theme not in (*app.available_themes, "color-blind-safe"):
+    if theme not in (*app.available_themes, COLOR_BLIND):
         return f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
     app.call_later(setattr, app, "theme", theme)
     return ""

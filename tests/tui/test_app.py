@@ -169,7 +169,7 @@ def test_zoom_logarithm_and_mean(tmp_path: Path) -> None:
             await press("-")
             assert loss.plot.window.lo == 50
             assert loss.plot.curves[0].label == "mean"
-            await press("m", "y")
+            await press("m", "m", "m", "y")
             assert loss.plot.curves[0].label == "" and loss.plot.log
 
     go(test())

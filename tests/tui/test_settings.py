@@ -37,7 +37,7 @@ def test_settings_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "config/offloadtrain/monitor.toml"
     assert read(path) == Settings(), "no file: the defaults"
     chosen = Settings(
-        theme="color-blind-safe", attention="bell", log_axis=True, mean=False, keys={"live": "l"}
+        theme="color-blind-safe", attention="bell", log_axis=True, mean=100, keys={"live": "l"}
     )
     settings.save(path, chosen)
     assert read(path) == chosen
@@ -50,6 +50,7 @@ def test_settings_are_read_as_written(tmp_path: Path) -> None:
     [
         ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
         ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
+        ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
         ("bell = true", "bell is unknown"),
         ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
         ("[keys]\nnext-run = 3", "keys.next-run = 3 must be a string"),
@@ -68,7 +69,7 @@ def test_settings_of_others_are_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UnsafeFileError, match="FIFO"):
         read(path)
     path.unlink()
-    path.write_text("mean = false")
+    path.write_text("mean = 0")
     os.chown(path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(
         os, "geteuid", lambda: 1
     )
@@ -94,10 +95,10 @@ def test_keys_and_axes_are_those_of_the_settings(
             assert app.shown.log and app.shown.cursor == 98
             await press("left_square_bracket")
             assert app.shown.cursor == 98, "the key has moved"
-            await press("y", "b")
+            await press("y", "b", "m")
             app.action_save_settings()
         assert read(settings.path()) == Settings(
-            theme="textual-dark", attention="off", keys={"step-back": "h,left"}
+            theme="textual-dark", attention="off", mean=100, keys={"step-back": "h,left"}
         )
 
     go(test())

@@ -6,9 +6,6 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -20,7 +17,6 @@ from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
 from textual.message import Message
-from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen, Screen
 from textual.widgets import ContentSwitcher, Footer, Input, Static
 
@@ -49,7 +45,7 @@ from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
-from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 from offloadtrain_tui.widgets.tell import tell
@@ -129,6 +125,8 @@ class Monitor(RunActions):
         Binding("c", "checkpoint", "checkpoint"),
         Binding("S", "stop", "stop"),
         Binding("x", "export", "export the timeline", show=False),
+        Binding("e", "chart_file", "chart file", show=False),
+        Binding("k", "copy", "copy", show=False),
         Binding("n", "note", "note", show=False),
         Binding("a", "acknowledge", "acknowledge", show=False),
         Binding("ctrl+s", "screenshot", "screenshot", show=False),
@@ -178,7 +176,7 @@ class Monitor(RunActions):
     def use(self, chosen: settings.Settings) -> None:
         """Take the user's settings."""
         self.settings = chosen
-        self.shown = replace(self.shown, log=chosen.log_axis, smooth=chosen.mean)
+        self.shown = replace(self.shown, log=chosen.log_axis, span=chosen.mean)
         self.set_keymap(dict(chosen.keys))
         if chosen.theme:
             self.call_later(setattr, self, "theme", chosen.theme)
@@ -263,7 +261,7 @@ class Monitor(RunActions):
         for title, text in self._watched.news(self._snapshots):
             if how != "off":
                 self.bell()
-            if how == "desktop" and "TEXTUAL_DRIVER" not in os.environ:  # a browser is elsewhere
+            if how == "desktop" and not self.is_web:  # a browser is elsewhere
                 self.run_worker(
                     lambda title=title, text=text: desktop(title, text),
                     thread=True,
@@ -280,7 +278,7 @@ class Monitor(RunActions):
 
     def action_save_settings(self) -> None:
         """Save the theme, the charts' settings and the attention."""
-        theme, log, mean = self.theme, self.shown.log, self.shown.smooth
+        theme, log, mean = self.theme, self.shown.log, self.shown.span
         chosen = replace(self.settings, theme=theme, log_axis=log, mean=mean)
         try:
             settings.save(settings.path(), chosen)
@@ -409,7 +407,13 @@ class Monitor(RunActions):
         self._change(replace(self.shown, log=not self.shown.log))
 
     def action_mean(self) -> None:
-        self._change(replace(self.shown, smooth=not self.shown.smooth))
+        span = (
+            SPANS[(SPANS.index(self.shown.span) + 1) % len(SPANS)]
+            if self.shown.span in SPANS
+            else 0
+        )
+        self._change(replace(self.shown, span=span))
+        self.tell(f"moving average over {span} steps" if span else "no moving average")
 
     def action_next_run(self) -> None:
         if self._snapshots:
@@ -418,25 +422,10 @@ class Monitor(RunActions):
             self._show()
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
-        self.tell(f"saved {self.save_screenshot(filename, path)}")
-
-    def action_export(self) -> None:
-        """Export the sampled steps as a Chrome trace, with the trace command."""
-        folder = self.shown.snapshot.folder
-        if folder is None or self.shown.readonly:
-            why = "--readonly: nothing is written" if folder else "only run folders are exported"
-            self.tell(why, "warning")
-            return
-
-        def export() -> None:
-            command = [sys.executable, "-m", "offloadtrain", "trace", str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-            failed = done.returncode != 0
-            text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
-            level: SeverityLevel = "error" if failed else "information"
-            self.call_from_thread(self.tell, text.strip(), level)
-
-        self.run_worker(export, thread=True, group="export", exit_on_error=False)
+        if self.is_web:
+            self.deliver_screenshot()  # to the browser: the folder here is not its user's
+        else:
+            self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     # ---- from the panels
 
@@ -477,6 +466,8 @@ class Monitor(RunActions):
             ("Write a note into the log", self.action_note),
             ("Go to a step", self.action_step),
             ("Export the timeline for Perfetto", self.action_export),
+            ("Write a chart into a file", self.action_chart_file),
+            ("Copy a chart's numbers", self.action_copy),
             ("Back to live", self.action_live),
             ("Bell and notifications", self.action_attention),
             ("Save the settings", self.action_save_settings),

@@ -18,6 +18,7 @@ KEYS = (
     ("g  End", "go to a step by its number; back to live"),
     ("Space", "hold, go on"),
     ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
+    ("e  k", "write a chart into a file (CSV, SVG); copy its numbers"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
     ("r  o", "next run;  on 9: draw the chosen run beside this one"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),

@@ -30,14 +30,15 @@ class Settings:
     """Attributes:
     theme: a theme's name; "": Textual's.
     attention: what is done at an alert and at the end of a run.
-    log_axis, mean: charts begin with a logarithmic axis, with moving averages.
+    log_axis: charts begin with a logarithmic axis.
+    mean: steps of the moving averages; 0: none.
     keys: name of an action → its keys, separated by commas.
     """
 
     theme: str = ""
     attention: Attention = "desktop"
     log_axis: bool = False
-    mean: bool = True
+    mean: int = 20
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -76,6 +77,8 @@ def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Setti
     values["keys"] = toml.read_fields(job, dict.fromkeys(keys, str), keys, "keys")
     if (theme := values.get("theme")) and theme not in themes:
         job.problems.append(f"theme = {toml.shown(theme)} must be one of {', '.join(themes)}")
+    if (mean := values.get("mean", 0)) < 0:
+        job.problems.append(f"mean = {mean} must be 0 (none) or more steps")
     job.raise_problems()
     return Settings(**values)
 

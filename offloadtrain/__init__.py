@@ -59,6 +59,7 @@ _HOMES = {
     "offload": "offloadtrain.engine",
     "plan_model": "offloadtrain.sizing.plan_model",
     "save_pretrained": "offloadtrain.integrations.pretrained",
+    "watch": "offloadtrain_tui.notebook",  # by name: the trainer never imports the monitor
 }
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "offload",
     "plan_model",
     "save_pretrained",
+    "watch",
 ]
 
 

@@ -247,7 +247,7 @@ app.command(
     "offloadtrain_tui.reports:status",
     name="status",
     help="Print the status of a run.",
-    help_epilogue=_examples("offloadtrain status", "offloadtrain status runs/latest --json"),
+    help_epilogue=_examples("offloadtrain status --watch", "offloadtrain status runs/a --json"),
 )
 app.command(
     "offloadtrain_tui.reports:list_all",

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from offloadtrain.config import optim_options, toml
+from offloadtrain.config import command_hooks, optim_options, toml
 from offloadtrain.config.data_options import DataConfig
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel
@@ -97,6 +97,8 @@ class TrainConfig:
         hang_timeout_s: least time without any progress that ends the run as hung; 0: never. A run
             whose own healthy phases are silent for longer gets four times that.
         sample_tokens: length of the text generated at the end; 0: none.
+        on_alert, on_end: a command and its arguments, run by rank 0 without a shell when an alert
+            is raised and when this start ends; what happened is in OFFLOADTRAIN_… variables.
     """
 
     steps: int
@@ -119,6 +121,8 @@ class TrainConfig:
     hang_timeout_s: float = 60.0
     sample_tokens: int = 0
     sample_prompt: str = ""
+    on_alert: tuple[str, ...] = ()
+    on_end: tuple[str, ...] = ()
     seed: int = 1234
     deterministic: bool = False
 
@@ -209,8 +213,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.wa
 
     Raises:
         ConfigError: the file cannot be read or breaks a rule; the message lists all broken rules.
+            Or it names commands that are not its user's own: see `config.command_hooks`.
     """
-    return loads(toml.read(path), str(path), overrides, say)
+    text = toml.read(path)
+    config = loads(text, str(path), overrides, say)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    named = [key for key in command_hooks.KEYS if attrgetter(key)(config) and key not in given]
+    command_hooks.check_origin(path, text, named)
+    return config
 
 
 def loads(
@@ -374,6 +384,7 @@ def _is_size(text: str) -> bool:
         return False
 
 
+_COMMAND: _Rule = (command_hooks.is_command, "a program and its arguments, printable; or empty")
 _SIZE: _Rule = (_is_size, 'a size such as "10 GiB", or empty for none')
 
 _RULES: dict[str, _Rule] = {
@@ -421,6 +432,8 @@ _RULES: dict[str, _Rule] = {
     "train.log_every_s": _POSITIVE,
     "train.hang_timeout_s": _NOT_NEGATIVE,
     "train.sample_tokens": _NOT_NEGATIVE,
+    "train.on_alert": _COMMAND,
+    "train.on_end": _COMMAND,
     "train.seed": _NOT_NEGATIVE,
 }
 

@@ -52,7 +52,9 @@ def run(
     folder = opened.run
     with ExitStack() as stack:
         stack.enter_context(folder)
-        log = stack.enter_context(RunLog(folder, config, console, ranks.rank))
+        log = stack.enter_context(
+            RunLog(folder, config, console, ranks.rank, run_commands=ranks.rank == 0)
+        )
         stack.enter_context(guards.reporting(log.hung))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))

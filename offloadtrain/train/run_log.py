@@ -31,6 +31,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext, update_rule
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
+from offloadtrain.train.command_hooks import CommandHooks
 from offloadtrain.train.console import Console, StepLine
 from offloadtrain.train.loggers.loggers import Loggers
 from offloadtrain.train.loggers.row import Source
@@ -49,9 +50,17 @@ _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step
 class RunLog:
     """Turns a run's progress into events and console lines. Leaving the context closes it."""
 
-    def __init__(self, run: RunFolder, config: Config, console: Console, rank: int = 0) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        config: Config,
+        console: Console,
+        rank: int = 0,
+        *,
+        run_commands: bool = False,
+    ) -> None:
         """`rank`: owner of the log. Rank 0 evaluates alerts on steps, each rank those on its
-        machine."""
+        machine. `run_commands`: run those that the job names for alerts and the end."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._began_s = time.monotonic()
@@ -61,6 +70,11 @@ class RunLog:
         )
         self._loggers = Loggers(lambda told: self.warn("logger-failed", told))
         self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)
+        self._hooks = (
+            CommandHooks(config, run.path, lambda told: self.warn("command-failed", told))
+            if run_commands
+            else None
+        )
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
         self._memory: RunMemory | None = None
         self._progress = Progress()
@@ -143,18 +157,27 @@ class RunLog:
         self._hindsight = Hindsight(
             context.plan, measured_rates=config.device.machine.endswith(".toml")
         )
+        self._warn_of(context)
+
+    def _warn_of(self, context: TrainingContext) -> None:
+        """Warn of what is known before the first step."""
         documents, tokens = context.batches.cut_documents()
         if documents:
             self.warn(
                 "documents-cut",
                 f"{format_count(documents)} documents are longer than data.seq_len = "
-                f"{config.data.seq_len} and lose their ends, {format_count(tokens)} of "
+                f"{self._config.data.seq_len} and lose their ends, {format_count(tokens)} of "
                 f"{format_count(len(context.train_tokens))} tokens: raise data.seq_len, or set "
                 'data.packing = "isolated"',
             )
         if problems := context.plan.problems:
             self.warn("plan", f"according to the plan the job may not fit: {' '.join(problems)}")
-        if device.type == "cuda" and config.offload.pin_memory and not context.optimizer.pinned:
+        device = context.optimizer.device
+        if (
+            device.type == "cuda"
+            and self._config.offload.pin_memory
+            and not context.optimizer.pinned
+        ):
             self._alerts.standing(
                 "not-pinned",
                 "host memory could not be page-locked: transfers are slow and do not overlap; "
@@ -211,16 +234,19 @@ class RunLog:
             self._memory.close()
 
     def _emit_end(self, status: str, message: str) -> None:
-        self._writer.emit(
-            schema.RunEnded(
-                status=status,
-                step=self._progress.step,
-                message=message,
-                val_loss=self._progress.val_loss,
-                duration_s=time.monotonic() - self._began_s,
-            )
+        end = schema.RunEnded(
+            status=status,
+            step=self._progress.step,
+            message=message,
+            val_loss=self._progress.val_loss,
+            duration_s=time.monotonic() - self._began_s,
         )
-        self._writer.flush()
+        self._writer.emit(end)
+        self._writer.flush()  # first, so that a command finds the end in the log
+        if self._hooks is not None:
+            self._hooks.end(end)
+            with HEARTBEAT.outside():  # the job's commands take their time, within their limit
+                self._hooks.close()
 
     def _compare_with_plan(self) -> None:
         if self._hindsight is None or self._optimizer is None:
@@ -412,6 +438,8 @@ class RunLog:
 
     def _alert(self, alert: schema.Alert) -> None:
         self._writer.emit(alert)
+        if self._hooks is not None:
+            self._hooks.alert(alert)
         sign = "alert" if alert.state == "raised" else "alert over"
         self._console.say(f"{sign}: {alert.code}: {alert.message}")
 

@@ -625,6 +625,8 @@ def _configs(draw: st.DrawFn) -> Config:
                 grad_accum_steps=st.just(accumulation[0]),
                 global_batch_tokens=st.just(accumulation[1]),
                 keep_last=st.integers(2, 100),
+                on_alert=st.just(()) | st.tuples(_PATHS, _PATHS),
+                on_end=st.just(()) | st.tuples(_PATHS),
                 chunked_loss=st.just(chunked),
                 label_smoothing=st.floats(0, 0.99) if chunked else st.just(0.0),
                 z_loss=st.floats(0, 10) if chunked else st.just(0.0),

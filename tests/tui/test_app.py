@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from offloadtrain_tui.widgets.lanes import Timeline
 from textual.widget import Widget
 from textual.widgets import Button, DataTable, Input
 
+from offloadtrain.events import schema
 from tests.tui import recordings
 from tests.tui.conftest import Screens
 from tests.tui.recordings import BEGIN_S, plain, unlucky, write
@@ -169,7 +171,7 @@ def test_zoom_logarithm_and_mean(tmp_path: Path) -> None:
             await press("-")
             assert loss.plot.window.lo == 50
             assert loss.plot.curves[0].label == "mean"
-            await press("m", "y")
+            await press("m", "m", "m", "y")
             assert loss.plot.curves[0].label == "" and loss.plot.log
 
     go(test())
@@ -395,10 +397,31 @@ def test_themes(tmp_path: Path) -> None:
                 app.theme = theme
                 await press("5", "1")
                 assert text(app) == before, f"colors only: {theme}"
-            for widget in app.query("MemoryBars, Timeline, Chart"):
-                for segment in widget.render_line(1):
-                    color = segment.style and segment.style.bgcolor
-                    assert color and min(color.get_truecolor()) > 200, "light behind everything"
+            await press("2")
+            for widget in app.query("MemoryBars, AreaChart, Timeline, Chart"):
+                for y in range(widget.size.height):
+                    for segment in widget.render_line(y):
+                        color = segment.style and segment.style.bgcolor
+                        assert color and min(color.get_truecolor()) > 200, "light behind it"
+
+    go(test())
+
+
+@pytest.mark.slow
+def test_owners_of_each_rank(tmp_path: Path) -> None:
+    first, second = recordings.ranks(2, steps=5)
+    (row, *rest) = recordings.memory(5).rows
+    own = schema.Memory(step=5, rows=(replace(row, owner="its own", num_bytes=3 << 30), *rest))
+    folder = write(tmp_path / "run", first, [*second, (second[-1][0], own)])
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            await press("2")
+            assert "owner on rank 0" in text(app) and "its own" not in text(app)
+            await press("v")
+            assert "owner on rank 1" in text(app) and "its own" in text(app)
+            await press("v")
+            assert "owner on rank 0" in text(app) and "its own" not in text(app)
 
     go(test())
 

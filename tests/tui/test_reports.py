@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import socket
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from offloadtrain_tui import reports
 
 from offloadtrain.cli.main import main
+from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
-from tests.tui.recordings import plain, unlucky, write
+from offloadtrain.events.schema import Event
+from tests.tui.recordings import lines, plain, step, unlucky, write
 from tests.tui.test_runs import live, trainer
 
 
@@ -43,6 +49,37 @@ def test_live_status_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["status", str(folder), "--live", "--json"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1]["state"] == "killed"
+
+
+@pytest.mark.slow
+def test_watched_status_has_a_line_per_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ticks with news and without: a step, nothing twice, an alert, the end."""
+    folder = live(tmp_path / "run", steps=20)
+    log = folder / "events/rank000.jsonl"
+    now_s = time.time()
+    told = "x \x1b[31m" + "y" * 9
+    ticks: list[list[Event]] = [
+        [],
+        [],
+        [step(21, random.Random(0))],
+        [],
+        [schema.Alert(code=told, state="raised", message="many")],
+        [schema.RunEnded(status="done", step=21)],
+    ]
+
+    def tick(_: float) -> None:
+        with log.open("ab") as out:
+            out.write(b"".join(lines((now_s, event) for event in ticks.pop(0))))
+
+    monkeypatch.setattr(reports, "time", SimpleNamespace(time=time.time, sleep=tick))
+    with trainer(folder):
+        assert main(["status", str(folder), "--watch"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [one.split("  ")[0] for one in shown] == ["running"] * 3 + ["done"]
+    assert ["step 20/20" in shown[0], "step 21/20" in shown[1]] == [True, True]
+    assert "! x" in shown[2] and "\x1b" not in shown[2] and "!" not in shown[1]
 
 
 def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,6 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -19,12 +17,12 @@ from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
 from textual.message import Message
-from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen, Screen
 from textual.widgets import ContentSwitcher, Footer, Input, Static
 
 from offloadtrain.events import schema
-from offloadtrain_tui import runs
+from offloadtrain_tui import runs, settings
+from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Raw
 from offloadtrain_tui.filter import Sanitized, is_unicode
@@ -47,7 +45,7 @@ from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
-from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 from offloadtrain_tui.widgets.tell import tell
@@ -69,6 +67,11 @@ def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
     """(key, panel): 1 to 9 and 0 in their order; those behind the tenth have none, and are found by
     name with Ctrl+P."""
     return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
+
+
+def _named(binding: Binding) -> Binding:
+    """Give a binding its name in the keymap: its description, such as "step-back"."""
+    return replace(binding, id=binding.description.replace(" ", "-"))
 
 
 WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
@@ -99,7 +102,7 @@ class Monitor(RunActions):
     TITLE = "offloadtrain"
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
-    BINDINGS: ClassVar[list[BindingType]] = [
+    KEYS: ClassVar[tuple[Binding, ...]] = (
         *(
             Binding(key, f"panel('{name}')", name, show=key in "1234579")
             for key, name in with_keys(PANELS)
@@ -122,12 +125,17 @@ class Monitor(RunActions):
         Binding("c", "checkpoint", "checkpoint"),
         Binding("S", "stop", "stop"),
         Binding("x", "export", "export the timeline", show=False),
+        Binding("e", "chart_file", "chart file", show=False),
+        Binding("k", "copy", "copy", show=False),
         Binding("n", "note", "note", show=False),
         Binding("a", "acknowledge", "acknowledge", show=False),
         Binding("ctrl+s", "screenshot", "screenshot", show=False),
         Binding("question_mark", "help", "help", key_display="?"),
+        Binding("b", "attention", "attention", show=False),
         Binding("q", "quit", "quit"),
-    ]
+    )
+    BINDINGS: ClassVar[list[BindingType]] = list(map(_named, KEYS))
+    ACTIONS: ClassVar[tuple[str, ...]] = tuple(_named(key).id or "" for key in KEYS)
 
     def __init__(
         self,
@@ -153,6 +161,8 @@ class Monitor(RunActions):
         self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
+        self._watched = Watched()
+        self.settings = settings.DEFAULTS
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
@@ -162,6 +172,14 @@ class Monitor(RunActions):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), self._sanitized]
+
+    def use(self, chosen: settings.Settings) -> None:
+        """Take the user's settings."""
+        self.settings = chosen
+        self.shown = replace(self.shown, log=chosen.log_axis, span=chosen.mean)
+        self.set_keymap(dict(chosen.keys))
+        if chosen.theme:
+            self.call_later(setattr, self, "theme", chosen.theme)
 
     # ---- life
 
@@ -237,8 +255,42 @@ class Monitor(RunActions):
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 
+    def _call_attention(self) -> None:
+        """Ring, and notify the desktop, for what has happened since the last time."""
+        how = self.settings.attention
+        for title, text in self._watched.news(self._snapshots):
+            if how != "off":
+                self.bell()
+            if how == "desktop" and not self.is_web:  # a browser is elsewhere
+                self.run_worker(
+                    lambda title=title, text=text: desktop(title, text),
+                    thread=True,
+                    group="desktop",
+                    exit_on_error=False,
+                )
+
+    def action_attention(self) -> None:
+        choices = settings.ATTENTION
+        how = choices[(choices.index(self.settings.attention) + 1) % len(choices)]
+        self.settings = replace(self.settings, attention=how)
+        words = {"off": "nothing", "bell": "a bell", "desktop": "a bell, a desktop notification"}
+        self.tell(f"at an alert and at the end: {words[how]}")
+
+    def action_save_settings(self) -> None:
+        """Save the theme, the charts' settings and the attention."""
+        theme, log, mean = self.theme, self.shown.log, self.shown.span
+        chosen = replace(self.settings, theme=theme, log_axis=log, mean=mean)
+        try:
+            settings.save(settings.path(), chosen)
+        except OSError as error:
+            self.tell(f"{settings.path()} cannot be written: {error.strerror}", "error")
+        else:
+            self.tell(f"saved {settings.path()}")
+
     def _show(self) -> None:
         """Update the screen to the newest state."""
+        if not isinstance(self.clock, ReplayClock):
+            self._call_attention()
         if self._snapshots:
             self._selected = min(self._selected, len(self._snapshots) - 1)
             chosen = self._snapshots[self._selected]
@@ -355,7 +407,13 @@ class Monitor(RunActions):
         self._change(replace(self.shown, log=not self.shown.log))
 
     def action_mean(self) -> None:
-        self._change(replace(self.shown, smooth=not self.shown.smooth))
+        span = (
+            SPANS[(SPANS.index(self.shown.span) + 1) % len(SPANS)]
+            if self.shown.span in SPANS
+            else 0
+        )
+        self._change(replace(self.shown, span=span))
+        self.tell(f"moving average over {span} steps" if span else "no moving average")
 
     def action_next_run(self) -> None:
         if self._snapshots:
@@ -364,24 +422,10 @@ class Monitor(RunActions):
             self._show()
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
-        self.tell(f"saved {self.save_screenshot(filename, path)}")
-
-    def action_export(self) -> None:
-        """Export the sampled steps as a Chrome trace, with the trace command."""
-        folder = self.shown.snapshot.folder
-        if folder is None:
-            self.tell("only a run folder can be exported", "warning")
-            return
-
-        def export() -> None:
-            command = [sys.executable, "-m", "offloadtrain", "trace", str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-            failed = done.returncode != 0
-            text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
-            level: SeverityLevel = "error" if failed else "information"
-            self.call_from_thread(self.tell, text.strip(), level)
-
-        self.run_worker(export, thread=True, group="export", exit_on_error=False)
+        if self.is_web:
+            self.deliver_screenshot()  # to the browser: the folder here is not its user's
+        else:
+            self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     # ---- from the panels
 
@@ -422,6 +466,10 @@ class Monitor(RunActions):
             ("Write a note into the log", self.action_note),
             ("Go to a step", self.action_step),
             ("Export the timeline for Perfetto", self.action_export),
+            ("Write a chart into a file", self.action_chart_file),
+            ("Copy a chart's numbers", self.action_copy),
             ("Back to live", self.action_live),
+            ("Bell and notifications", self.action_attention),
+            ("Save the settings", self.action_save_settings),
         ):
             yield SystemCommand(title, "", action)

@@ -6,16 +6,23 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
+from offloadtrain.config.errors import ConfigError
 from offloadtrain_tui import runs
-from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
+from offloadtrain_tui.clock import LiveClock, ReplayClock
 from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader, Snapshot
 
+if TYPE_CHECKING:
+    from offloadtrain_tui.app import Monitor
+
 ONCE_SIZE = (120, 40)
+COLOR_BLIND = "color-blind-safe"
+"""Our own theme, which the app registers when it runs."""
 
 
 def tui(
@@ -31,6 +38,10 @@ def tui(
     screen: str = "overview",
     theme: str = "",
     size: str = "",
+    web: Annotated[bool, Parameter(negative="")] = False,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    allow_requests: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Monitor runs: the newest by default, finished ones too, and several at once.
 
@@ -59,6 +70,14 @@ def tui(
         A Textual theme, "color-blind-safe", or "ansi-dark" for the terminal's own colors.
     size
         Size of the frame for --once and --screenshot, such as 160x45.
+    web
+        Show the monitor in a browser, read-only. Needs `pip install 'offloadtrain[web]'`.
+    host
+        Address for --web. Whoever reaches it sees the runs: there is no password.
+    port
+        Port for --web.
+    allow_requests
+        With --web: allow requests to the run, as in a terminal.
     """
     from offloadtrain_tui.app import PANELS, Monitor
 
@@ -68,13 +87,19 @@ def tui(
         found = runs.find(run or [], runs_dir)
     except runs.RunError as error:
         return _refuse(str(error))
-    clock: Clock = LiveClock()
-    if replay:
-        if not found:
-            return _refuse("--replay: there is no run to replay")
-        clock = _replay_clock(found[0], speed)
+    if replay and not found:
+        return _refuse("--replay: there is no run to replay")
+    if allow_requests and not web:
+        return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
+    if web:
+        from offloadtrain_tui.web import serve
+
+        shown = [str(one.folder or one.logs[0]) for one in found if run]
+        options = {"--speed": speed, "--screen": screen, "--theme": theme}
+        flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
+        return serve(host, port, shown, {**options, "--runs-dir": runs_dir.resolve()}, flags)
+    clock = _replay_clock(found[0], speed) if replay else LiveClock()
     news_s = NEWS_OVER_SSH_S if os.environ.get("SSH_CONNECTION") else NEWS_S
-    is_frame = once or screenshot is not None
     app = Monitor(
         found,
         runs_dir=runs_dir,
@@ -83,24 +108,53 @@ def tui(
         news_s=news_s,
         output=unfiltered(sys.stdout) if once else None,
     )
-    if theme:
-        if theme not in (*app.available_themes, "color-blind-safe"):
-            return _refuse(
-                f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
-            )
-        app.call_later(setattr, app, "theme", theme)
-    if is_frame:
-        from offloadtrain_tui.frame import frame
+    if not (once or screenshot is not None) and (problem := _use_settings(app)):
+        return _refuse(problem)
+    if theme and (problem := _set_theme(app, theme)):
+        return _refuse(problem)
+    if once or screenshot is not None:
+        return _frame(app, screen, size, screenshot)
+    return _in_terminal(app, screen)
 
-        width, height = _parsed(size)
-        text, svg = asyncio.run(frame(app, screen, width, height))
-        if screenshot is not None:
-            screenshot.write_text(svg)
-            print(screenshot)
-        else:
-            print(text)
-        return _told(app.shown.snapshot)
-    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual serve, in a browser
+
+def _use_settings(app: Monitor) -> str:
+    """Take the user's settings; return what is wrong with them, or ""."""
+    from offloadtrain_tui import settings
+
+    file = settings.path()
+    try:
+        app.use(settings.load(file, app.ACTIONS, sorted({*app.available_themes, COLOR_BLIND})))
+    except (ConfigError, UnsafeFileError) as error:
+        return str(error)
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}"
+    return ""
+
+
+def _set_theme(app: Monitor, theme: str) -> str:
+    """Choose a theme once the app runs; return the problem, or ""."""
+    if theme not in (*app.available_themes, COLOR_BLIND):
+        return f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
+    app.call_later(setattr, app, "theme", theme)
+    return ""
+
+
+def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
+    """Print one frame, or write it as a picture."""
+    from offloadtrain_tui.frame import frame
+
+    width, height = _parsed(size)
+    text, svg = asyncio.run(frame(app, screen, width, height))
+    if screenshot is not None:
+        screenshot.write_text(svg)
+        print(screenshot)
+    else:
+        print(text)
+    return _told(app.shown.snapshot)
+
+
+def _in_terminal(app: Monitor, screen: str) -> int:
+    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual-serve, in a browser
     terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
     if not drawn_elsewhere and not all(one.isatty() for one in terminals):
         return _refuse(

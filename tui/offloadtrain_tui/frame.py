@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from textual.pilot import Pilot
+
 from offloadtrain_tui.app import Monitor
 
 _SETTLE_S, _MOST_S = 0.05, 10.0
@@ -13,14 +15,19 @@ async def frame(app: Monitor, screen: str, width: int, height: int) -> tuple[str
     """Run the app without a terminal until everything is read and drawn."""
     async with app.run_test(size=(width, height)) as pilot:
         app.action_panel(screen)
-        waited_s = 0.0
-        while waited_s < _MOST_S and not app.is_settled:
-            await asyncio.sleep(_SETTLE_S)
-            waited_s += _SETTLE_S
-        await pilot.pause()
-        app.settle()
-        await pilot.pause()
+        await settled(app, pilot)
         return screen_text(app), app.export_screenshot()
+
+
+async def settled(app: Monitor, pilot: Pilot[None]) -> None:
+    """Wait until what was there at the start is read and drawn, for at most ten seconds."""
+    waited_s = 0.0
+    while waited_s < _MOST_S and not app.is_settled:
+        await asyncio.sleep(_SETTLE_S)
+        waited_s += _SETTLE_S
+    await pilot.pause()
+    app.settle()
+    await pilot.pause()
 
 
 def screen_text(app: Monitor) -> str:

@@ -18,11 +18,13 @@ KEYS = (
     ("g  End", "go to a step by its number; back to live"),
     ("Space", "hold, go on"),
     ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
+    ("e  k", "write a chart into a file (CSV, SVG); copy its numbers"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
     ("r  o", "next run;  on 9: draw the chosen run beside this one"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),
     ("c  S", "ask the run for a checkpoint; to stop, or to abort"),
     ("n  a", "write a note into the log; the newest alert is seen"),
+    ("b", "bell and desktop notification at an alert and at the end: which"),
     ("Ctrl+S  Ctrl+P", "save a picture; find every action by its name"),
     ("?  Esc", "open and close this page;  q leaves the monitor, the run goes on"),
 )

@@ -71,9 +71,7 @@ class History:
         """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
         self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
-        self.smoothed = {
-            name: Smoothed(self.series[name], span=20.0) for name in ("loss", "tokens_per_s")
-        }
+        self._smoothed: dict[tuple[str, int], Smoothed] = {}
         self.skipped: list[int] = []
         """Positions of steps that were skipped, or whose loss was not finite."""
         self.starts = Timed()
@@ -96,6 +94,13 @@ class History:
         self._pending: list[Json] = []
         self.last_time_s = 0.0
         self.unreadable = 0
+
+    def smoothed(self, name: str, span: int) -> Smoothed:
+        """Return a series' moving average over `span` steps; reading it extends it."""
+        found = self._smoothed.get((name, span))
+        if found is None:
+            found = self._smoothed[name, span] = Smoothed(self.series[name], float(span))
+        return found
 
     def feed_lines(self, lines: Iterable[bytes]) -> None:
         """Add lines of the log; unreadable ones are counted."""

@@ -104,11 +104,13 @@ def plot(name: str, shown: ViewState) -> Plot:
         Curve(label, series[field], view.length, color, mirrored)
         for field, label, color, mirrored in kind.fields
     ]
-    if kind.smoothed and shown.smooth:
+    if kind.smoothed and shown.span:
         field, _, color, _ = kind.fields[0]
         curves[0] = Curve("", series[field], view.length, "foreground")
-        curves.insert(0, Curve("mean", view.history.smoothed[field], view.length, color))
-    curves += _of_others(kind.fields[0][0], shown)
+        curves.insert(
+            0, Curve("mean", view.history.smoothed(field, shown.span), view.length, color)
+        )
+    curves += _of_others(kind, shown)
     steps, window = view.history.steps.values, shown.window
     return Plot(
         title=kind.title,
@@ -125,11 +127,13 @@ def plot(name: str, shown: ViewState) -> Plot:
     )
 
 
-def _of_others(field: str, shown: ViewState) -> list[Curve]:
-    """Return the same series of the other runs, by position."""
-    found = []
+def _of_others(kind: Kind, shown: ViewState) -> list[Curve]:
+    """Return the same series of the other runs, by position; averages where this run has one."""
+    field, found = kind.fields[0][0], []
+    span = shown.span if kind.smoothed else 0
     for number, other in enumerate(shown.others):
         view = other.first
         color = _RUN_COLORS[number % len(_RUN_COLORS)]
-        found.append(Curve(other.name[-12:], view.history.series[field], view.length, color))
+        series = view.history.smoothed(field, span) if span else view.history.series[field]
+        found.append(Curve(other.name[-12:], series, view.length, color))
     return found

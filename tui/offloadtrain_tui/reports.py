@@ -39,6 +39,7 @@ def status(
     *,
     runs_dir: Path = Path("runs"),
     live: Flag = False,
+    watch: Flag = False,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Print the status of a run, by default the newest.
@@ -51,20 +52,21 @@ def status(
         Folder searched for the newest run.
     live
         Print a line every second until the run ends.
+    watch
+        Print a line whenever a step, the state or the alerts have changed, at most one per second,
+        until the run ends; for logs and status bars.
     json_
-        Print JSON; with --live one line per second.
+        Print JSON; with --live or --watch one line each time.
     """
     found = _find(run, runs_dir)
     if found is None:
         return USAGE
-    reader = RunReader(found)
+    reader, told = RunReader(found), None
     while True:
         snapshot = reader.read_to_end(time.time())
-        if json_:
-            print(sanitize_json(json.dumps(facts(snapshot), default=str)), flush=True)
-        else:
-            print(line(snapshot) if live else report(snapshot), flush=True)
-        if not live or snapshot.state not in runs.ALIVE:
+        if not watch or told != (told := _watched(snapshot)):
+            print(_printed(snapshot, json_=json_, one_line=live or watch), flush=True)
+        if not (live or watch) or snapshot.state not in runs.ALIVE:
             _tell_problem(snapshot)
             is_bad = snapshot.state in ("failed", "killed") or not snapshot.has_records
             return FAILED if is_bad else DONE
@@ -168,6 +170,19 @@ def ctl(
 # ---- what is printed
 
 
+def _watched(snapshot: Snapshot) -> tuple[object, ...]:
+    """Return what makes a new line of --watch; the time left alone does not."""
+    view = snapshot.first
+    codes = tuple(alert.code for alert in view.active_alerts())
+    return snapshot.state, view.step, view.val_loss, codes
+
+
+def _printed(snapshot: Snapshot, *, json_: bool, one_line: bool) -> str:
+    if json_:
+        return sanitize_json(json.dumps(facts(snapshot), default=str))
+    return line(snapshot) if one_line else report(snapshot)
+
+
 def facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as plain data, with units in the names."""
     view = snapshot.first
@@ -209,6 +224,7 @@ def line(snapshot: Snapshot) -> str:
         now_s = time.time()
         parts.insert(1, f"ends {units.format_clock(now_s + left, now_s)}")
         parts.insert(2, f"{units.format_duration(left)} left")
+    parts += [f"! {clean(alert.code)}" for alert in view.active_alerts()]
     return "  ".join(parts)
 
 

@@ -1,18 +1,26 @@
-"""Requests to a run: dialogs, and a file in the run's folder."""
+"""What the monitor writes when it is told to: requests to a run, and files for the user."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 from textual.app import App
 from textual.notifications import SeverityLevel
 
-from offloadtrain_tui import requests, runs
+from offloadtrain.boundary.safe_write import replace_file
+from offloadtrain_tui import exports, requests, runs
 from offloadtrain_tui.dialogs import Ask, Confirm
+from offloadtrain_tui.plots import KINDS
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
 
+_CHARTS = ", ".join(KINDS)
+
 
 class RunActions(App[None]):
-    """The part of the monitor that writes: requests confirmed by the user."""
+    """The part of the monitor that writes: requests confirmed by the user, exports."""
 
     shown: ViewState
 
@@ -69,3 +77,62 @@ class RunActions(App[None]):
             self.tell(str(error), "error")
         else:
             self.tell(f"{action}: requested; the answer appears as an event")
+
+    # ---- exports
+
+    def action_export(self) -> None:
+        """Export the sampled steps as a Chrome trace, with the trace command."""
+        folder = self.shown.snapshot.folder
+        if folder is None or self.shown.readonly:
+            why = "--readonly: nothing is written" if folder else "only run folders are exported"
+            self.tell(why, "warning")
+            return
+
+        def export() -> None:
+            command = [sys.executable, "-m", "offloadtrain", "trace", str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            failed = done.returncode != 0
+            text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
+            level: SeverityLevel = "error" if failed else "information"
+            self.call_from_thread(self.tell, text.strip(), level)
+
+        self.run_worker(export, thread=True, group="export", exit_on_error=False)
+
+    def action_chart_file(self) -> None:
+        """Write a chart as a file whose name says which, and how."""
+
+        def write(answer: str | None) -> None:
+            if answer:
+                self._write_chart(Path(answer).expanduser())
+
+        if self.shown.readonly:
+            self.tell("--readonly: nothing is written", "warning")
+        else:
+            self.push_screen(Ask(f"chart, as .csv or .svg, such as loss.csv: {_CHARTS}"), write)
+
+    def _write_chart(self, path: Path) -> None:
+        forms = {".csv": exports.as_csv, ".svg": exports.as_svg}
+        if path.stem not in KINDS or path.suffix not in forms:
+            self.tell(f"{path.name}: give a chart's name and .csv or .svg: {_CHARTS}", "warning")
+            return
+        if path.exists():
+            self.tell(f"{path} exists: it is left as it is", "warning")
+            return
+        try:
+            replace_file(path, forms[path.suffix](path.stem, self.shown))
+        except OSError as error:
+            self.tell(f"{path} cannot be written: {error.strerror}", "error")
+        else:
+            self.tell(f"saved {path.absolute()}")
+
+    def action_copy(self) -> None:
+        """Copy a chart's numbers to the terminal's clipboard, by OSC 52."""
+
+        def copy(answer: str | None) -> None:
+            if answer in KINDS:
+                self.copy_to_clipboard(exports.as_csv(answer, self.shown))
+                self.tell(f"{answer}: copied as CSV, if the terminal allows it")
+            elif answer:
+                self.tell(f"{answer}: give a chart's name: {_CHARTS}", "warning")
+
+        self.push_screen(Ask(f"copy the numbers of a chart: {_CHARTS}"), copy)

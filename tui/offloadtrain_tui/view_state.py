@@ -14,6 +14,7 @@ from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.series import Window
 
 MOST_MARKS, MOST_GOOD_MARKS = 100, 24
+SPANS = (20, 100, 500, 0)
 ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -29,7 +30,7 @@ class ViewState:
         at_s: in a replay, its current time.
         zoom: index into ZOOMS.
         log: charts of positive numbers have a logarithmic axis.
-        smooth: moving averages are drawn over the raw curves.
+        span: moving averages over so many steps are drawn over the raw curves; 0: none.
         machine: the monitor's last sample of this machine.
     """
 
@@ -40,7 +41,7 @@ class ViewState:
     at_s: float | None = None
     zoom: int = 0
     log: bool = False
-    smooth: bool = True
+    span: int = 20
     machine: schema.System | None = None
     readonly: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.text import Text
@@ -21,7 +21,7 @@ from offloadtrain_tui.widgets.tell import tell
 class JobPanel(Panel):
     """The facts of the run's start."""
 
-    _start: schema.RunStarted | None = None
+    _told: tuple[object, ...] | None = None
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
@@ -29,12 +29,40 @@ class JobPanel(Panel):
 
     def show(self, shown: ViewState) -> None:
         start = shown.view.start
-        if start is not self._start or start is None:
-            self._start = start
-            tell(self.query_one("#job-text", Static), _told(start))
+        others = [(other.name, other.first.start) for other in shown.others]
+        told = (start, *others)
+        if told != self._told:
+            self._told = told
+            apart = [_apart(start, *other) for other in others] if start else []
+            text = Text("\n").join([*apart, _about(start)])
+            tell(self.query_one("#job-text", Static), text)
 
 
-def _told(start: schema.RunStarted | None) -> Text:
+def differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, ours, theirs) wherever two jobs differ; "-": not there."""
+    mine, other = dict(flat(ours)), dict(flat(theirs))
+    for key in [*mine, *(key for key in other if key not in mine)]:
+        if (values := (mine.get(key, "-"), other.get(key, "-")))[0] != values[1]:
+            yield key, *values
+
+
+def _apart(start: schema.RunStarted, name: str, other: schema.RunStarted | None) -> Text:
+    """Return the difference of two jobs."""
+    text = Text()
+    text.append(f" differences to {clean(name)}\n", "bold")
+    found = list(differences(start.config, other.config)) if other is not None else None
+    if not found:
+        text.append("   its log has no job yet\n" if found is None else "   none\n", "dim")
+    for key, mine, theirs in found or ():
+        text.append(f"   {clean(key, 60):<36} ")
+        text.append(mine, "bold").append(" here, ", "dim").append(theirs, "bold")
+        text.append(" there\n", "dim")
+    return text
+
+
+def _about(start: schema.RunStarted | None) -> Text:
     text = Text()
     if start is None:
         text.append(" the log has no job yet", "dim")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Static
 
@@ -16,12 +19,18 @@ from offloadtrain_tui.widgets.area import Area, AreaChart
 from offloadtrain_tui.widgets.bars import MemoryBars
 from offloadtrain_tui.widgets.table import fill
 
-COLUMNS = ("where", "owner", "now", "peak", "planned", "peak/plan")
+COLUMNS = ("now", "peak", "planned", "peak/plan")
 PROCESSES = ("GPU", "pid", "user", "memory", "command")
 
 
 class MemoryPanel(Panel):
-    """Bars, tables of owners and processes, and histories of a GPU and of the host."""
+    """Bars, tables of owners and processes, and histories of a GPU and of the host; `v` shows the
+    owners of the next rank."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("v", "next_rank", "next rank", show=False)]
+
+    _rank = 0
+    _shown: ViewState | None = None
 
     def compose(self) -> ComposeResult:
         yield MemoryBars(legend=4, id="memory-bars")
@@ -34,12 +43,20 @@ class MemoryPanel(Panel):
                 yield AreaChart(Area("GPU over time"), id="memory-gpu")
                 yield AreaChart(Area("host over time"), id="memory-host")
 
+    def action_next_rank(self) -> None:
+        self._rank += 1
+        if self._shown is not None:
+            self.show(self._shown)
+
     def show(self, shown: ViewState) -> None:
+        self._shown = shown
         tiers = memory.bars(shown)
         self.query_one(MemoryBars).show(tiers)
         on_device = "CPU" if memory.is_on_cpu(shown.view) else "GPU"
-        rows = [_cells(row, on_device) for row in memory.rows(shown.view)]
-        fill(self.query_one("#memory-rows", DataTable), COLUMNS, rows)
+        view = shown.views[self._rank % len(shown.views)]
+        rows = [_cells(row, on_device) for row in memory.rows(view)]
+        owner = f"owner on rank {view.history.rank} (v)" if len(shown.views) > 1 else "owner"
+        fill(self.query_one("#memory-rows", DataTable), ("where", owner, *COLUMNS), rows)
         on_gpu = self.query_one("#memory-gpu", AreaChart)
         on_gpu.display = len(tiers) > 1 and shown.view.start is not None
         if on_gpu.display:

@@ -12,7 +12,7 @@ Cell = str | Text
 
 def fill(table: DataTable[Cell], columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     """Make the table show these rows. Plain strings are shown as they are: they are no markup."""
-    if len(table.columns) != len(columns):
+    if [key.value for key in table.columns] != list(columns):
         table.clear(columns=True)
         for column in columns:
             table.add_column(column, key=column)

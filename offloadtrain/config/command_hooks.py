@@ -1,0 +1,58 @@
+"""Commands that a job names (`train.on_alert`, `train.on_end`), and whose word is taken for them.
+
+A job file may lie in a run folder that somebody else has sent. Whoever trains that job runs their
+model, which is data; their commands would be code. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from offloadtrain.boundary.safe_open import UnsafeFileError, read_text
+from offloadtrain.config.errors import ConfigError
+
+KEYS = ("train.on_alert", "train.on_end")
+_OF_A_RUN = ("run.json", "resolved.toml", "events/rank000.jsonl")
+_SAME_BYTES = 1 << 20
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Return whether this is a program and its arguments, or nothing."""
+    return not words or (words[0] != "" and all(word.isprintable() for word in words))
+
+
+def check_origin(path: str | Path, text: str, named: Sequence[str]) -> None:
+    """Refuse commands of a job file that another user, or a run folder, has brought.
+
+    Args:
+        text: the job as read from `path`: a file exchanged since then is refused too.
+        named: the keys among `KEYS` that the file sets.
+
+    Raises:
+        ConfigError: naming the keys.
+    """
+    if named and (why := _foreign(Path(path), text)):
+        raise ConfigError(
+            f"{path}: {' and '.join(named)} run commands, which are not taken from this file: "
+            f"{why}. Copy the job into a file of your own, or give them with --set"
+        )
+
+
+def _foreign(path: Path, text: str) -> str:
+    """Return why the file is not the user's own word; "" if it is."""
+    try:
+        own = read_text(path, max_bytes=_SAME_BYTES, follow_link=True, own=True)
+    except UnsafeFileError as error:
+        return error.strerror or "it cannot be read"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    if own != text:
+        return "it was changed while it was read"
+    runs = (folder for folder in path.resolve().parents if _is_run(folder))
+    return next((f"it lies in the run folder {folder}" for folder in runs), "")
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in _OF_A_RUN)

@@ -1,0 +1,128 @@
+"""The job's commands at an alert and at the end of a start (`train.on_alert`, `train.on_end`).
+
+A command is a list of arguments, run without a shell, in a session of its own, for at most
+`LIMIT_S`. What happened is in its environment, so that no text of a log becomes an argument. One
+thread runs them one after another: training never waits for one, only the end does, for at most
+twice the limit. What a command prints is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from offloadtrain.boundary.sanitize import one_line
+from offloadtrain.config.job import Config
+from offloadtrain.events import schema
+
+LIMIT_S = 10.0
+"""Most seconds of one command."""
+
+_MOST_WAITING = 16
+_MOST_CHARS = 2000
+
+
+class CommandHooks:
+    """Runs a job's commands. `close` waits for them."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: Path,
+        warn: Callable[[str], object],
+        *,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        """`warn`: told once per key that its command failed, on the thread of the commands."""
+        self._on_alert, self._on_end = config.train.on_alert, config.train.on_end
+        self._facts = {"RUN": str(run.resolve()), "NAME": config.name}
+        self._warn, self._limit_s = warn, limit_s
+        self._told: set[str] = set()
+        self._waiting: queue.Queue[tuple[str, list[str], dict[str, str]] | None]
+        self._waiting = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def alert(self, alert: schema.Alert) -> None:
+        """Run `train.on_alert` for an alert that is raised."""
+        if alert.state == "raised":
+            step = "" if alert.step is None else alert.step
+            facts = {"EVENT": "alert", "CODE": alert.code, "LEVEL": alert.level, "STEP": step}
+            self._add("train.on_alert", self._on_alert, facts | {"MESSAGE": alert.message})
+
+    def end(self, ended: schema.RunEnded) -> None:
+        """Run `train.on_end`, behind the alerts before it."""
+        facts = {
+            "EVENT": "end",
+            "STATUS": ended.status,
+            "STEP": ended.step,
+            "MESSAGE": ended.message,
+            "VAL_LOSS": "" if ended.val_loss is None else ended.val_loss,
+            "DURATION_S": round(ended.duration_s, 1),
+        }
+        self._add("train.on_end", self._on_end, facts)
+
+    def close(self) -> None:
+        """Wait for the commands, for at most twice the limit; the others are dropped."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        thread.join(2 * self._limit_s)  # the end of the run waits here for its commands
+        if thread.is_alive():
+            self._fail("train.on_alert", "commands were still waiting at the end, and are dropped")
+
+    def _add(self, key: str, command: tuple[str, ...], facts: Mapping[str, object]) -> None:
+        if not command:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_all, name="hooks", daemon=True)
+            self._thread.start()
+        told = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
+        try:
+            # Hand-over to the thread of the commands, which owns the lists from here on.
+            self._waiting.put_nowait((key, list(command), self._facts | told))
+        except queue.Full:
+            self._fail(key, f"{_MOST_WAITING} commands are waiting already: this one is dropped")
+
+    def _run_all(self) -> None:
+        while (one := self._waiting.get()) is not None:  # waits for the next event
+            key, command, facts = one
+            if problem := _run(command, facts, self._limit_s):
+                self._fail(key, f"{command[0]}: {problem}")
+
+    def _fail(self, key: str, problem: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._warn(f"{key}: {problem}. It is not said again")
+
+
+def _run(command: list[str], facts: Mapping[str, str], limit_s: float) -> str:
+    """Run a command to its end; return what went wrong, or ""."""
+    environment = os.environ | {f"OFFLOADTRAIN_{name}": value for name, value in facts.items()}
+    quiet = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"cannot be run: {error.strerror}"
+    try:
+        code = process.wait(limit_s)  # only this thread waits
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()  # killed: it ends at once
+        return f"was ended after {limit_s:g} s"
+    return f"exit code {code}" if code else ""

@@ -1,0 +1,135 @@
+"""Comparing and keeping: jobs' differences, charts as CSV and SVG, the clipboard."""
+
+from __future__ import annotations
+
+import csv
+import io
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from offloadtrain_tui import exports, plots
+from offloadtrain_tui.app import Monitor
+from offloadtrain_tui.panels.job import differences
+from offloadtrain_tui.series import Series, Smoothed
+from textual.widgets import Input
+
+from tests.tui.recordings import Timed, plain, start, unlucky, write
+from tests.tui.test_app import go, text, watching
+
+pytestmark = pytest.mark.slow
+
+
+def another(steps: int = 30) -> list[Timed]:
+    """A run of another job, which differs in two keys."""
+    (at_s, _), *rest = plain(steps, seed=1, name="other")
+    config = {"train": {"steps": steps, "seed": 7}, "model": {"d_model": 5120}}
+    return [(at_s, start("other", config=config)), *rest]
+
+
+def test_jobs_differ_where_they_differ() -> None:
+    ours = {"train": {"steps": 3, "seed": 1}, "model": {"d": 5}}
+    theirs = {"train": {"steps": 4, "seed": 1}, "model": {}, "name": "x"}
+    found = list(differences(ours, theirs))
+    assert found == [("train.steps", "3", "4"), ("model.d", "5", "-"), ("name", "-", "x")]
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    ours, theirs = write(tmp_path / "ours", plain()), write(tmp_path / "theirs", another())
+
+    async def test() -> None:
+        async with watching(ours, theirs) as (app, press):
+            await press("8")
+            assert "differences" not in text(app)
+            app._beside = {theirs}
+            app._show()
+            await press("8")
+            shown = " ".join(text(app).split())
+            assert "differences to theirs" in shown
+            assert "train.steps 100 here, 30 there" in shown
+            assert "train.seed - here, 7 there" in shown and "d_model 5120 here" not in shown
+            rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
+            assert rows[0] == ["step", "loss", "val_loss", "loss of theirs"]
+            assert len(rows) == 101 and rows[100][3] == "" and rows[30][3] != ""
+            series = app.shown.newest.history.series
+            assert [float(row[1]) for row in rows[1:]] == list(series["loss"].values)
+            picture = ElementTree.fromstring(exports.as_svg("loss", app.shown))
+            lines = [one for one in picture if one.tag.endswith("polyline")]
+            assert [len(one.attrib["points"].split()) for one in lines] == [100, 75, 30]
+
+    go(test())
+
+
+def test_a_step_tried_twice_and_no_number_is_one_line(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", unlucky())
+
+    async def test() -> None:
+        async with watching(folder) as (app, _):
+            rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
+            steps = [int(row[0]) for row in rows[1:]]
+            assert steps == sorted(set(steps)) and 12 not in steps, "its loss is not a number"
+            for shown in (app.shown, replace(app.shown, log=True)):
+                assert "nan" not in exports.as_svg("loss", shown)
+
+    go(test())
+
+
+def test_charts_go_to_files_and_the_clipboard_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(Monitor, "copy_to_clipboard", lambda self, text: copied.append(text))
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path / "run", plain())
+
+    told: list[str] = []
+    monkeypatch.setattr(Monitor, "tell", lambda self, text, level="": told.append(text))
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+
+            async def answer(key: str, name: str) -> str:
+                await press(key)
+                app.screen.query_one(Input).value = name
+                await press("enter")
+                return told[-1]
+
+            assert "saved" in await answer("e", "loss.csv")
+            assert "exists: it is left" in await answer("e", "loss.csv")
+            assert "saved" in await answer("e", "lr.svg")
+            assert "give a chart's name" in await answer("e", "none.csv")
+            assert "give a chart's name" in await answer("e", "loss.pdf")
+            assert "cannot be written: No such file" in await answer("e", "nowhere/mfu.csv")
+            assert copied == []
+            assert "copied as CSV" in await answer("k", "lr")
+            app.shown = replace(app.shown, readonly=True)
+            await press("e")
+            assert "nothing is written" in told[-1]
+
+    go(test())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["loss.csv", "lr.svg", "run"]
+    assert (tmp_path / "loss.csv").read_text().startswith("step,loss,val_loss\n1,")
+    assert copied[0].startswith("step,lr\n1,") and len(copied) == 1
+
+
+def test_smoothing_has_a_factor(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", plain())
+    overlaid = write(tmp_path / "theirs", another())
+
+    async def test() -> None:
+        async with watching(folder, overlaid) as (app, press):
+            app._beside = {overlaid}
+            app._show()
+            seen = {}
+            for _ in range(4):
+                await press("m")
+                ours, *_, theirs = plots.plot("loss", app.shown).curves
+                values = [curve.series.values[-1] for curve in (ours, theirs) if ours.label]
+                seen[app.shown.span] = (type(ours.series), type(theirs.series), *values)
+            assert list(seen) == [100, 500, 0, 20]
+            assert seen[0] == (Series, Series)
+            assert all(found[:2] == (Smoothed, Smoothed) for span, found in seen.items() if span)
+            assert seen[20][2:] != seen[500][2:]
+
+    go(test())

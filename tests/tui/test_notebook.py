@@ -1,0 +1,105 @@
+"""`ot.watch(run)`: a picture in a notebook, refreshed in place, with and without IPython."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import types
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import offloadtrain as ot
+from offloadtrain.events import schema
+from tests.tui.recordings import lines, plain, write
+from tests.tui.test_runs import live, trainer
+
+pytestmark = pytest.mark.slow
+
+
+def words(picture: str) -> str:
+    return " ".join("".join(ElementTree.fromstring(picture).itertext()).split())
+
+
+def test_without_ipython_it_is_a_picture(tmp_path: Path) -> None:
+    seen = ot.watch(write(tmp_path / "run", plain()))
+    assert "step 100/100" in words(seen._repr_html_())
+    assert repr(seen).startswith("run: done  step 100/100")
+    memory = ot.watch(tmp_path, screen="memory", size=(80, 24)).svg()
+    assert "Adam m" in words(memory)
+
+
+def test_what_cannot_be_watched_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not there: give a run folder"):
+        ot.watch(tmp_path / "none")
+    with pytest.raises(ValueError, match="choose one of overview, memory"):
+        ot.watch(tmp_path, screen="none")
+
+
+def test_nothing_of_ipython_or_the_monitor_is_imported_before() -> None:
+    code = (
+        "import offloadtrain, sys; sys.exit(any('tui' in m or 'IPython' in m for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class Display:
+    """What IPython does with a picture, and what it has been told to show since."""
+
+    def __init__(self) -> None:
+        self.pictures: list[str] = []
+        self.changed = threading.Condition()
+
+    def display(self, html: str, *, display_id: bool) -> Display:
+        assert display_id
+        self.update(html)
+        return self
+
+    def update(self, html: str) -> None:
+        with self.changed:
+            self.pictures.append(html)
+            self.changed.notify_all()
+
+    def wait_for(self, text: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: text in words(self.pictures[-1]), 120), text
+
+
+def test_it_is_refreshed_in_place_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Display()
+    module = types.ModuleType("IPython.display")
+    module.HTML, module.display = str, shown.display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    folder = live(tmp_path / "run")
+    with trainer(folder):
+        seen = ot.watch(folder, every_s=0.1)
+        seen._ipython_display_()
+        shown.wait_for("running")
+        with (folder / "events/rank000.jsonl").open("ab") as out:
+            out.write(b"".join(lines([(time.time(), schema.RunEnded(status="done", step=20))])))
+        shown.wait_for("✔ done")
+        assert seen._thread is not None
+        seen._thread.join(60)
+        assert not seen._thread.is_alive(), "nothing more to follow"
+        seen.stop()
+
+
+def test_it_stops_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Display()
+    module = types.ModuleType("IPython.display")
+    module.HTML, module.display = str, shown.display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    folder = live(tmp_path / "run")
+    with trainer(folder):
+        seen = ot.watch(folder, every_s=0.1)
+        seen._ipython_display_()
+        seen.stop()
+        count = len(shown.pictures)
+        time.sleep(0.5)
+        assert len(shown.pictures) == count

@@ -1,0 +1,179 @@
+"""Settings and keymap of the user; bell and desktop at an alert and at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from offloadtrain_tui import attention, settings
+from offloadtrain_tui.app import Monitor
+from offloadtrain_tui.clock import LiveClock
+from offloadtrain_tui.settings import Settings
+
+from offloadtrain.boundary.safe_open import UnsafeFileError
+from offloadtrain.cli.main import main
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.events import schema
+from tests.tui.recordings import lines, plain, write
+from tests.tui.test_app import go, watching
+from tests.tui.test_runs import live, trainer
+
+THEMES = ("color-blind-safe", "textual-dark")
+
+
+def read(path: Path, text: str = "") -> Settings:
+    if text:
+        path.write_text(text)
+    return settings.load(path, Monitor.ACTIONS, THEMES)
+
+
+def test_settings_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "config/offloadtrain/monitor.toml"
+    assert read(path) == Settings(), "no file: the defaults"
+    chosen = Settings(
+        theme="color-blind-safe", attention="bell", log_axis=True, mean=100, keys={"live": "l"}
+    )
+    settings.save(path, chosen)
+    assert read(path) == chosen
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
+        ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
+        ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
+        ("bell = true", "bell is unknown"),
+        ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
+        ("[keys]\nnext-run = 3", "keys.next-run = 3 must be a string"),
+        ("keys = 3", "keys = 3 must be a table"),
+        ("a = [", "not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told.replace("[", r"\[")):
+        read(tmp_path / "monitor.toml", text)
+
+
+def test_settings_of_others_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "monitor.toml"
+    os.mkfifo(path)
+    with pytest.raises(UnsafeFileError, match="FIFO"):
+        read(path)
+    path.unlink()
+    path.write_text("mean = 0")
+    os.chown(path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(
+        os, "geteuid", lambda: 1
+    )
+    with pytest.raises(UnsafeFileError, match="belongs to user"):
+        read(path)
+
+
+def test_no_two_actions_have_one_name() -> None:
+    assert len(set(Monitor.ACTIONS)) == len(Monitor.ACTIONS) == len(Monitor.BINDINGS)
+
+
+@pytest.mark.slow
+def test_keys_and_axes_are_those_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            app.use(Settings(log_axis=True, keys={"step-back": "h,left"}))
+            await press("h")
+            assert app.shown.log and app.shown.cursor == 98
+            await press("left_square_bracket")
+            assert app.shown.cursor == 98, "the key has moved"
+            await press("y", "b", "m")
+            app.action_save_settings()
+        assert read(settings.path()) == Settings(
+            theme="textual-dark", attention="off", mean=100, keys={"step-back": "h,left"}
+        )
+
+    go(test())
+    (tmp_path / "config/offloadtrain/monitor.toml").write_text("attention = 1")
+    assert main(["tui", str(folder)]) == 2, "said, and not ignored"
+
+
+@pytest.mark.slow
+def test_news_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run and old alerts ring nothing; a new alert and the end ring once each."""
+    rung: list[str] = []
+    shown: list[tuple[str, str]] = []
+    monkeypatch.setattr(Monitor, "bell", lambda self: rung.append("bell"))
+    monkeypatch.setattr("offloadtrain_tui.app.desktop", lambda *told: shown.append(told))
+    over, folder = write(tmp_path / "over", plain()), live(tmp_path / "run")
+    log = folder / "events/rank000.jsonl"
+    old = schema.Alert(code="swap", state="raised", message="old")
+
+    def add(event: schema.Event) -> None:
+        with log.open("ab") as out:
+            out.write(b"".join(lines([(time.time(), event)])))
+
+    async def test() -> None:
+        async with watching(folder, over, clock=LiveClock()) as (app, press):
+
+            async def tick() -> None:
+                for reader in app.reader.readers:
+                    reader.read()
+                app._snapshots = app.reader.read_newest()
+                app._show()
+                app._show()
+                await app.workers.wait_for_complete()
+
+            await tick()
+            assert rung == []
+            add(replace(old, code="not-finite", message="<b>nan</b>"))
+            await tick()
+            assert rung == ["bell"]
+            assert shown == [("run: not-finite", "<b>nan</b>")]
+            await press("b")
+            add(schema.RunEnded(status="done", step=20))
+            await tick()
+            assert rung == ["bell"], "it is off"
+            assert [one.state for one in app._snapshots] == ["done", "done"]
+
+    add(old)
+    with trainer(folder):
+        go(test())
+
+
+def test_the_end_is_news_and_text_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(attention.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(attention.subprocess, "run", lambda command, **_: asked.append(command))
+    attention.desktop("-x", "<a href='x'>y</a>")
+    (command,) = asked
+    assert command[-3:] == ["--", "-x", "&lt;a href=&#x27;x&#x27;&gt;y&lt;/a&gt;"]
+    monkeypatch.setattr(attention.subprocess, "run", _hangs)
+    attention.desktop("a", "b")
+
+
+def _hangs(command: list[str], **options: object) -> None:
+    raise subprocess.TimeoutExpired(command, 5.0)
+
+
+def test_a_run_that_ends_is_news(tmp_path: Path) -> None:
+    from offloadtrain_tui.log_reader import RunReader
+    from offloadtrain_tui.runs import open_run
+
+    folder = write(tmp_path / "run", plain(5)[:-1])
+    (folder / "run.json").write_text(json.dumps({"host": "elsewhere"}))
+    reader, watched = RunReader(open_run(folder)), attention.Watched()
+    begun = plain(5)[-2][0]
+    assert list(watched.news([reader.read_to_end(begun)])) == []
+    with (folder / "events/rank000.jsonl").open("ab") as out:
+        out.write(b"".join(lines([plain(5)[-1]])))
+    assert list(watched.news([reader.read_to_end(begun)])) == [("run: done", "at step 5")]
+    assert list(watched.news([reader.read_to_end(begun)])) == []

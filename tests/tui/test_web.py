@@ -1,0 +1,132 @@
+"""The monitor in a browser: a page, a websocket that draws, keys that ask for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from offloadtrain_tui import web
+
+from offloadtrain.cli.main import main
+from tests.tui.test_runs import live, trainer
+
+pytestmark = pytest.mark.slow
+LONGEST_S = 120.0
+
+
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[str]:
+    """A server over a run; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["offloadtrain", "tui", str(folder), "--web", f"--port={port}", *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert f"http://127.0.0.1:{port};" in process.stdout.readline()
+        while not _listens(port):  # it says so when it begins to listen
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def drawn(socket_: aiohttp.ClientWebSocketResponse, wanted: str) -> str:
+    """All text that the browser gets until it has seen this."""
+    text = ""
+    while wanted not in (shown := re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)):
+        message = await socket_.receive(timeout=LONGEST_S)
+        assert message.type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT), shown[-2000:]
+        if message.type == aiohttp.WSMsgType.BINARY:
+            text += message.data.decode(errors="replace")
+    return shown
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_browser_sees_the_run(tmp_path: Path, allowed: bool) -> None:
+    folder = live(tmp_path / "run")
+
+    async def look(address: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(address) as page:
+                assert page.status == 200
+                assert f"{address.replace('http', 'ws')}/ws" in await page.text()
+            async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
+                await drawn(screen, "step 20/20")
+                await screen.send_json(["stdin", "S"])
+                await drawn(screen, "end the run?" if allowed else "requests are disabled")
+
+    with trainer(folder), served(folder, *["--allow-requests"] * allowed) as address:
+        asyncio.run(look(address))
+    assert not list((folder / "control").glob("*.json")), "nothing was confirmed"
+
+
+def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
+    folder = live(tmp_path / "run")
+    foreign = [{"Origin": "http://evil.example"}, {"Host": "evil.example:8000"}]
+
+    async def look(address: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            for headers in foreign:
+                async with session.get(address, headers=headers) as page:
+                    assert page.status == 403
+                with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+                    await session.ws_connect(f"{address}/ws", headers=headers)
+
+    with served(folder) as address:
+        asyncio.run(look(address))
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "at", "is_allowed"),
+    [
+        ("127.0.0.1:8000", None, "127.0.0.1", True),
+        ("localhost:9000", "http://localhost:9000", "127.0.0.1", True),
+        ("127.0.0.1:8000", "http://localhost:8000", "127.0.0.1", True),
+        ("127.0.0.1:8000", "null", "127.0.0.1", False),
+        ("10.1.2.3:8000", "http://10.1.2.3:8000", "0.0.0.0", True),
+        ("10.1.2.3:8000", "http://10.1.2.4:8000", "0.0.0.0", False),
+        ("10.1.2.3:8000", None, "127.0.0.1", False),
+        ("evil.example", "http://evil.example", "0.0.0.0", False),
+        ("[::1", None, "127.0.0.1", False),
+    ],
+)
+def test_who_is_from_here(host: str, origin: str | None, at: str, is_allowed: bool) -> None:
+    assert web.is_from_here(host, origin, at) is is_allowed
+
+
+def test_what_cannot_be_served_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(live(tmp_path / "run"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["tui", folder, "--web", f"--port={port}"]) == 2
+    assert f"--port {port}: Address already in use" in capsys.readouterr().err
+    assert main(["tui", folder, "--allow-requests"]) == 2
+    assert "is for --web" in capsys.readouterr().err
+    monkeypatch.setattr(web, "find_spec", lambda name: None)
+    assert main(["tui", folder, "--web"]) == 2
+    assert "pip install 'offloadtrain[web]'" in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""What is worth a bell: an alert that is raised, a run that ends. Each is told once."""
+
+from __future__ import annotations
+
+import html
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offloadtrain_tui import runs
+from offloadtrain_tui.log_reader import Snapshot
+from offloadtrain_tui.text import clean
+
+_LIMIT_S = 5.0
+_ENDS = ("done", "stopped", "failed", "killed")
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is known of each run; what it is like when it is first seen whole is no news."""
+
+    _seen: dict[Path | None, tuple[str, frozenset[str]]] = field(default_factory=dict)
+
+    def news(self, snapshots: Sequence[Snapshot]) -> Iterator[tuple[str, str]]:
+        """Yield (title, text) of what has happened since the last call."""
+        for one in (snapshot for snapshot in snapshots if snapshot.whole):
+            alerts = {alert.code: alert.message for alert in one.first.active_alerts()}
+            before = self._seen.get(one.folder)
+            self._seen[one.folder] = one.state, frozenset(alerts)
+            if before is None:
+                continue
+            state, codes = before
+            for code in alerts.keys() - codes:
+                yield f"{clean(one.name)}: {clean(code)}", clean(alerts[code], 200)
+            if state in runs.ALIVE and one.state in _ENDS:
+                yield f"{clean(one.name)}: {one.state}", f"at step {one.first.step}"
+
+
+def desktop(title: str, text: str) -> None:
+    """Show a desktop notification where `notify-send` is; blocks for at most seconds.
+
+    A desktop reads the text as markup, so that it is escaped.
+    """
+    if (program := shutil.which("notify-send")) is None:
+        return
+    command = [program, "--app-name=offloadtrain", "--", title, html.escape(text)]
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return  # without a desktop, the bell and the screen have told

@@ -1,0 +1,93 @@
+"""The user's settings of the monitor: `~/.config/offloadtrain/monitor.toml`, with a keymap.
+
+theme = "color-blind-safe"
+attention = "bell"          # at an alert and at the end: "off", "bell", or "desktop" (both)
+log_axis = true
+mean = false
+[keys]
+next-run = "n"
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from offloadtrain.boundary.safe_open import read_text
+from offloadtrain.boundary.safe_write import replace_file
+from offloadtrain.config import toml
+
+Attention = Literal["off", "bell", "desktop"]
+ATTENTION: tuple[Attention, ...] = get_args(Attention)
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Attributes:
+    theme: a theme's name; "": Textual's.
+    attention: what is done at an alert and at the end of a run.
+    log_axis: charts begin with a logarithmic axis.
+    mean: steps of the moving averages; 0: none.
+    keys: name of an action → its keys, separated by commas.
+    """
+
+    theme: str = ""
+    attention: Attention = "desktop"
+    log_axis: bool = False
+    mean: int = 20
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+DEFAULTS = Settings()
+
+
+def path() -> Path:
+    """Return where the settings are kept."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    root = Path(base) if base.startswith("/") else Path.home() / ".config"
+    return root / "offloadtrain" / "monitor.toml"
+
+
+def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Settings:
+    """Read the settings; the defaults where there is no file.
+
+    Args:
+        actions: the names that `[keys]` may have.
+
+    Raises:
+        ConfigError: listing what is wrong in the file.
+        OSError: it cannot be read, or belongs to another user.
+    """
+    try:
+        text = read_text(file, max_bytes=_MOST_BYTES, follow_link=True, own=True)
+    except FileNotFoundError:
+        return DEFAULTS
+    kinds = toml.field_kinds(Settings)
+    job = toml.parse(text, str(file), list(kinds))
+    toml.report_unknown(job, job.tables, list(kinds))
+    keys = toml.section(job, "keys") or {}
+    toml.report_unknown(job, keys, list(actions), "keys")
+    values = toml.read_fields(
+        job, {name: kind for name, kind in kinds.items() if name != "keys"}, job.tables
+    )
+    values["keys"] = toml.read_fields(job, dict.fromkeys(keys, str), keys, "keys")
+    if (theme := values.get("theme")) and theme not in themes:
+        job.problems.append(f"theme = {toml.shown(theme)} must be one of {', '.join(themes)}")
+    if (mean := values.get("mean", 0)) < 0:
+        job.problems.append(f"mean = {mean} must be 0 (none) or more steps")
+    job.raise_problems()
+    return Settings(**values)
+
+
+def save(file: Path, settings: Settings) -> None:
+    """Write the settings whole.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_file(file, toml.emit(asdict(settings)))

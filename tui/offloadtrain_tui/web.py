@@ -1,0 +1,126 @@
+"""`offloadtrain tui --web`: the monitor in a browser, by textual-serve (extra `web`).
+
+Each browser tab gets a process of its own, `offloadtrain tui` with the same options. There is no
+password: whoever reaches the address sees the runs. A page of another site, open in the same
+browser, could reach a loopback address too; requests that come from one, or that name another
+host (DNS rebinding), are refused.
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.util import find_spec
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY = ("0.0.0.0", "::")
+
+
+def serve(
+    host: str,
+    port: int,
+    runs: Sequence[str],
+    options: Mapping[str, object],
+    flags: Mapping[str, bool],
+) -> int:
+    """Serve until Ctrl-C; return the exit code. `options` and `flags` are those of each tab."""
+    if find_spec("textual_serve") is None:
+        print(
+            "--web needs textual-serve, which is not installed: pip install 'offloadtrain[web]'",
+            file=sys.stderr,
+        )
+        return 2
+    if problem := _cannot_listen(host, port):
+        print(f"--host {host} --port {port}: {problem}", file=sys.stderr)
+        return 2
+    allowed = "" if flags["--readonly"] else ", and may stop them"
+    if host not in LOOPBACK:
+        print(f"whoever reaches {host} port {port} sees the runs{allowed}", file=sys.stderr)
+    _server(shlex.join(command(runs, options, flags)), host, port)
+    return 0
+
+
+def command(
+    runs: Sequence[str], options: Mapping[str, object], flags: Mapping[str, bool]
+) -> list[str]:
+    """Return the command line of one tab."""
+    given = [word for key, value in options.items() if value for word in (key, str(value))]
+    raised = [key for key, is_set in flags.items() if is_set]
+    return [sys.executable, "-m", "offloadtrain", "tui", *runs, *given, *raised]
+
+
+def is_from_here(host: str, origin: str | None, served: str) -> bool:
+    """Return whether a request comes from a page of this server.
+
+    Args:
+        host: the request's Host header.
+        origin: its Origin header, if it has one.
+        served: the address that the server listens on.
+    """
+    name = _name_of(f"//{host}")
+    known = {*LOOPBACK, served, socket.gethostname(), socket.getfqdn()}
+    if name not in known and not (served not in LOOPBACK and _is_address(name)):
+        return False
+    return origin is None or (page := _name_of(origin)) == name or page in LOOPBACK
+
+
+def _name_of(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    """An address, unlike a name, cannot be made to point elsewhere by whoever owns it."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _cannot_listen(host: str, port: int) -> str:
+    """Return why the address cannot be listened on; "" if it can."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def _server(command_line: str, host: str, port: int) -> None:
+    from aiohttp import web
+    from textual_serve.server import Server
+
+    @web.middleware
+    async def only_from_here(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not is_from_here(request.host, request.headers.get("Origin"), host):
+            raise web.HTTPForbidden(text="this request comes from another site")
+        return await handler(request)
+
+    class Guarded(Server):
+        async def _make_app(self) -> web.Application:
+            app = await super()._make_app()
+            app.middlewares.append(only_from_here)
+            return app
+
+        async def on_startup(self, app: web.Application) -> None:
+            print(f"the monitor is at {self.public_url}; Ctrl-C ends it", flush=True)
+
+    named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
+    url = f"http://{named}:{port}"
+    Guarded(command_line, host, port, "offloadtrain", public_url=url).serve()

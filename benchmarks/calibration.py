@@ -23,18 +23,17 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.device_time import Kernels, block_seconds, head_seconds
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
+CHECKS = Path(__file__).with_name("check_cells.json")
 
 GEFORCE_SHARE = 1.0
 """Rule for a card of GeForce without cells: the data sheet. Its tensor cores run at half their rate
 with fp32 sums, so neither power nor operands limit them."""
 
 GEFORCE = frozenset({"rtx4090"})
-SHARED = ("width", "traffic", "exposed")
-START = {"width": 0.4, "traffic": 1.6, "exposed": 0.5}
-EXPOSED = 0.72
-"""The fitted share of ZeRO-3's collectives that compute waits for."""
+SHARED = ("width",)
+START = {"width": 2.0}
 
-BOUNDS = (0.05, 4.0)
+BOUNDS = (0.05, 20.0)
 HUBER = 0.1
 ROUNDS, CONVERGED = 30, 1e-7
 
@@ -93,8 +92,7 @@ class Fit:
 
     Attributes:
         values: card → share of the data sheet's rate that large products reach; "width":
-            `half_width` over FLOPs per byte of the card; "traffic": `Kernels.eager_traffic`;
-            "exposed": share of ZeRO-3's collectives that compute waits for.
+            `half_width` over FLOPs per byte of the card.
     """
 
     values: Mapping[str, float]
@@ -109,7 +107,7 @@ class Fit:
 
 
 def load(path: Path = CALIBRATION) -> tuple[Cell, ...]:
-    """Return every cell of calibration.json."""
+    """Return every cell of a file."""
     series = json.loads(path.read_text(encoding="utf-8"))["series"]
     return tuple(_cell(each, cell) for each in series for cell in each["cells"])
 
@@ -142,14 +140,13 @@ def planned(cell: Cell, fit: Fit) -> float:
 
 def step_seconds(cell: Cell, fit: Fit) -> float:
     """Return the seconds of an optimizer step."""
-    machine, kernels = fit.machine(cell), cell.kernels
-    kernels = replace(kernels, eager_traffic=fit.values["traffic"])
-    where = cell.tokens, machine, cell.precision, kernels
+    machine = fit.machine(cell)
+    where = cell.tokens, machine, cell.precision, cell.kernels
     block = block_seconds(cell.shape, cell.seq_len, *where)
     head = head_seconds(cell.shape, *where)
     layer = block.forward * (1 + cell.recompute) + block.backward
     compute = cell.shape.num_layers * (layer + _split_s(cell, machine))
-    micro_step = compute + head.forward + head.backward + fit.values["exposed"] * _gather_s(cell)
+    micro_step = compute + head.forward + head.backward + _gather_s(cell)
     return cell.micro_steps * micro_step + _update_s(cell, machine)
 
 
@@ -167,7 +164,10 @@ def _split_s(cell: Cell, machine: Machine) -> float:
 
 
 def _gather_s(cell: Cell) -> float:
-    """Return the seconds of ZeRO-3's collectives of a microbatch: weights twice, gradients once."""
+    """Return the seconds of ZeRO-3's collectives of a microbatch: weights twice, gradients once.
+
+    All of them: a share that compute waits for would be fitted to 1.
+    """
     if not cell.sharded:
         return 0.0
     moved = 3 * 2.0 * num_params(cell.shape) * (cell.gpus - 1) / cell.gpus
@@ -220,9 +220,8 @@ def _errors(
     )
 
 
-def shipped_fit() -> Fit:
-    """Return the shipped constants; every card has the rates of its machine file."""
-    return Fit({"traffic": Kernels().eager_traffic, "exposed": EXPOSED})
+SHIPPED = Fit({})
+"""Every card has the rates of its machine file."""
 
 
 def residuals(cells: Sequence[Cell], fitted: Fit) -> list[Residual]:
@@ -276,7 +275,7 @@ def lines(cells: tuple[Cell, ...]) -> Iterator[str]:
 
 def check_lines(cells: tuple[Cell, ...]) -> Iterator[str]:
     """Print cells that nothing was fitted to, planned with the shipped rates."""
-    found = residuals(cells, shipped_fit())
+    found = residuals(cells, SHIPPED)
     yield "Planned with the shipped rates, published, error"
     yield from _residual_lines(found)
     yield _summary("  error", found)

@@ -176,6 +176,10 @@ def report(figures: list[Figure], machine: Machine) -> Iterator[str]:
     yield "Calibration cells: the rates of GPUs and the constants of their time are fitted to these"
     yield ""
     yield from calibration.lines(calibration.load())
+    yield "Check cells: nothing is fitted to these throughputs"
+    yield ""
+    yield from calibration.check_lines(calibration.load(calibration.CHECKS))
+    yield ""
     yield "Check cells: fitted to nothing but the constants of Software (docs/validation.md)"
     yield ""
     for figure in figures:

@@ -38,8 +38,8 @@ class Machine:
         host_memory: of one host.
         peak_tflops: dense 16-bit rate of the data sheet, the base of MFU. 0: no MFU.
         bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of products of large matrices.
-        half_width: geometric mean of a weight's sides at which half of that is reached: the rate
-            is `tflops * w / (w + half_width)`.
+        half_width: geometric mean of a weight's sides at which a library's products reach half of
+            that: the rate is `tflops * w / (w + half_width)`.
         flash_share: rate of flash attention in long sequences, as a share of that of products.
         flash_half_length: sequence length at which half of that is reached; the default of both is
             an A100's (FlashAttention-2, arXiv:2307.08691, figures 4 to 6, causal).

@@ -2,7 +2,10 @@
 
 [Note: What a device's time is made of]
 A few rates of the machine, and counts of what the kernels do:
-* a matrix product: its FLOPs over `Machine.flops` at the geometric mean of the weight's sides;
+* a matrix product: its FLOPs over `Machine.flops` at the geometric mean of the weight's sides. A
+  kernel of a library starts, reads its inputs and writes its outputs beside its FLOPs, which costs
+  narrow products most: `Machine.half_width`. A program written as a whole overlaps memory with
+  compute, and a kernel's end with the next one's start: its products take the larger of both;
 * attention: "flash" computes half of the scores if it is causal, 2.5 times as much in backward, and
   the faster the longer the sequences are; "scores" computes all of them as matrix products, writes
   them to memory and reads them again;
@@ -17,7 +20,7 @@ the residuals: docs/validation.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
@@ -37,18 +40,23 @@ class Kernels:
 
     Attributes:
         level: "eager": one kernel per operation; "compiled": elementwise operations fused
-            (torch.compile); "fused": hand-written, the loss too, and launched as a graph.
+            (torch.compile, Megatron-LM), products as in eager programs; "fused": hand-written, the
+            loss and products too, and launched as a graph.
         attention: "flash" keeps no scores; "scores" writes them to memory.
         causal: attention to earlier tokens only; "flash" then skips half.
         split: GPUs that split every matrix (tensor parallel).
-        eager_traffic: bytes that eager operations move, over those they must move. Fitted.
     """
 
     level: Level = "eager"
     attention: Attention = "flash"
     causal: bool = True
     split: int = 1
-    eager_traffic: float = 1.44
+
+    def product_flops(self, machine: Machine, precision: Precision, width: float) -> float:
+        """Return FLOPs per second of a product with a weight of this width."""
+        if self.level == "fused":
+            machine = replace(machine, half_width=0.0)
+        return machine.flops(precision, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,7 @@ def head_seconds(
 ) -> Seconds:
     """Return the time of the logits and the loss for `tokens` tokens."""
     vocabulary = shape.vocab_size / kernels.split
-    product = _product_s(machine, precision, shape.d_model, vocabulary)
+    product = _product_s(machine, precision, kernels, shape.d_model, vocabulary)
     down, up = (
         nbytes * vocabulary / (1e9 * machine.hbm_gbps) for nbytes in _LOSS_BYTES[kernels.level]
     )
@@ -157,9 +165,16 @@ def traced_seconds(
     return Seconds(seconds(cost.forward), seconds(cost.backward))
 
 
-def _product_s(machine: Machine, precision: Precision, rows: float, columns: float) -> float:
+def _product_s(
+    machine: Machine, precision: Precision, kernels: Kernels, rows: float, columns: float
+) -> float:
     """Return the seconds per token of a product with a weight of these sides."""
-    return 2.0 * rows * columns / machine.flops(precision, sqrt(rows * columns))
+    rate = kernels.product_flops(machine, precision, sqrt(rows * columns))
+    computed = 2.0 * rows * columns / rate
+    if kernels.level != "fused":  # the half-width contains what its memory takes
+        return computed
+    moved = ITEMSIZE[PRECISIONS[precision]] * (rows + columns) / (1e9 * machine.hbm_gbps)
+    return max(computed, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +194,8 @@ class _Block:
         d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
         up = 2 * width if shape.mlp == "swiglu" else width
         sides = ((d, (d + 2 * kv) / split), (d / split, d), (d, up / split), (width / split, d))
-        return sum(_product_s(self.machine, self.precision, *each) for each in sides)
+        how = self.machine, self.precision, self.kernels
+        return sum(_product_s(*how, *each) for each in sides)
 
     @property
     def attention(self) -> tuple[float, float]:
@@ -188,20 +204,22 @@ class _Block:
         flops = 4.0 * d * length / self.kernels.split
         if self.kernels.attention == "scores":
             side = sqrt(length * self.shape.head_dim)
-            seconds = flops / self.machine.flops(self.precision, side)
+            seconds = flops / self._flops(side)
             return seconds, 2 * seconds
-        best = self.machine.flops(self.precision, d) * self.machine.flash_share
+        best = self._flops(d) * self.machine.flash_share
         seconds = flops / best * (length + self.machine.flash_half_length) / length
         seconds *= 0.5 if self.kernels.causal else 1.0
         return seconds, FLASH_BACKWARD * seconds
+
+    def _flops(self, width: float) -> float:
+        return self.kernels.product_flops(self.machine, self.precision, width)
 
     @property
     def moved(self) -> tuple[float, float]:
         """The memory-bound operations, forward and backward."""
         each = self._elements(0), self._elements(1)
-        wasted = self.kernels.eager_traffic if self.kernels.level == "eager" else 1.0
         element = ITEMSIZE[PRECISIONS[self.precision]]
-        forward, backward = (n * element * wasted / (1e9 * self.machine.hbm_gbps) for n in each)
+        forward, backward = (n * element / (1e9 * self.machine.hbm_gbps) for n in each)
         return forward, backward
 
     def _elements(self, way: int) -> float:

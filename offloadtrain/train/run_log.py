@@ -64,6 +64,7 @@ class RunLog:
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._began_s = time.monotonic()
+        self._spent_before_s = dict(HEARTBEAT.spent_s)
         self._nvml = Nvml()
         self._writer = EventWriter(
             None, rank, on_error=self._cannot_write, on_recovery=self._writes_again
@@ -141,11 +142,7 @@ class RunLog:
                 **facts,
             )
         )
-        self._writer.emit(
-            schema.SetUp(
-                duration_s=time.monotonic() - self._began_s, parts_s=dict(HEARTBEAT.spent_s)
-            )
-        )
+        self._writer.emit(self._set_up())
         self._memory = RunMemory(
             context.optimizer,
             self._writer.emit,
@@ -158,6 +155,15 @@ class RunLog:
             context.plan, measured_rates=config.device.machine.endswith(".toml")
         )
         self._warn_of(context)
+
+    def _set_up(self) -> schema.SetUp:
+        """What came before the first step, in this start."""
+        before = self._spent_before_s
+        parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
+        return schema.SetUp(
+            duration_s=time.monotonic() - self._began_s,
+            parts_s={part: spent_s for part, spent_s in parts.items() if spent_s > 0},
+        )
 
     def _warn_of(self, context: TrainingContext) -> None:
         """Warn of what is known before the first step."""

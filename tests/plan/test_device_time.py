@@ -14,8 +14,16 @@ from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.hardware.machine import Machine, find, shipped
-from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
+from offloadtrain.plan.device_time import (
+    Attention,
+    Kernels,
+    Level,
+    Seconds,
+    block_seconds,
+    head_seconds,
+)
 from offloadtrain.plan.plan import make
+from offloadtrain.step.operations import Lane
 from tests import levels
 
 A100 = find("a100_80gb")[1]
@@ -53,10 +61,10 @@ def test_a_block_without_memory_traffic_is_its_flops(causal: bool) -> None:
 
 
 def test_a_block_that_computes_in_no_time_is_its_bytes() -> None:
-    """GPT: 10 d and 14 d of norms and sums, 8 d and 12 d of GELU, 2 bytes each, and the excess."""
+    """GPT: 10 d and 14 d of norms and sums, 8 d and 12 d of GELU, 2 bytes each."""
     fast = replace(IDEAL, bf16_tflops=1e9)
-    found = block(GPT, fast, Kernels(eager_traffic=1.5))
-    each = 4096 * 512 * 2 * 1.5 / (1e9 * fast.hbm_gbps)
+    found = block(GPT, fast, Kernels())
+    each = 4096 * 512 * 2 / (1e9 * fast.hbm_gbps)
     assert found.forward == pytest.approx(18 * each, rel=1e-4)
     assert found.backward == pytest.approx(26 * each, rel=1e-4)
 
@@ -69,6 +77,30 @@ def test_narrow_matrices_are_slower_by_the_geometric_mean_of_their_sides() -> No
     seconds = sum(2 * a * b / rate * (1 + 300 / sqrt(a * b)) for a, b in sides)
     seconds += 2 * d * 1024 / rate * (1 + 300 / d)
     assert block(LLAMA, narrow, Kernels()).forward == pytest.approx(4096 * seconds, rel=1e-4)
+
+
+def test_fused_products_take_the_larger_of_compute_and_memory() -> None:
+    """No width slows them; products that compute in no time read and write 2 bytes per side."""
+    wide, logits = replace(IDEAL, half_width=300.0), 4 * 1000
+    found = head_seconds(GPT, 4096, wide, "bf16", Kernels(level="fused"))
+    computed, bandwidth = 2 * 512 * 1000 / (1e12 * wide.bf16_tflops), 1e9 * wide.hbm_gbps
+    assert found.forward == pytest.approx(4096 * (computed + logits / bandwidth))
+    fast = replace(wide, bf16_tflops=1e9)
+    found = head_seconds(GPT, 4096, fast, "bf16", Kernels(level="fused"))
+    assert found.forward == pytest.approx(4096 * (2 * (512 + 1000) + logits) / bandwidth)
+
+
+@pytest.mark.parametrize("attention", ["flash", "scores"])
+def test_products_of_compiled_programs_are_those_of_eager_ones(attention: Attention) -> None:
+    """The half-width adds the same seconds to both, and none to a fused program."""
+    narrow = replace(IDEAL, half_width=300.0)
+
+    def added(level: Level) -> float:
+        kernels = Kernels(level=level, attention=attention)
+        return block(GPT, narrow, kernels).forward - block(GPT, IDEAL, kernels).forward
+
+    assert added("compiled") == pytest.approx(added("eager")) and added("eager") > 0
+    assert added("fused") == 0
 
 
 def test_the_head_by_hand() -> None:
@@ -127,15 +159,26 @@ def test_more_takes_longer_and_better_never_does(
 
 def test_the_fit_reproduces_its_cells() -> None:
     found = calibration.residuals(CELLS, fitted())
-    assert calibration.median(found) <= 0.08
+    assert calibration.median(found) <= 0.05
     assert abs(calibration.worst(found).error) <= 0.25
+
+
+def test_throughputs_that_nothing_was_fitted_to() -> None:
+    """Long sequences on the H100: planned too fast, since the kernels of 2023 were slower."""
+    checks = calibration.load(calibration.CHECKS)
+    assert not {cell.published for cell in checks} & {cell.published for cell in CELLS}
+    found = calibration.residuals(checks, calibration.SHIPPED)
+    assert calibration.median(found) <= 0.10
+    assert abs(calibration.worst(found).error) <= 0.35
+    assert all(each.error > -0.03 for each in found)
 
 
 @pytest.mark.slow
 def test_cards_left_out_are_found_from_the_others() -> None:
     cards = {cell.card for cell in CELLS}
     found = [each for card in cards for each in calibration.left_out(CELLS, card)]
-    assert len(found) == len(CELLS) and calibration.median(found) <= 0.15
+    assert len(found) == len(CELLS) and calibration.median(found) <= 0.10
+    assert abs(calibration.worst(found).error) <= 0.35
 
 
 def test_no_card_has_more_parameters_than_a_third_of_its_cells() -> None:
@@ -146,12 +189,12 @@ def test_no_card_has_more_parameters_than_a_third_of_its_cells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "machine"), [("a100", "a100_80gb"), ("rtx4090", "rtx4090"), ("v100", "dgx2")]
+    ("card", "machine"),
+    [("a100", "a100_80gb"), ("h100", "h100"), ("rtx4090", "rtx4090"), ("v100", "dgx2")],
 )
 def test_shipped_rates_are_the_fitted_ones(card: str, machine: str) -> None:
     found = find(machine)[1]
     assert found.fp16_tflops == pytest.approx(fitted().values[card] * found.peak_tflops, rel=0.01)
-    assert Kernels().eager_traffic == pytest.approx(fitted().values["traffic"], rel=0.01)
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if find(name)[1].gpu])
@@ -164,7 +207,10 @@ def test_the_width_of_every_card_follows_the_rule(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["MPT-125m", "MPT-1B", "MPT-7B"])
 def test_the_plan_of_a_job_gives_the_published_rate(name: str) -> None:
-    """The same through the engine's schedule, of a job with its state on 8 GPUs, stage 3."""
+    """The same through the engine's schedule, of a job with its state on 8 GPUs, stage 3.
+
+    The published runs wait for their collectives, which the engine hides: they are added.
+    """
     cell = next(cell for cell in CELLS if cell.cell == name)
     keys = {
         "offload.state_on": "device",
@@ -181,15 +227,16 @@ def test_the_plan_of_a_job_gives_the_published_rate(name: str) -> None:
     config = replace(job, model=cell.shape)
     plan = make(config, "test", A100, 8)
     assert plan.fits
-    assert plan.prediction.tokens_per_s / 8 == pytest.approx(cell.published, rel=0.1)
+    found = plan.prediction
+    hidden = found.busy_s[Lane.COMM] - found.exposed_s[Lane.COMM]
+    waited = found.tokens_per_s * found.seconds / (found.seconds + hidden)
+    assert waited / 8 == pytest.approx(cell.published, rel=0.05)
 
 
 @pytest.mark.slow
 def test_a_fit_finds_the_parameters_that_made_its_cells() -> None:
     """Cells as planned with made-up parameters give them back."""
-    made = calibration.Fit(
-        {"a100": 0.6, "rtx4090": 0.9, "v100": 0.7, "width": 1.5, "traffic": 1.2, "exposed": 0.4}
-    )
+    made = calibration.Fit({"a100": 0.6, "h100": 0.8, "rtx4090": 0.9, "v100": 0.7, "width": 1.5})
     cells = tuple(replace(cell, published=calibration.planned(cell, made)) for cell in CELLS)
     found = calibration.fit(cells)
     assert found.values == {

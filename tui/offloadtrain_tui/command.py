@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,12 +93,14 @@ def tui(
     if allow_requests and not web:
         return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
     if web:
-        from offloadtrain_tui.web import serve
-
-        shown = [str(one.folder or one.logs[0]) for one in found if run]
-        options = {"--speed": speed, "--screen": screen, "--theme": theme}
+        options = {
+            "--speed": speed,
+            "--screen": screen,
+            "--theme": theme,
+            "--runs-dir": runs_dir.resolve(),
+        }
         flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
-        return serve(host, port, shown, {**options, "--runs-dir": runs_dir.resolve()}, flags)
+        return _in_browser(found if run else [], host, port, options, flags)
     clock = _replay_clock(found[0], speed) if replay else LiveClock()
     news_s = NEWS_OVER_SSH_S if os.environ.get("SSH_CONNECTION") else NEWS_S
     app = Monitor(
@@ -137,6 +140,18 @@ def _set_theme(app: Monitor, theme: str) -> str:
         return f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
     app.call_later(setattr, app, "theme", theme)
     return ""
+
+
+def _in_browser(
+    found: Sequence[runs.RunPath],
+    host: str,
+    port: int,
+    options: Mapping[str, object],
+    flags: Mapping[str, bool],
+) -> int:
+    from offloadtrain_tui.web import serve
+
+    return serve(host, port, [str(one.folder or one.logs[0]) for one in found], options, flags)
 
 
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:

@@ -70,7 +70,8 @@ class Snapshot:
         told = f"{lines} lines are no records" if lines else ""
         if self.has_records:
             return told
-        if not self.whole or (self.folder is None and not self.name) or self.state in runs.ALIVE:
+        # Without a run there is no state.
+        if not self.whole or not self.state or self.state in runs.ALIVE:
             return ""
         return f"there is no record of a run in it{f': {told}' if told else ''}"
 

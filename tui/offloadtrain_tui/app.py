@@ -177,7 +177,8 @@ class Monitor(RunActions):
         """Take the user's settings."""
         self.settings = chosen
         self.shown = replace(self.shown, log=chosen.log_axis, span=chosen.mean)
-        self.set_keymap(dict(chosen.keys))
+        if chosen.keys:
+            self.set_keymap(dict(chosen.keys))
         if chosen.theme:
             self.call_later(setattr, self, "theme", chosen.theme)
 

@@ -20,7 +20,6 @@ from offloadtrain.train.checkpoint.manifest import (
 )
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
-from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import whole_state
 from tests.distributed.test_sharded import own_batches
@@ -104,7 +103,7 @@ def test_any_number_of_ranks_reads_any_other(
 STREAMED: dict[str, Any] = {"zero_stage": 3, "working": "host"}
 
 
-@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 3}, STREAMED])
 def test_any_placement_reads_any_other(ranks: Run, tmp_path: Path, options: dict[str, Any]) -> None:
     before = ranks(2, trained_and_saved, tmp_path, "frozen", "fp32", **options)[0]

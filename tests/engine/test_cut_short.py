@@ -98,7 +98,7 @@ def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str,
     return found, failed, lanes.program
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize("after", [0, 1, 3, 5, 8, 11, 20, 40])
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"streamed, delayed"}))
 def test_a_step_that_was_given_up_leaves_nothing_behind(name: str, after: int) -> None:

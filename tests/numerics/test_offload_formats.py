@@ -127,7 +127,7 @@ def compare(
     optimizer.close()
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize(("state", "precision"), NARROW)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_as_resident(name: str, state: str, precision: str) -> None:

@@ -37,6 +37,7 @@ def buckets(numels: list[int], size: int, name: str, dtype: torch.dtype):  # typ
     ]
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @pytest.mark.parametrize(("name", "dtype"), NARROW)
 @pytest.mark.parametrize("size", [2, 3, 5])

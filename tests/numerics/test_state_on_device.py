@@ -26,7 +26,7 @@ LANES: dict[str, Any] = {
 }
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize(
     ("name", "precision"),

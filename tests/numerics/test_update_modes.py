@@ -34,7 +34,7 @@ def report(optimizer: ot.OffloadOptimizer) -> ot.StepReport:
 # ---- exact, with Adam inside backward ---------------------------------------------------------
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @each_model
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -105,7 +105,7 @@ def test_a_loaded_checkpoint_ends_the_trouble() -> None:
 # ---- speculative ------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @each_model
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize("precision", DTYPES)
@@ -317,7 +317,7 @@ def follow(
         assert optimizer.grad_norm == run.norms[-1]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 1)
 @each_model
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("warmup", [0, 2])

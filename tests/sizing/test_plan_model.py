@@ -144,6 +144,7 @@ def test_what_does_not_fit_says_what_does() -> None:
     assert found.changes and all(change.plan.fits for change in found.changes)
 
 
+@pytest.mark.slow
 def test_what_is_interpolated_is_never_too_small() -> None:
     config = job(GPT | {"d_model": 32}, offload__precision="fp32", offload__activation="recompute")
 

@@ -44,12 +44,16 @@ def scaled(config: Config) -> Config:
         vocab_size=model.vocab_size // SIDE,
         max_seq_len=model.max_seq_len // SIDE,
     )
+    spill = config.offload.checkpoint_spill // SCALE
+    train = replace(config.train, grad_accum_steps=2, global_batch_tokens=0)
+    # bf16: as many bytes as fp16, faster on CPUs
+    offload = replace(config.offload, precision="bf16", checkpoint_spill=spill)
     return replace(
         config,
         model=small,
         data=replace(config.data, seq_len=config.data.seq_len // SIDE),
-        offload=replace(config.offload, precision="bf16"),  # as many bytes as fp16, faster on CPUs
-        train=replace(config.train, grad_accum_steps=2, global_batch_tokens=0),
+        offload=offload,
+        train=replace(train, checkpoint_spill=spill),
     )
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from benchmarks.frameworks.trainers import Logged
 
 GLOBAL_BATCH, ACCUM = 4, 2
+_ENVIRONMENT = dict(os.environ)
+"""As it was before a framework has trained in this process: some leave their variables in it."""
 TRAINER: dict[str, Any] = {"gradient_accumulation_steps": ACCUM}
 
 LAUNCHERS: dict[str, list[str]] = {
@@ -85,7 +87,7 @@ def launch(
     started = [part.format(ranks=ranks) for part in LAUNCHERS[launcher]]
     command = [sys.executable, "-m", *started, "-m", __name__]
     command += [kind, json.dumps(offload), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**_ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
     found = json.loads((folder / "found.json").read_text())
     return [(loss, norm) for loss, norm in found]

@@ -1,6 +1,6 @@
 # Trains, shows the monitor, and runs the GPU tests, as a user without rights:
 #   docker build -t offloadtrain .
-#   docker run --gpus all --ulimit memlock=-1 --ipc=host -v "$PWD/runs:/work/runs" offloadtrain train demo
+#   docker run --gpus all --ulimit memlock=-1 --ipc=host -v "$PWD/runs:/home/trainer/runs" offloadtrain train demo
 # memlock: host memory that the GPU copies from is page-locked. Without a GPU:
 #   docker build --build-arg BASE=ubuntu:24.04 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 ARG BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
@@ -23,13 +23,13 @@ FROM ${BASE}
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 trainer && mkdir /work && chown trainer /work
+    && useradd --create-home --uid 10001 trainer
 COPY --from=build /opt/offloadtrain /opt/offloadtrain
-COPY --from=build --chown=10001 /src/tests /work/tests
-COPY --from=build --chown=10001 /src/benchmarks /work/benchmarks
-COPY --from=build --chown=10001 /src/pyproject.toml /work/
+COPY --from=build --chown=10001 /src/tests /home/trainer/tests
+COPY --from=build --chown=10001 /src/benchmarks /home/trainer/benchmarks
+COPY --from=build --chown=10001 /src/pyproject.toml /home/trainer/
 ENV PATH=/opt/offloadtrain/bin:$PATH
 USER 10001
-WORKDIR /work
+WORKDIR /home/trainer
 ENTRYPOINT ["offloadtrain"]
 CMD ["--help"]

@@ -31,7 +31,7 @@ def test_every_rank_has_steps_memory_and_a_timeline(tmp_path: Path, ranks: int) 
 def test_memory_adds_up_to_the_card(tmp_path: Path) -> None:
     """What the allocator reserved and the driver calls free leaves the context alone, and the peak
     of a record is the planned one."""
-    log = generate(tmp_path / "run", steps=3, sample_s=30) / "events/rank000.jsonl"
+    log = generate(tmp_path / "run", steps=3, sample_s=15) / "events/rank000.jsonl"
     events = [record.event for record in schema.read(log)]
     live = [event for event in events if isinstance(event, schema.LiveMemory)]
     (start,) = [event for event in events if isinstance(event, schema.RunStarted)]

@@ -151,16 +151,12 @@ class FailureDetector:
     def fail(self, message: str) -> None:
         """Report that this rank has failed."""
         self._closed.set()
-        with suppress(Exception):  # the store may have ended with the rank that hosts it
-            if not self._store.check([_FAILED]):
-                self._store.set(_FAILED, f"rank {self._rank_info.rank}: {message}")
-                time.sleep(3 * LOOK_EVERY_S)  # it may host the store: let the others read it
+        _report(self._store, self._rank_info, message)
 
     def stop_early(self, message: str) -> None:
         """Report that this rank was told to stop before the first step: the others stop too."""
-        with suppress(Exception):
-            self._store.set(_STOPPED_EARLY, "1")
-        self.fail(message)
+        self._closed.set()
+        say_stopped_early(self._store, self._rank_info, message)
 
     def close(self) -> None:
         """Report that this rank is done, so that its end is not a failure."""
@@ -241,6 +237,21 @@ class FailureDetector:
             return None
         self._hangs, pulse = True, pulses[hung[0]]
         return f"{names[hung[0]]} {NO_PROGRESS} for {pulse.silent_s:.0f} s: {pulse.phase}"
+
+
+def say_stopped_early(store: Store, rank_info: RankInfo, message: str) -> None:
+    """Report that this rank was told to stop before the first step; also before it has a
+    detector."""
+    with suppress(Exception):
+        store.set(_STOPPED_EARLY, "1")
+    _report(store, rank_info, message)
+
+
+def _report(store: Store, rank_info: RankInfo, message: str) -> None:
+    with suppress(Exception):  # the store may have ended with the rank that hosts it
+        if not store.check([_FAILED]):
+            store.set(_FAILED, f"rank {rank_info.rank}: {message}")
+            time.sleep(3 * LOOK_EVERY_S)  # it may host the store: let the others read it
 
 
 def _pulse(peer: _Peer, now_s: float) -> Pulse:

@@ -14,14 +14,14 @@ from typing import NoReturn
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
-from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo
+from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, say_stopped_early
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
 from offloadtrain.runtime.watchdog import Watchdog
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
-from offloadtrain.train.signals import StoppedEarlyError, told_early
+from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Timeout of last resort: `failure_detector.FailureDetector` notices a failed rank much earlier."""
@@ -37,11 +37,14 @@ class DistributedRun:
         rank_info: RankInfo,
         config: Config,
         code_of: Callable[[BaseException], int],
+        stop: StopRequests,
         watchdog: Watchdog | None = None,
     ) -> None:
         """
         Args:
             code_of: exit code of a process that an error ends.
+            stop: this rank's stop requests. All ranks are told to stop; one may end before it
+                could say why, and the others know by their own.
             watchdog: reports hangs of ranks; None: a launcher of ours judges them.
 
         Raises:
@@ -55,13 +58,17 @@ class DistributedRun:
                 f"{rank_info.local_size} ranks on this host and {torch.cuda.device_count()} GPUs: "
                 "start one rank per GPU"
             )
-        self.rank_info, self._code_of = rank_info, code_of
+        self.rank_info, self._code_of, self._stop = rank_info, code_of, stop
         HEARTBEAT.enter("connecting the ranks")
         with HEARTBEAT.collective():
             self._store = connect(rank_info, on_gpu=on_gpu, timeout_s=COLLECTIVE_TIMEOUT_S)
-        self._failures = FailureDetector(
-            attempt_store(self._store, rank_info), rank_info, self._lost, watchdog=watchdog
-        )
+        store = attempt_store(self._store, rank_info)
+        try:
+            self._failures = FailureDetector(store, rank_info, self._lost, watchdog=watchdog)
+        except StoppedEarlyError as error:
+            # The others may know this rank already, and would take its end for a failure.
+            say_stopped_early(store, rank_info, str(error))
+            raise
         self._log: RunLog | None = None
         self._run: RunFolder | None = None
         self.ranks = Ranks.of(None, torch.device("cpu"))
@@ -94,7 +101,7 @@ class DistributedRun:
             yield
         except Exception as error:
             cause = self._failures.cause()
-            if self._failures.stopped_early:
+            if cause is not None and self._stops_early():
                 raise StoppedEarlyError(cause) from error
             if cause is not None:
                 raise RankError(_blamed(cause)) from error
@@ -133,14 +140,23 @@ class DistributedRun:
     def _lost(self, cause: str) -> None:
         """Handle, on the detector's thread, a rank that has left while the training thread does
         not end."""
-        early = self._failures.stopped_early
+        early = self._stops_early()
         error = StoppedEarlyError(cause) if early else RankError(_blamed(cause))
         if self._log is not None:
             self._log.ended("stopped" if early else "failed", str(error))
         if self._run is not None:
             self._run.close()
-        text = "" if early else f"rank {self.rank_info.rank}: RankError: {error}"
+        told = (
+            ""
+            if self.rank_info.rank
+            else told_early(StoppedEarlyError(self._stop.requested or cause))
+        )
+        text = told if early else f"rank {self.rank_info.rank}: RankError: {error}"
         self._leave(text, self._code_of(error))
+
+    def _stops_early(self) -> bool:
+        """Whether this rank or one that could say so was told to stop while it was building."""
+        return self._failures.stopped_early or self._stop.stops_building
 
     def _leave(self, text: str, code: int) -> NoReturn:
         if text:

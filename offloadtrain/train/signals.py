@@ -46,6 +46,11 @@ class StopRequests:
         self._waiting: threading.Timer | None = None
         self._before: dict[int, object] = {}
 
+    @property
+    def stops_building(self) -> bool:
+        """A stop has come before `defer`."""
+        return self.requested is not None and not self._deferred
+
     def defer(self) -> None:
         """From now on only note stops.
 

@@ -24,6 +24,10 @@ from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, _home
 from offloadtrain.runtime.launcher_link import Pulse
+from offloadtrain.runtime.process_group import RankError
+from offloadtrain.train import distributed_run
+from offloadtrain.train.distributed_run import DistributedRun
+from offloadtrain.train.signals import StoppedEarlyError, StopRequests
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
 from tests.distributed.rank_faults import (
@@ -380,3 +384,40 @@ def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) ->
     assert failures.cause(0.0) is None
     failures.close()
     assert board.check(["done0"])
+
+
+def test_a_rank_stopped_while_the_ranks_meet_says_so(
+    monkeypatch: pytest.MonkeyPatch, job: Path
+) -> None:
+    """The others know its process already, and would call its end a failure."""
+    board = Board()
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(distributed_run, "connect", lambda *_, **__: board)
+    monkeypatch.setattr(distributed_run, "attempt_store", lambda store, _: store)
+
+    def interrupted(key: str) -> bytes:
+        raise StoppedEarlyError(f"SIGHUP while it waits for {key}")
+
+    monkeypatch.setattr(board, "get", interrupted)
+    with pytest.raises(StoppedEarlyError):
+        DistributedRun(RankInfo(1, 2), jobs.load(job), lambda _: 1, StopRequests())
+    assert board.check(["who1", "stopped early"])
+    assert board.kept["failed"] == b"rank 1: SIGHUP while it waits for who0"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_rank_that_is_told_to_stop_too_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch, job: Path, asked: bool
+) -> None:
+    """The rank that has ended was stopped in a moment in which it could say nothing."""
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(distributed_run, "connect", lambda *_, **__: board)
+    monkeypatch.setattr(distributed_run, "attempt_store", lambda store, _: store)
+    board, stop = Board(), StopRequests()
+    board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
+    run = DistributedRun(RankInfo(0, 2), jobs.load(job), lambda _: 1, stop)
+    board.set("failed", "rank 1 (pid 7) has ended")
+    stop.requested = "SIGHUP" if asked else None
+    error = StoppedEarlyError if asked else RankError
+    with pytest.raises(error, match="rank 1"), run.reporting(None):  # type: ignore[arg-type]
+        raise RuntimeError("a collective without its peer")

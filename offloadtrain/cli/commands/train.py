@@ -160,7 +160,7 @@ def _run_distributed(
     from offloadtrain.train.distributed_run import DistributedRun
 
     judge = None if launcher_link.is_attached() else guards.watchdog
-    with DistributedRun(rank_info, config, _code_of_rank, judge) as distributed:
+    with DistributedRun(rank_info, config, _code_of_rank, guards.stop, judge) as distributed:
         return run_job(
             config,
             job_text,

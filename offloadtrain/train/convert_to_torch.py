@@ -1,7 +1,8 @@
-"""A checkpoint as one file of torch: a model, the state of its AdamW, the step.
+"""A checkpoint for torch: a model, the state of its AdamW, the step; one file of `torch.save`, or
+a folder of torch.distributed.checkpoint.
 
 The file is laid out first, without values, and then filled through a shared mapping: the host holds
-one parameter and its state at a time.
+one parameter and its state at a time. A folder is copied from such a file.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.hardware.atomic_io import sync_folder
@@ -39,25 +44,77 @@ def to_torch(saved: SavedRun, out: Path) -> list[str]:
         ConfigError: `out` exists, or the run was not trained with Adam.
         CheckpointError: the disk is full or failing; nothing is left of the file.
     """
+    with _whole(out) as beside:
+        tree = _write(saved, beside)
+        beside.chmod(0o600)
+    return list(_remarks(saved, tree))
+
+
+def to_dcp(saved: SavedRun, out: Path) -> list[str]:
+    """Write a folder with {"model", "optim", "step"}; return what the user should know.
+
+    "model" and "optim" are what `get_state_dict` of a model and its AdamW returns, by parameters'
+    names: `torch.distributed.checkpoint.load` reads them on any number of ranks. While it is
+    written the disk holds its bytes twice.
+
+    Raises: as `to_torch`.
+    """
+    with _whole(out) as beside:
+        flat = beside.with_name("state.pt")
+        tree = _write(saved, flat)
+        values = torch.load(flat, mmap=True, weights_only=True)
+        named = {"model": values["model"], "optim": _by_name(values["optimizer"])}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            state_dict_saver.save(
+                {**named, "step": values["step"]}, checkpoint_id=beside, no_dist=True
+            )
+    return list(_remarks(saved, tree))
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """Give a path beside `out`; what is written there becomes `out`, whole or not at all."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already: name a new file, or remove it")
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as at:
+            beside = Path(at) / out.name
+            yield beside
+            os.rename(beside, out)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
+    except CheckpointException as error:  # no Exception: of torch's writer
+        why = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise CheckpointError(f"{out} cannot be written: {why}") from error
+
+
+def _write(saved: SavedRun, path: Path) -> dict[str, Any]:
+    """Write the file of `torch.save`; return what it holds, without values."""
     if saved.job.optim.name not in ADAMS:
         raise ConfigError(
             f'the run was trained with optim.name = "{saved.job.optim.name}", whose state '
             "torch.optim.AdamW does not have"
         )
-    if out.exists():
-        raise ConfigError(f"{out} exists already: name a new file, or remove it")
     tree = _laid_out(saved)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as at:
-            beside = Path(at) / "state.pt"
-            _write_empty(tree, beside)
-            _fill(saved, beside)
-            beside.chmod(0o600)
-            os.rename(beside, out)
-        sync_folder(out.absolute().parent)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
-    return list(_remarks(saved, tree))
+    _write_empty(tree, path)
+    _fill(saved, path)
+    return tree
+
+
+def _by_name(adam: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with names where it has numbers."""
+    groups = adam["param_groups"]
+    names = [name for group in groups for name in group["param_names"]]
+    given = [{key: of[key] for key in of if key != "param_names"} for of in groups]
+    return {
+        "state": {names[number]: state for number, state in adam["state"].items()},
+        "param_groups": [
+            {**group, "params": list(of["param_names"])}
+            for group, of in zip(given, groups, strict=True)
+        ],
+    }
 
 
 def _model(saved: SavedRun) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
@@ -170,6 +173,27 @@ def test_our_run_goes_on_in_a_plain_loop(plain: Reference, tmp_path: Path) -> No
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
+def test_our_run_goes_on_under_distributed_checkpoint(plain: Reference, tmp_path: Path) -> None:
+    """Read by torch into a new model and AdamW, as FSDP's users do; and back into a run."""
+    few = replace(plain.job, train=replace(plain.job.train, steps=BEFORE))
+    assert run(few, tmp_path / "run") == 0
+    folder, job = tmp_path / "dcp", str(plain.folder / "job.toml")
+    assert main(["convert", str(tmp_path / "run"), str(folder), "--to", "dcp"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "run"]
+    loop = PlainLoop(plain.job)
+    weights, adam = get_state_dict(loop.model, loop.adam)
+    tree: dict[str, Any] = {"model": weights, "optim": adam, "step": 0}
+    with warnings.catch_warnings(action="ignore"):  # one process is what is meant
+        dcp.load(tree, checkpoint_id=folder, no_dist=True)
+    set_state_dict(loop.model, loop.adam, model_state_dict=weights, optim_state_dict=adam)
+    loop.batches.skip(tree["step"])
+    loop.steps(AFTER - BEFORE)
+    assert run(plain.job, tmp_path / "run", resume=str(tmp_path / "run")) == 0
+    assert_same(state_in(tmp_path / "run"), loop.state())
+    assert main(["convert", str(folder), "--job", job, "--run", str(tmp_path / "back")]) == 0
+    assert tensor_hashes(tmp_path / "back", BEFORE) == tensor_hashes(tmp_path / "run", BEFORE)
+
+
 def test_one_group_loads_into_an_optimizer_over_all_parameters(tmp_path: Path) -> None:
     job = small_job(tmp_path, *PLAIN, "optim.decay=all", "model.tie_embeddings=true")
     job = replace(job, train=replace(job.train, steps=2))
@@ -276,6 +300,13 @@ def test_a_full_disk_leaves_nothing(
             assert main(["convert", str(tmp_path / "run"), out, "--to", "torch"]) == 1
         assert "a.pt cannot be written: No space left" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+        out = str(tmp_path / "folder")
+        assert main(["convert", str(tmp_path / "run"), out, "--to", "dcp"]) == 1
+    told = capsys.readouterr().err
+    assert "folder cannot be written: " in told and "No space left" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_arguments_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +315,7 @@ def test_arguments_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture
         "--job is needed": [source],
         "is not there": [str(tmp_path / "none"), "--job", "demo"],
         "takes no --job": [source, "a.pt", "--to", "torch", "--job", "demo"],
-        "needs the file to write": [source, "--to", "torch"],
+        "needs the path to write": [source, "--to", "dcp"],
         "a run is made in --run-dir": [source, "a.pt", "--job", "demo"],
     }
     for said, arguments in cases.items():

@@ -18,7 +18,7 @@ def convert(
     out: Path | None = None,
     /,
     *,
-    to: Literal["run", "torch"] = "run",
+    to: Literal["run", "torch", "dcp"] = "run",
     job: str | None = None,
     overrides: Annotated[
         tuple[str, ...],
@@ -27,7 +27,7 @@ def convert(
     optimizer: Path | None = None,
     run_dir: Annotated[Path | None, Parameter(name=("--run-dir", "--run"))] = None,
 ) -> None:
-    """Make a run of a checkpoint of torch, FSDP or DeepSpeed; or a torch checkpoint of a run.
+    """Make a run of a checkpoint of torch, FSDP or DeepSpeed; or a checkpoint of torch of a run.
 
     Model and state of Adam are taken over: fp32 masters, both moments, the step. Data, schedule and
     random numbers are where a run of the job is after so many steps. `train JOB --resume` goes on.
@@ -36,12 +36,13 @@ def convert(
     ----------
     source
         A file of torch.save, a folder of torch.distributed.checkpoint, or one of DeepSpeed's ZeRO
-        1, 2 or 3. With --to torch: a run folder, or one checkpoint.
+        1, 2 or 3. With --to torch or dcp: a run folder, or one checkpoint.
     out
-        With --to torch: the file to write, which must not exist.
+        With --to torch or dcp: the file or folder to write, which must not exist.
     to
         run: a run folder of --job. torch: one file with "model", "optimizer" and "step", for
-        torch.optim.AdamW or Adam.
+        torch.optim.AdamW or Adam. dcp: a folder of torch.distributed.checkpoint with "model",
+        "optim" and "step", by names, for FSDP on any number of ranks.
     job
         The job that goes on: a job file, or the name of a shipped job.
     overrides
@@ -53,15 +54,15 @@ def convert(
     """
     given = {"--job": job, "--set": overrides, "--optimizer": optimizer, "--run-dir": run_dir}
     asked = [key for key, value in given.items() if value]
-    if to == "torch":
+    if to != "run":
         if asked:
-            raise ConfigError(f"--to torch takes no {asked[0]}: a run has its own job")
+            raise ConfigError(f"--to {to} takes no {asked[0]}: a run has its own job")
         if out is None:
-            raise ConfigError("--to torch needs the file to write: convert RUN OUT --to torch")
-        _to_torch(source, out)
+            raise ConfigError(f"--to {to} needs the path to write: convert RUN OUT --to {to}")
+        _from_run(source, out, to)
         return
     if out is not None:
-        raise ConfigError(f"{out}: a run is made in --run-dir; --to torch writes a file")
+        raise ConfigError(f"{out}: a run is made in --run-dir; --to torch or dcp writes a path")
     if job is None:
         raise ConfigError("--job is needed: the job that goes on from the checkpoint")
     _to_run(source, job, overrides, optimizer, run_dir)
@@ -91,11 +92,11 @@ def _to_run(
     print(made)
 
 
-def _to_torch(source: Path, out: Path) -> None:
-    from offloadtrain.train.convert_to_torch import to_torch
+def _from_run(source: Path, out: Path, to: Literal["torch", "dcp"]) -> None:
+    from offloadtrain.train.convert_to_torch import to_dcp, to_torch
     from offloadtrain.train.saved_run import open_saved
 
-    saved = open_saved(source)
-    for line in to_torch(saved, out):
+    write = {"torch": to_torch, "dcp": to_dcp}[to]
+    for line in write(open_saved(source), out):
         print(line, file=sys.stderr)
     print(out)

@@ -18,7 +18,7 @@ from offloadtrain.engine import StepReport
 from offloadtrain.events.chrome_trace import chrome_trace
 from offloadtrain.events.schema import LaneSpan, Record, Step
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.runtime.arena import Tier
+from offloadtrain.step.tiers import Tier
 
 
 class Running:

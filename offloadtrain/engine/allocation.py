@@ -12,7 +12,7 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.memory_map import Staging
-from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.step.memory import (
@@ -21,26 +21,33 @@ from offloadtrain.step.memory import (
     kept_requests,
     matrix_requests,
     staging_requests,
+    state_requests,
     weight_requests,
 )
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.tiers import Tier
 
 
-def map_host(arena: Arena, blocks: Sequence[Block], spec: StepSpec) -> Buffer:
-    """Map all that is kept, bucket by bucket, at once; returns the buffer of the sums of squares,
-    (number of parameters,) fp64.
-
-    `arena`: on the device where the state is not offloaded.
-    """
+def map_state(
+    arena: Arena, memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec
+) -> dict[Tier, Buffer]:
+    """Map all that is kept, bucket by bucket, on its tier; returns the sums of squares of each tier
+    that holds state, (number of parameters,) fp64."""
     buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
-    requests = list(kept_requests(spec))
-    norms, *kept = (
-        Buffer(request.name, tensor)
-        for request, tensor in zip(requests, arena.map(requests), strict=True)
-    )
-    for request, buffer in zip(requests[1:], kept, strict=True):
-        give(buckets[request.bucket], request, buffer)
+    on_host, on_device = list(kept_requests(spec)), list(state_requests(spec, Tier.DEVICE))
+    mapped = {
+        Tier.HOST: zip(on_host, arena.map(on_host), strict=True),
+        Tier.DEVICE: zip(on_device, memory.map(on_device, zeroed=True), strict=True),
+    }
+    norms = {}
+    for tier, pairs in mapped.items():
+        for request, tensor in pairs:
+            buffer = Buffer(request.name, tensor)
+            if request.bucket:
+                give(buckets[request.bucket], request, buffer)
+            else:
+                norms[tier] = buffer
     return norms
 
 
@@ -77,10 +84,12 @@ class DeviceMemory:
         self._ledger = ledger
         self._device = device
 
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        """Allocate a 1-D tensor per request, of undefined contents, in their order."""
+    def map(self, requests: Sequence[MemoryRequest], *, zeroed: bool = False) -> list[Tensor]:
+        """Allocate a 1-D tensor per request, of undefined contents unless `zeroed`, in their
+        order."""
         take = self._ledger.device_tensor
-        return [take(r.owner, r.numel, DTYPES[r.dtype], self._device) for r in requests]
+        found = [take(r.owner, r.numel, DTYPES[r.dtype], self._device) for r in requests]
+        return [tensor.zero_() for tensor in found] if zeroed else found
 
 
 def map_weights(memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec) -> None:

@@ -181,9 +181,7 @@ def offload(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
-    lanes = lanes_for(
-        on, among_ranks=not ranks.is_single, state_on_device=chosen.state_on == "device"
-    )
+    lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(model, rule, groups, chosen, on, ranks, lanes, param_init_fn)
     offloaded[model] = weakref.ref(optimizer)
     return optimizer

@@ -14,8 +14,8 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.allocation import (
     DeviceMemory,
     check_room,
-    map_host,
     map_staging,
+    map_state,
     map_weights,
 )
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
@@ -42,6 +42,7 @@ from offloadtrain.step.memory import MemoryRequest, slot_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec, StepSpec
+from offloadtrain.step.tiers import Tier
 
 
 def build(
@@ -55,7 +56,6 @@ def build(
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
-    inputs: Arena,
     ledger: Ledger,
     adopt: Adopt = adopt_weights,
 ) -> tuple[Engine, list[Block]]:
@@ -63,14 +63,14 @@ def build(
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
     arena. Frozen parameters and buffers are on the device, except the frozen parameters of streamed
-    blocks, which are in the arena. `rules`: that of each group. `inputs`: host memory for block
-    inputs. `adopt`: moves the weights; another one only where there are none.
+    blocks, which are in the arena. `rules`: that of each group. `adopt`: moves the weights; another
+    one only where there are none.
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes)
     spec = lay_out(model, blocks, config, ranks, available_bytes())
     laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
-    laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(inputs, ledger, config)
+    laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, config)
     block_inputs = BlockInputs(device)
     memory_map = MemoryMap(
         blocks, norms=laid.norms, slots=laid.slots, staging=laid.staging, inputs=block_inputs
@@ -79,7 +79,8 @@ def build(
     functions = Functions(blocks, lanes, ranks, rules, groups, seed=config.seed)
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
-    gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
+    norms = list(laid.norms.values())
+    gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=norms)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     adopt(model, parts, blocks, rules, config, device, ranks, param_init_fn)
     offloader = None
@@ -119,7 +120,7 @@ def _loss_scaler(config: OffloadConfig) -> LossScaler | None:
 class MappedMemory:
     """Memory for all that a spec asks for, and no values in it."""
 
-    norms: Buffer
+    norms: dict[Tier, Buffer]
     slots: list[Tensor]
     staging: dict[Memory, Staging]
 
@@ -131,7 +132,7 @@ def lay_out(
     ranks: Ranks,
     available_bytes: int,
 ) -> StepSpec:
-    """Make the spec of the model's step, and mark the blocks that are streamed.
+    """Make the spec of the model's step; mark the blocks that are streamed and the tiers of state.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
@@ -144,7 +145,10 @@ def lay_out(
         available_bytes=available_bytes,
     )
     memory.check_host_limit(spec)
+    laid = {bucket.name: bucket for bucket in spec.buckets}
     for block in blocks:
+        for bucket in block.buckets:
+            bucket.spec = laid[bucket.name]
         # Frozen weights of a block that stays on the device are no bucket: they never move.
         if block.name not in spec.streamed:
             block.frozen = ()
@@ -169,7 +173,7 @@ def map_memory(
 ) -> MappedMemory:
     """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
     on_device = DeviceMemory(ledger, device)
-    norms = map_host(arena, blocks, spec)
+    norms = map_state(arena, on_device, blocks, spec)
     map_weights(on_device, blocks, spec)
     slots = on_device.map(slot_requests(spec))
     staging = map_staging(on_device, spec)
@@ -310,6 +314,6 @@ def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
             pieces.extend(arena.map(memory.host_staging(spec)))
         return f"host staging[{number}]", pieces[int(number)]
 
-    if spec.accumulates:
+    if spec.sums_on_host:
         slot(0)
     return slot

@@ -28,6 +28,7 @@ from offloadtrain.runtime.lanes import Interval, Lanes
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.program import Program
+from offloadtrain.step.tiers import Tier
 
 
 class EngineError(OffloadTrainError):
@@ -283,8 +284,12 @@ class Engine:
         Raises:
             SalvageError: the state is between two steps, or not on the host.
         """
-        if not self.program.spec.offloaded:
-            raise SalvageError('the state was on the device (offload.state_on = "device")')
+        lost = len(self.program.spec.buckets_on(Tier.DEVICE))
+        if lost:
+            raise SalvageError(
+                f"the state of {lost} of {len(self.program.spec.buckets)} buckets was on the "
+                "device (offload.state_on)"
+            )
         self._interpreter.salvage(failure)
         self._update_scale()
         self.salvaged = True

@@ -256,6 +256,7 @@ def fill(flat: Tensor, lo: int, delivered: Delivered) -> None:
 _ALIKE: dict[Kind, Operation] = {
     Kind.ROUND: _round,
     Kind.GRAD_DOWN: copy,
+    Kind.COPY: copy,
     Kind.ADD: _add,
     Kind.NO_GRADIENT: KernelCalls(kernels.zero),
     Kind.CAST: KernelCalls(kernels.cast),

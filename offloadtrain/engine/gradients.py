@@ -88,10 +88,10 @@ class Gradients:
         functions: Functions,
         *,
         ranks: Ranks,
-        norms: Buffer,
+        norms: Sequence[Buffer],
     ) -> None:
-        """`norms`: (number of parameters,) fp64, beside the state, each parameter's sum of squares
-        in this rank's shards."""
+        """`norms`: of each tier that holds state, (number of parameters,) fp64: each parameter's
+        sum of squares in this rank's shards there, zero for those of other tiers."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
@@ -193,8 +193,9 @@ class Gradients:
         # The only wait of the training thread in a step. The norms of early blocks ran beside
         # backward; what is exposed is the way down of the last one.
         self._interpreter.run(self._program.norm())
-        # The host lane has written the norms: the program's last operation has waited for it.
-        squares = self._norms.flat.cpu()
+        # The norms are written: the program's last operations have waited for them. Those of the
+        # device cross the bus here, 8 bytes per parameter.
+        squares = torch.stack([norms.flat.cpu() for norms in self._norms]).sum(0)
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
         total, nonfinite = 0.0, {}

@@ -18,6 +18,7 @@ from offloadtrain.step.operations import (
     Free,
     HostWait,
     Kind,
+    Lane,
     Launch,
     Leave,
     Operation,
@@ -125,9 +126,10 @@ class Interpreter:
         found = self._memory.__getitem__
         reads, writes = list(map(found, op.reads)), list(map(found, op.writes))
         function = self._functions.of(op)
-        if op.kind is Kind.DIRECTION:
+        # Updates on the device are lost with it: the journal is of those that outlive it.
+        if op.kind is Kind.DIRECTION and op.lane is Lane.HOST:
             self.journal.needs_device(op.owner)
-        if op.kind is Kind.ADAM:
+        if op.kind is Kind.ADAM and op.lane is Lane.HOST:
             progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
             self.journal.launches(op, call, progress, decided=self._updating)
         HEARTBEAT.beat()

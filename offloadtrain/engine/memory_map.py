@@ -11,6 +11,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import Buffer, Range
 from offloadtrain.step.operations import Memory, Ref
+from offloadtrain.step.tiers import Tier
 
 _ATTRIBUTES = {
     Memory.WORKING: "working",
@@ -80,13 +81,13 @@ class MemoryMap(dict[Ref, Range]):
         self,
         blocks: Sequence[Block],
         *,
-        norms: Buffer,
+        norms: Mapping[Tier, Buffer],
         slots: Sequence[Tensor],
         staging: Mapping[Memory, Staging],
         inputs: BlockInputs,
     ) -> None:
-        """`norms`: (number of parameters,) fp64. `slots`: device memory that streamed blocks share,
-        each (n,) uint8."""
+        """`norms`: of each tier that holds state, (number of parameters,) fp64. `slots`: device
+        memory that streamed blocks share, each (n,) uint8."""
         super().__init__()
         self._norms = norms
         self.slots = slots
@@ -122,7 +123,7 @@ class MemoryMap(dict[Ref, Range]):
 
     def _make(self, ref: Ref) -> Buffer:
         if ref.memory is Memory.NORMS:
-            return self._norms
+            return self._norms[Tier(str(ref.owner))]
         if ref.memory in self._staging:
             name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
             return Buffer(name, memory.view(_dtype(ref)))

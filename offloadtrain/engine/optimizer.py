@@ -26,7 +26,7 @@ from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
 from offloadtrain.engine.state_io import StateIO
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.optim import AnyRule, rule_of
-from offloadtrain.runtime.arena import Arena, DeviceArena, Ledger
+from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
@@ -60,11 +60,10 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self.ranks = ranks
         self.ledger = Ledger()
         self._rules = [rule_of(rule, group) for group in groups]
-        self._inputs = host = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
-        self._arena = host if config.state_on == "host" else DeviceArena(self.ledger, self.device)
-        lanes.counts_bus = self._arena is host
+        self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
+        lanes.loads_cross_bus = config.working == "host"
         # Dropped without close(): drains the lanes, then gives back the memory that they use.
-        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, host)
+        self._finalizer = weakref.finalize(self, _release, lanes, self._arena)
         try:
             self._engine, self._blocks = build(
                 model,
@@ -76,7 +75,6 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
-                inputs=host,
                 ledger=self.ledger,
             )
         except BaseException:
@@ -122,7 +120,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
     @property
     def pinned(self) -> bool:
         """True if all host memory is page-locked: only then do transfers run beside compute."""
-        return self._arena.pinned and self._inputs.pinned
+        return self._arena.pinned
 
     @property
     def grad_norm(self) -> float | None:
@@ -437,8 +435,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             self.state[slot.param] = {"step": self._step_tensor, **kept}
 
 
-def _release(lanes: Lanes, *arenas: Arena) -> None:
-    # Drains first: copies and kernels in flight use the arenas' memory.
+def _release(lanes: Lanes, arena: Arena) -> None:
+    # Drains first: copies and kernels in flight use the arena's memory.
     lanes.close()
-    for arena in arenas:
-        arena.close()
+    arena.close()

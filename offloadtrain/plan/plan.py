@@ -19,6 +19,7 @@ from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import Prediction, predict
 from offloadtrain.step.memory import with_second_copies
+from offloadtrain.step.tiers import Tier
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20
@@ -67,7 +68,7 @@ class Plan:
         held = self.placed.device() | self.activations.owners()
         if frozen := self.placed.frozen_bytes:
             held["frozen weights"] = frozen
-        if not self.placed.spec.offloaded and not self.machine.on_cpu:
+        if self.placed.spec.has_state_on(Tier.DEVICE) and not self.machine.on_cpu:
             held["Adam at work"] = UPDATE_BYTES
         return held
 

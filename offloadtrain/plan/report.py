@@ -19,6 +19,7 @@ LANES = {
     "load": "streamed blocks",
     "comm": "collectives",
     "ortho": "matrices of updates",
+    "update": "state on the device",
     "write": "checkpoints",
 }
 _WIDTH = 26

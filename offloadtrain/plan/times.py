@@ -3,12 +3,13 @@
 [Note: What a step costs]
 Every launch of the program (`step.program`) gets a duration:
 * forward, backward: what `plan.device_time` counts; with recompute, backward has another forward;
-* gather: a copy within the device's memory;
+* gather, copy: a copy within the device's memory;
 * d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
 * reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
   are several;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
-  ranks of a host; Adam as measured, if it was;
+  ranks of a host; Adam as measured, if it was. Where the state is on the device, over the rate of
+  the device's memory;
 * orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
   or down: bytes over the link.
 Launches of copies and collectives are free, and lanes do not slow each other.
@@ -35,6 +36,7 @@ from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import Steady, steady
 from offloadtrain.step.spec import MATRIX_BYTES, BucketSpec, MatrixSpec, StepSpec
+from offloadtrain.step.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +180,11 @@ class _Costs:
             case Kind.ACTIVATION_UP:
                 return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
             case Kind.MATRIX_UP:
-                return op.writes[0].nbytes / self._link(self.machine.h2d_gbps)
+                return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
             case Kind.MATRIX_DOWN:
-                return op.writes[0].nbytes / self._link(self.machine.d2h_gbps)
+                return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
+            case Kind.COPY:
+                return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
                 return self._orthogonalized_s(self._buckets[op.owner], op.lo)
         key = op.kind, op.owner
@@ -260,13 +264,15 @@ class _Costs:
             case Kind.ALL_GATHER:
                 return self._collective_s(bucket.numel * weight)
             case Kind.GRAD_DOWN:
-                return shard * weight / pieces / self._link(machine.d2h_gbps)
+                return shard * weight / pieces / self._bus(machine.d2h_gbps)
+            case Kind.LOAD if self.spec.loads_from_shard(bucket):
+                return 2 * shard * weight / (machine.hbm_gbps * 1e9)
             case Kind.WEIGHTS_UP | Kind.LOAD:
-                return shard * weight / self._link(machine.h2d_gbps)
+                return shard * weight / self._bus(machine.h2d_gbps)
             case Kind.ADAM:
                 return shard / self._adam_rate(bucket)
         passes = pieces if kind is Kind.ACCUMULATE else 1
-        return shard * self._traffic(kind, bucket) / passes / self._dram
+        return shard * self._traffic(kind, bucket) / passes / self._memory_of(bucket)
 
     def _collective_s(self, nbytes: int) -> float:
         """Return the rate of a ring over all ranks: among the GPUs of a host, or over the links of
@@ -278,23 +284,20 @@ class _Costs:
             return inside
         return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))
 
-    def _link(self, alone_gbps: float) -> float:
-        """Return one rank's bandwidth between host and device, or within the device if the state is
-        there."""
-        if not self.spec.offloaded:
-            return 1e9 * self.machine.hbm_gbps / 2
-        return self._bus(alone_gbps)
-
     def _bus(self, alone_gbps: float) -> float:
-        """The same wherever the state is: block inputs cross the bus."""
+        """Return one rank's bandwidth between host and device."""
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
+
+    def _memory_of(self, bucket: BucketSpec) -> float:
+        """The bandwidth of the memory that the bucket's state is in."""
+        if bucket.state_tier is Tier.DEVICE:
+            return 1e9 * self.machine.hbm_gbps
+        return self._dram
 
     @property
     def _dram(self) -> float:
-        """The memory bandwidth of one rank's cores, or of the device if Adam runs there."""
+        """The memory bandwidth of one rank's cores."""
         machine = self.machine
-        if not self.spec.offloaded:
-            return 1e9 * machine.hbm_gbps
         whole = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
         return 1e9 * whole / self._local
 
@@ -303,12 +306,12 @@ class _Costs:
         rules than Adam, which was measured, by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         moved = self._traffic(Kind.ADAM, bucket)
-        if measured and self.spec.offloaded and not bucket.matrices:
+        if measured and bucket.state_tier is Tier.HOST and not bucket.matrices:
             of_adam = bucket.format.traffic_per_param(
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )
             return 1e9 * measured * (of_adam / moved) / self._local
-        return self._dram / moved
+        return self._memory_of(bucket) / moved
 
     def _grad_bytes(self, bucket: BucketSpec) -> int:
         return 4 if self.spec.accumulates else bucket.weight_bytes
@@ -338,23 +341,20 @@ class _Costs:
         """The bytes of a step: down, up, to other ranks."""
         spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
         every = sum(bucket.shard_numel * bucket.weight_bytes for bucket in spec.buckets)
+        on_host = spec.buckets_on(Tier.HOST)
+        crossing = sum(bucket.shard_numel * bucket.weight_bytes for bucket in on_host)
         reduced = sum(bucket.shard_numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
         loads = sum(block.nbytes for block in streamed) // spec.ranks
         loaded = self._loads_per_step() * loads // max(len(streamed), 1)
         trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
         from_shards = any(spec.loads_from_shard(bucket) for bucket in spec.buckets)
-        up = every if from_shards else every - trained + loaded
+        up = crossing if from_shards else crossing - trained + loaded
         inputs = sum(self.placed.block_inputs) * micro_steps
         sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
-        down = micro_steps * every
-        matrices = sum(one.numel for bucket in spec.buckets for one in bucket.matrices_of(0))
-        down, up = (moved + matrices * MATRIX_BYTES for moved in (down, up))
-        return (
-            (down if spec.offloaded else 0) + inputs,
-            (up if spec.offloaded else 0) + inputs,
-            sent,
-        )
+        matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
+        beside = matrices * MATRIX_BYTES + inputs
+        return micro_steps * crossing + beside, up + beside, sent
 
     def _loads_per_step(self) -> int:
         """Return the bytes of streamed blocks in forward and backward of every microbatch, except
@@ -368,8 +368,7 @@ class _Costs:
     @property
     def dram_bytes(self) -> float:
         """The memory traffic of the host's kernels in a step, without the bus."""
-        spec = self.spec
-        return sum(map(self._dram_bytes_of, spec.buckets)) if spec.offloaded else 0.0
+        return sum(map(self._dram_bytes_of, self.spec.buckets_on(Tier.HOST)))
 
     def _dram_bytes_of(self, bucket: BucketSpec) -> float:
         traffic, spec = self._traffic, self.spec

@@ -17,7 +17,6 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.step.memory import MemoryRequest, largest_owners, span_bytes
+from offloadtrain.step.tiers import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +43,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, RuntimeError):
         return "DefaultCPUAllocator: can't allocate" in str(error)
     return isinstance(error, MemoryError)
-
-
-class Tier(StrEnum):
-    """A kind of memory."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,28 +173,6 @@ class Arena:
                 "slow and will not overlap. Check `ulimit -l` and the memory limit of the "
                 "container."
             )
-
-
-class DeviceArena(Arena):
-    """The same interface on the device, for optimizer state that is not offloaded."""
-
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
-        super().__init__(ledger, pin=False)
-        self._device = device
-
-    @property
-    def pinned(self) -> bool:
-        """Always False: nothing crosses the bus."""
-        return True
-
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        """Return zeroed 1-D tensors in the order of the requests.
-
-        Raises:
-            torch.OutOfMemoryError: with the largest owners in its message.
-        """
-        take = self._ledger.device_tensor
-        return [take(r.owner, r.numel, DTYPES[r.dtype], self._device).zero_() for r in requests]
 
 
 class MetaArena(Arena):

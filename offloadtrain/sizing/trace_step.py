@@ -88,19 +88,19 @@ class _Offloaded:
     model: nn.Module
     engine: Engine
     blocks: Sequence[Block]
-    inputs: _BlockInputs
+    host: _HostMemory
     hooks: Sequence[object]
 
 
-class _BlockInputs(MetaArena):
+class _HostMemory(MetaArena):
     """Notes the bytes of each block input that would go to the host."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)
-        self.sizes: list[int] = []
+        self.input_sizes: list[int] = []
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        self.sizes += [one.nbytes for one in requests]
+        self.input_sizes += [one.nbytes for one in requests if one.owner == "block inputs"]
         return super().map(requests)
 
 
@@ -116,7 +116,7 @@ def _as_traced(config: OffloadConfig) -> OffloadConfig:
 
 def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
     ledger, rule = Ledger(), AdamW()
-    inputs = _BlockInputs(ledger)
+    host = _HostMemory(ledger)
     engine, blocks = build(
         model,
         [rule],
@@ -126,8 +126,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         ranks=ALONE,
         param_init_fn=None,
         lanes=InertLanes(meter),
-        arena=MetaArena(ledger),
-        inputs=inputs,
+        arena=host,
         ledger=ledger,
         adopt=_view_weights,
     )
@@ -141,7 +140,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
     hooks += hook_parameters(engine, blocks)
     dtype = PRECISIONS[config.precision]
     hooks += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-    return _Offloaded(model, engine, blocks, inputs, hooks)
+    return _Offloaded(model, engine, blocks, host, hooks)
 
 
 def _view_weights(
@@ -216,7 +215,7 @@ def _found(traced: _Offloaded, meter: Meter) -> TracedStep:
     return TracedStep(
         {name: _cost(works, name) for name in names},
         _activations(meter.peak, {b.name for b in traced.blocks if b.repeated}),
-        tuple(traced.inputs.sizes),
+        tuple(traced.host.input_sizes),
         2.0 ** (widths / flops) if flops else 1.0,
     )
 

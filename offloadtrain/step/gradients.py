@@ -1,6 +1,8 @@
-"""The way down: a bucket's gradient from autograd to its sum and its norm on the host.
+"""The way down: a bucket's gradient from autograd to its sum and its norm where its state is.
 
-Lanes: compute gathers, comm reduces, d2h copies, host adds and measures; all beside backward.
+Lanes: compute gathers, comm reduces, d2h copies, host adds and measures; all beside backward. Where
+the state is on the device nothing crosses the bus: `update` adds and measures, and a gradient that
+is neither summed nor reduced is gathered straight into its place.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Ref
 from offloadtrain.step.places import NORMS_DTYPE, BucketRefs, Ring
 from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.tiers import Tier
 
 
 class GradientPath:
@@ -29,7 +32,11 @@ class GradientPath:
         self._norms_are_last = not spec.updates_in_backward
         """No Adam stands behind a norm on the host lane until `complete` has waited for the last
         one: a single event, recorded then, is enough for all of them."""
-        self._norms = Ref(Memory.NORMS, "", 0, 0, spec.num_tensors, NORMS_DTYPE)
+        self._norms = {
+            tier: Ref(Memory.NORMS, tier.value, 0, 0, spec.num_tensors, NORMS_DTYPE)
+            for tier in Tier
+            if spec.has_state_on(tier)
+        }
 
     def send(self, bucket: BucketRefs, *, complete: bool, last: bool) -> None:
         """Send all gradients that the bucket's parameters hold.
@@ -42,18 +49,16 @@ class GradientPath:
         # A single piece is squared while it is added: one pass over host memory less.
         measured = whole and bucket.accumulates and len(bucket.pieces) == 1
         for lo, hi in bucket.pieces:
+            if self._gathers_in_place(bucket):
+                self._gather(bucket, bucket.piece(lo, hi), lo, hi)
+                continue
             staged = self._reduced(bucket, lo, hi)
             if bucket.accumulates:
                 self._accumulate(bucket, staged, lo, hi, measured=measured)
             elif bucket.touched:
                 self._add(bucket, staged, lo, hi)
             else:
-                target = bucket.piece(lo, hi)
-                # d2h, beside backward of the next blocks; norm and Adam wait for it. It waits for
-                # the last step's upload, which may read new weights from the gradient's memory.
-                self._order.launch(
-                    Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
-                )
+                self._place(bucket, staged, lo, hi)
         bucket.touched, bucket.normed = True, measured
         if whole and not measured:
             self._measure(bucket)
@@ -65,16 +70,29 @@ class GradientPath:
                 zeros = (bucket.gradient,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
-                op = Launch(Kind.NO_GRADIENT, Lane.HOST, bucket.name, (), zeros)
+                op = Launch(Kind.NO_GRADIENT, bucket.lane, bucket.name, (), zeros)
                 self._order.launch(op, late=True)
                 bucket.touched, bucket.normed = True, False
             if not bucket.normed:
                 self._measure(bucket)
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
-        measured = self._order.written(self._norms)
-        assert measured is not None
-        self._order.host_wait(measured, "the gradient norm")
+        for norms in self._norms.values():
+            measured = self._order.written(norms)
+            assert measured is not None
+            self._order.host_wait(measured, "the gradient norm")
+
+    def _gathers_in_place(self, bucket: BucketRefs) -> bool:
+        """Nothing has to be added to the gradient: compute writes it where Adam reads it."""
+        added = bucket.accumulates or bucket.touched
+        return bucket.on_device and self._is_single and not added
+
+    def _gather(self, bucket: BucketRefs, whole: Ref, lo: int, hi: int) -> None:
+        op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
+        # Compute, behind the kernels that made the gradients. It waits until d2h, comm or Adam of
+        # the last step is done with the memory; a ring with one slot more than a bucket has pieces
+        # makes that wait short.
+        self._order.launch(op, fresh=whole)
 
     def _reduced(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
@@ -82,10 +100,7 @@ class GradientPath:
         ranks, count, wide = self._ranks, hi - lo, bucket.reduces_wide
         dtype = "float32" if wide else bucket.spec.dtype
         whole = self._staging(bucket, lo, ranks * count, dtype)
-        op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
-        # Compute, behind the kernels that made the gradients. It waits until d2h or comm is done
-        # with the slot; a ring with one slot more than a bucket has pieces makes that wait short.
-        self._order.launch(op, fresh=whole)
+        self._gather(bucket, whole, lo, hi)
         if self._is_single:
             return whole
         # comm, in place, beside backward of the next blocks. The copy down, or the rounding, waits
@@ -109,7 +124,20 @@ class GradientPath:
             return Ref(Memory.STAGING, f"{bucket.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
 
-    def _staged_on_host(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
+    def _place(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> None:
+        """Bring a piece from its slot to the gradient."""
+        kind, lane = (Kind.GRAD_DOWN, Lane.D2H)
+        if bucket.on_device:
+            kind, lane = (Kind.COPY, Lane.UPDATE)
+        target = bucket.piece(lo, hi)
+        # Beside backward of the next blocks; norm and Adam wait for it. It waits for the last
+        # step's upload, which may read new weights from the gradient's memory.
+        self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
+
+    def _beside_gradient(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
+        """Return the piece on the gradient's tier, where it is added."""
+        if bucket.on_device:
+            return staged
         target = self._host_ring.take(hi - lo, bucket.spec.dtype)
         op = Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
         # d2h, beside backward and beside the host's sum of the other ring slot. It waits for the
@@ -119,20 +147,20 @@ class GradientPath:
 
     def _add(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> None:
         """Add a second gradient of one micro-step in its dtype, as autograd itself does."""
-        arrived = self._staged_on_host(bucket, staged, lo, hi)
+        arrived = self._beside_gradient(bucket, staged, lo, hi)
         target = (bucket.piece(lo, hi),)
         # Host: waits for both copies, the first through the gradient and this one through the ring.
-        self._order.launch(Launch(Kind.ADD, Lane.HOST, bucket.name, (arrived,), target, lo, hi))
+        self._order.launch(Launch(Kind.ADD, bucket.lane, bucket.name, (arrived,), target, lo, hi))
 
     def _accumulate(
         self, bucket: BucketRefs, staged: Ref, lo: int, hi: int, *, measured: bool
     ) -> None:
         """Add to the fp32 sum over microbatches; square in the same pass if it is the last one."""
-        arrived = self._staged_on_host(bucket, staged, lo, hi)
-        writes = (bucket.piece(lo, hi), *([self._norms] if measured else []))
+        arrived = self._beside_gradient(bucket, staged, lo, hi)
+        writes = (bucket.piece(lo, hi), *([self._norms_of(bucket)] if measured else []))
         first = not bucket.touched
         op = Launch(
-            Kind.ACCUMULATE, Lane.HOST, bucket.name, (arrived,), writes, lo, hi, first=first
+            Kind.ACCUMULATE, bucket.lane, bucket.name, (arrived,), writes, lo, hi, first=first
         )
         # Host, beside backward and the next copy down: waits for its own copy through the ring.
         # Norm and Adam run on the same lane and need no wait for the sum.
@@ -140,9 +168,12 @@ class GradientPath:
 
     def _measure(self, bucket: BucketRefs) -> None:
         """Launch the sum of squares per parameter."""
-        reads, writes = (bucket.gradient,), (self._norms,)
-        # Host, as soon as the gradient is there, beside backward of the next blocks: `complete`
-        # then waits for little more than the norm of the last block.
-        op = Launch(Kind.NORM, Lane.HOST, bucket.name, reads, writes)
+        reads, writes = (bucket.gradient,), (self._norms_of(bucket),)
+        # Where the gradient is, as soon as it is there, beside backward of the next blocks:
+        # `complete` then waits for little more than the norm of the last block.
+        op = Launch(Kind.NORM, bucket.lane, bucket.name, reads, writes)
         self._order.launch(op, late=self._norms_are_last)
         bucket.normed = True
+
+    def _norms_of(self, bucket: BucketRefs) -> Ref:
+        return self._norms[bucket.spec.state_tier]

@@ -1,6 +1,7 @@
 """Memory rules of a step: allocations by tier and owner, streamed blocks, second copies.
 
-`lay_out` decides. `host_requests` and `device_requests` list what the engine maps, in order.
+`lay_out` decides. `host_requests` and `device_requests` list what the engine maps, in order. State
+is requested from the tier of its bucket.
 `host_owners` and `device_owners` are what its Ledger shows then. Offloaded block inputs are not
 among them: their size shows in the first forward.
 """
@@ -16,6 +17,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.units import format_bytes
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
+from offloadtrain.step.tiers import Tier
 
 ARENA_ALIGN = 512
 """Bytes: disks read and write memory that starts on a multiple of it without a copy."""
@@ -93,11 +95,20 @@ def lay_out(
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
-    spec = StepSpec(tuple(blocks), config, ranks, num_tensors)
+    spec = StepSpec(_tiered(blocks, config), config, ranks, num_tensors)
     streamed = frozenset(_streamed(spec))
-    held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in blocks)
+    held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
     spec = replace(spec, blocks=held, streamed=streamed)
     return spec if available_bytes is None else with_second_copies(spec, available_bytes)
+
+
+def _tiered(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[BlockSpec, ...]:
+    """Give every trained bucket the tier of its state."""
+    tier = Tier(config.state_on)
+    return tuple(
+        replace(block, buckets=tuple(replace(one, state_tier=tier) for one in block.buckets))
+        for block in blocks
+    )
 
 
 def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
@@ -110,7 +121,8 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
     room -= span_bytes(host_requests(replace(spec, second_copies=frozenset())))
     copied = set()
     for block in reversed(spec.blocks):
-        room -= sum(_span_of_second_copy(spec, bucket) for bucket in block.buckets)
+        on_host = [one for one in block.buckets if one.state_tier is Tier.HOST]
+        room -= sum(_span_of_second_copy(spec, bucket) for bucket in on_host)
         if room < 0:
             break
         copied.add(block.name)
@@ -120,7 +132,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
 def check_host_limit(spec: StepSpec) -> None:
     """Raises HostMemoryError if the config's limit does not hold one copy of everything."""
     limit = spec.config.host_memory_limit
-    if limit is None or not spec.offloaded:
+    if limit is None:
         return
     requests = list(host_requests(replace(spec, second_copies=frozenset())))
     if (needed := span_bytes(requests)) > limit:
@@ -131,22 +143,28 @@ def check_host_limit(spec: StepSpec) -> None:
         )
 
 
-# Requests to the host; where the state is not offloaded, to the device.
+# Requests for gradients and state, and others to the host.
 
 
 def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     """Yield all that one arena holds: `kept_requests`, then `host_staging` where microbatches are
     summed."""
     yield from kept_requests(spec)
-    if spec.accumulates:
+    if spec.sums_on_host:
         yield from host_staging(spec)
 
 
-def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Yield sums of squares, then all that is kept bucket by bucket, then frozen weights."""
-    yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
-    for bucket in spec.buckets:
+def state_requests(spec: StepSpec, tier: Tier) -> Iterator[MemoryRequest]:
+    """Yield sums of squares, then all that is kept bucket by bucket, of the state on a tier."""
+    if spec.has_state_on(tier):
+        yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
+    for bucket in spec.buckets_on(tier):
         yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
+
+
+def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
+    """Yield the state on the host, then frozen weights."""
+    yield from state_requests(spec, Tier.HOST)
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
         if spec.loads_from_host(bucket):
             yield _shard("frozen weights", bucket, bucket.dtype, Role.SNAPSHOT)
@@ -208,8 +226,9 @@ def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
 
 
 def device_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Yield weights, slots, staging and matrix workspace; not the gradients of ZeRO stage 1,
+    """Yield state, weights, slots, staging and matrix workspace; not the gradients of ZeRO stage 1,
     which are allocated when they first come."""
+    yield from state_requests(spec, Tier.DEVICE)
     yield from weight_requests(spec)
     yield from slot_requests(spec)
     yield from staging_requests(spec)
@@ -266,7 +285,7 @@ def _gradient_bytes(spec: StepSpec) -> int:
 
 def host_owners(spec: StepSpec) -> dict[str, int]:
     """Owner → bytes of one rank's host memory, "padding" among them."""
-    requests = list(host_requests(spec)) if spec.offloaded else []
+    requests = list(host_requests(spec))
     owners = by_owner(requests)
     if requests:
         owners["padding"] = span_bytes(requests) - sum(owners.values())
@@ -277,9 +296,8 @@ def device_owners(spec: StepSpec) -> dict[str, int]:
     """Owner → bytes of one device, from the first step on."""
     owners = by_owner(device_requests(spec))
     if spec.zero_stage == 1:
-        owners["gradients"] = _gradient_bytes(spec)
-    resident = by_owner(() if spec.offloaded else host_requests(spec))
-    return owners | {owner: owners.get(owner, 0) + size for owner, size in resident.items()}
+        owners["gradients"] = owners.get("gradients", 0) + _gradient_bytes(spec)
+    return owners
 
 
 def by_owner(requests: Iterable[MemoryRequest]) -> dict[str, int]:

@@ -31,6 +31,9 @@ class Lane(StrEnum):
     WRITE = "write"
     """The state to the disk, while the next steps run: Adam of a bucket waits for its own write
     only."""
+    UPDATE = "update"
+    """The device's work on gradients and state that lie there: sums, norms, Adam. Not on compute,
+    whose next forward waits for the update of its own block only."""
 
 
 class Kind(StrEnum):
@@ -52,15 +55,16 @@ class Kind(StrEnum):
     GRAD_DOWN = "d2h"
     """d2h: a staging slot to the host: to the gradient, or to host staging."""
     ADD = "add"
-    """host: a second gradient of one micro-step, in its own dtype."""
+    """host, update: a second gradient of one micro-step, in its own dtype."""
     ACCUMULATE = "accumulate"
-    """host: a microbatch into the fp32 sum; squared in the same pass where it is the last."""
+    """host, update: a microbatch into the fp32 sum; squared in the same pass where it is the
+    last."""
     NO_GRADIENT = "no gradient"
-    """host: zeros for a gradient that nothing was delivered to."""
+    """host, update: zeros for a gradient that nothing was delivered to."""
     NORM = "norm"
-    """host: the sums of squares of a bucket's gradient."""
+    """host, update: the sums of squares of a bucket's gradient."""
     DIRECTION = "direction"
-    """host: the moments of a bucket of matrices, and what the device orthogonalizes."""
+    """host, update: the moments of a bucket of matrices, and what the device orthogonalizes."""
     MATRIX_UP = "matrix up"
     """ortho: a matrix to the device."""
     ORTHOGONALIZE = "orthogonalize"
@@ -68,9 +72,9 @@ class Kind(StrEnum):
     MATRIX_DOWN = "matrix down"
     """ortho: an orthogonalized matrix back to the host."""
     ADAM = "adam"
-    """host: the update of a bucket; of matrices, what is left of it."""
+    """host, update: the update of a bucket; of matrices, what is left of it."""
     CAST = "cast"
-    """host: masters that were set, to the working dtype."""
+    """host, update: masters that were set, to the working dtype."""
     WEIGHTS_UP = "h2d"
     """h2d: new weights of this rank's shard to the device."""
     ALL_GATHER = "all-gather"
@@ -87,6 +91,9 @@ class Kind(StrEnum):
     """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
     SPILL = "spill"
     """host: the end of the state that is to be written, to where it may be written from later."""
+    COPY = "copy"
+    """update: within the device, of a bucket whose state is there: its gradient out of a staging
+    slot, or new weights to where compute, or loads, read them."""
 
 
 class Memory(StrEnum):
@@ -106,19 +113,20 @@ class Memory(StrEnum):
     """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
     else."""
     GRADIENT = "gradient"
-    """Host: a bucket's gradient of the step, or the fp32 sum of its microbatches; of matrices, what
-    the device orthogonalizes, in bf16, takes its place."""
+    """Where the state is: a bucket's gradient of the step, or the fp32 sum of its microbatches; of
+    matrices, what the device orthogonalizes, in bf16, takes its place."""
     PENDING = "pending"
-    """Host: new weights until their upload, where they wait longer than the gradient's memory is
-    free."""
+    """Where the state is: new weights until their upload, where they wait longer than the
+    gradient's memory is free."""
     SNAPSHOT = "snapshot"
     """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
     STATE = "state"
-    """Host: the fields of a bucket's state; the master weights come first."""
+    """Host or device: the fields of a bucket's state; the master weights come first."""
     SPILL = "checkpoint spill"
     """Host: state that was copied, until it is written into a checkpoint."""
     NORMS = "norms"
-    """Host: the sum of squares of every parameter."""
+    """Host or device: the sum of squares of every parameter whose state is there, zero for the
+    others."""
     ACTIVATION = "block input"
     """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
     HOST_ACTIVATION = "host block input"
@@ -129,8 +137,8 @@ class Ref(NamedTuple):
     """Elements [lo, hi) of a piece of memory.
 
     Attributes:
-        owner: a bucket's name; for staging, the number of its ring slot; for a block's input or its
-            host buffer, that one's number.
+        owner: a bucket's name; for staging, the number of its ring slot; for norms, the tier; for a
+            block's input or its host buffer, that one's number.
         copy: for `STATE`, the number of the copy; for `WORKING` of a streamed block, the number of
             the device slot; otherwise 0.
         dtype: torch's name of it.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.step.operations import Memory, Ref
+from offloadtrain.step.operations import Lane, Memory, Ref
 from offloadtrain.step.spec import BucketSpec, StepSpec
+from offloadtrain.step.tiers import Tier
 
 NORMS_DTYPE = "float64"
 MATRIX_DTYPE = "bfloat16"
@@ -15,6 +16,8 @@ class BucketRefs:
     """One bucket's memory, and its status in the step in progress.
 
     Attributes:
+        on_device: its gradient and state are there.
+        lane: what measures its gradient and updates its state.
         pieces: [lo, hi) of the shard that its gradient goes down in.
         copy: the number of the copy that is the state.
         gradient: the gradient that Adam reads.
@@ -31,6 +34,10 @@ class BucketRefs:
     def __init__(self, spec: BucketSpec, step: StepSpec, rank: int) -> None:
         self.spec = spec
         self.name = spec.name
+        self.on_device = spec.state_tier is Tier.DEVICE
+        self.lane = Lane.UPDATE if self.on_device else Lane.HOST
+        # Behind the step's last backward: no weight that compute needs is overwritten.
+        self._writes_through = self.on_device and not step.updates_early
         self.pieces = step.pieces(spec) if step.is_trained(spec) else []
         self.copy = 0
         self.slot = 0
@@ -72,7 +79,7 @@ class BucketRefs:
 
     @property
     def upload_target(self) -> Ref:
-        """The device memory that new weights are uploaded to."""
+        """The device memory that new weights are brought to."""
         return self._device_shard if self.loads_from_shard else self.shard
 
     def piece(self, lo: int, hi: int) -> Ref:
@@ -92,11 +99,14 @@ class BucketRefs:
         return tuple(state[part.field]._replace(lo=part.lo, hi=part.hi) for part in self.spilled)
 
     def waiting(self, *, other: bool = False) -> Ref | None:
-        """Return where new weights wait for their upload; None for a slot of host staging."""
+        """Return where new weights wait for their upload, or where they are used if they need not
+        wait; None for a slot of host staging."""
         if self.spec.format.holds_weight:
             return self.state(other=other)[0]
         if self.has_pending:
             return self._of(Memory.PENDING)
+        if self._writes_through:
+            return self.upload_target
         # Adam has read the gradient when it writes the weights over it; no staging is needed.
         if not self.accumulates:
             return self.gradient

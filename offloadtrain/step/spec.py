@@ -19,6 +19,7 @@ from typing import NamedTuple
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.formats import ITEMSIZE, StateFormat
 from offloadtrain.step.spill import SPILL_BLOCK, SpillPart, spill
+from offloadtrain.step.tiers import Tier
 
 ALIGN = 128
 """Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
@@ -71,6 +72,7 @@ class BucketSpec:
         ranks: the number of ranks that share it.
         moments: the state that its update rule keeps besides the master weights.
         matrices: of a rule that needs them whole; each in the shard of one rank.
+        state_tier: where gradient and state lie, and are updated.
     """
 
     name: str
@@ -81,10 +83,11 @@ class BucketSpec:
     ranks: int = 1
     moments: tuple[str, ...] = ()
     matrices: tuple[MatrixSpec, ...] = ()
+    state_tier: Tier = Tier.HOST
 
     @property
     def shard_numel(self) -> int:
-        """Elements of this rank's shard, and of each of its buffers on the host."""
+        """Elements of this rank's shard, and of each buffer of its state."""
         return self.numel // self.ranks
 
     @property
@@ -171,15 +174,22 @@ class StepSpec:
         """True if repeated blocks may be loaded for their use."""
         return self.config.streams_among(self.ranks)
 
-    @property
-    def offloaded(self) -> bool:
-        """Gradients and state are on the host."""
-        return self.config.state_on == "host"
+    def buckets_on(self, tier: Tier) -> tuple[BucketSpec, ...]:
+        """Return the trained buckets whose gradient and state are on a tier."""
+        return tuple(bucket for bucket in self.buckets if bucket.state_tier is tier)
+
+    def has_state_on(self, tier: Tier) -> bool:
+        return any(bucket.state_tier is tier for bucket in self.buckets)
 
     @property
     def accumulates(self) -> bool:
         """Microbatches are summed beside the state."""
         return self.config.grad_accum_steps > 1
+
+    @property
+    def sums_on_host(self) -> bool:
+        """Microbatches of some bucket are summed there."""
+        return self.accumulates and self.has_state_on(Tier.HOST)
 
     @property
     def updates_early(self) -> bool:
@@ -230,7 +240,8 @@ class StepSpec:
     @cached_property
     def spilled(self) -> Mapping[str, Sequence[SpillPart]]:
         """Bucket → what a save copies of its state; see [Note: Spill] in `spill.py`."""
-        sizes = [(bucket.name, bucket.field_sizes) for bucket in self.save_order]
+        on_host = (bucket for bucket in self.save_order if bucket.state_tier is Tier.HOST)
+        sizes = [(bucket.name, bucket.field_sizes) for bucket in on_host]
         return spill(sizes, self.config.checkpoint_spill)
 
     def spill_bytes(self, bucket: BucketSpec) -> int:
@@ -263,17 +274,20 @@ class StepSpec:
         """
         if bucket.format.holds_weight:
             return False
-        shard_bytes = bucket.shard_numel * bucket.weight_bytes
-        # A slot of host staging does not hold them.
-        too_large = self.accumulates and shard_bytes > STAGING_BYTES
-        if self.loads_from_host(bucket) or too_large:
+        if self.loads_from_host(bucket) or self._outgrows_host_staging(bucket):
             return True
         if copied is None:
             copied = self.has_second_copy(bucket)
         return self.weights_wait and (copied or self.config.update != "speculative")
 
+    def _outgrows_host_staging(self, bucket: BucketSpec) -> bool:
+        shard_bytes = bucket.shard_numel * bucket.weight_bytes
+        on_host = bucket.state_tier is Tier.HOST
+        return on_host and self.accumulates and shard_bytes > STAGING_BYTES
+
     def has_second_copy(self, bucket: BucketSpec) -> bool:
-        return self.block_of[bucket.name].name in self.second_copies
+        on_host = bucket.state_tier is Tier.HOST
+        return on_host and self.block_of[bucket.name].name in self.second_copies
 
     # Staging of gradients.
 
@@ -302,7 +316,8 @@ class StepSpec:
     @cached_property
     def host_staging_bytes(self) -> int:
         """Bytes of one host slot for gradients and weights."""
-        largest = max(bucket.shard_numel * bucket.weight_bytes for bucket in self.buckets)
+        on_host = self.buckets_on(Tier.HOST)
+        largest = max((one.shard_numel * one.weight_bytes for one in on_host), default=0)
         return max(min(largest, STAGING_BYTES), ALIGN * 4)
 
     def pieces(self, bucket: BucketSpec) -> list[tuple[int, int]]:
@@ -316,9 +331,11 @@ class StepSpec:
     def matrix_bytes(self) -> int:
         """Bytes of the device memory in which one matrix after the other is orthogonalized: the
         workspace and, where the state is on the host, the matrix itself."""
-        beside = self.offloaded
-        every = (one for bucket in self.buckets for one in bucket.matrices)
-        sizes = (one.workspace_numel + (one.numel if beside else 0) for one in every)
+        sizes = (
+            one.workspace_numel + (one.numel if bucket.state_tier is Tier.HOST else 0)
+            for bucket in self.buckets
+            for one in bucket.matrices
+        )
         return max(sizes, default=0) * MATRIX_BYTES
 
     @property

@@ -1,4 +1,4 @@
-"""The way up: Adam per bucket on the host, then the upload of its new working weights.
+"""The way up: Adam per bucket where its state is, then the upload of its new working weights.
 
 [Note: Matrices]
 Some rules (Muon) need a matrix whole, and arithmetic that only the device is fast at. A bucket of
@@ -38,7 +38,6 @@ class UpdatePath:
         self, spec: StepSpec, order: Dependencies, host_ring: Ring, streaming: Streaming
     ) -> None:
         self._is_single = spec.is_single
-        self._offloaded = spec.offloaded
         self._order = order
         self._host_ring = host_ring
         self._streaming = streaming
@@ -51,7 +50,7 @@ class UpdatePath:
         # Host, beside what the device does with the matrices of the block before. It waits for the
         # last copy down; the first copy up waits for it.
         self._order.launch(
-            Launch(Kind.DIRECTION, Lane.HOST, bucket.name, reads, writes, update=update)
+            Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
@@ -61,19 +60,19 @@ class UpdatePath:
         on_host = directions._replace(lo=lo, hi=hi)
         # Where the state is on the device, nothing is moved.
         on_device, used = on_host, 0
-        if self._offloaded:
+        if not bucket.on_device:
             used = matrix.numel
             on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
         workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
         name = bucket.name
         # ortho, beside compute and the host: the copy up waits for the host, Adam for the copy
         # down. One matrix is on the device at a time: this lane's order is enough between two.
-        if self._offloaded:
+        if not bucket.on_device:
             up = Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi)
             self._order.launch(up, fresh=on_device)
         both = (on_device, workspace)
         self._order.launch(Launch(Kind.ORTHOGONALIZE, Lane.ORTHO, name, (), both, lo, hi))
-        if self._offloaded:
+        if not bucket.on_device:
             self._order.launch(
                 Launch(Kind.MATRIX_DOWN, Lane.ORTHO, name, (on_device,), (on_host,), lo, hi)
             )
@@ -87,9 +86,10 @@ class UpdatePath:
         after = bucket.state(other=update.out_of_place)
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)
-        op = Launch(Kind.ADAM, Lane.HOST, bucket.name, reads, writes, update=update)
+        op = Launch(Kind.ADAM, bucket.lane, bucket.name, reads, writes, update=update)
         # Host, beside backward or the uploads and forward behind step(). It waits for the last copy
-        # down; in-place, for loads of weights from this state. The upload waits for it.
+        # down; in-place, for loads of weights from this state. The upload waits for it. On the
+        # device it may write the weights themselves: it waits for backward, and forward for it.
         self._order.launch(op, fresh=_in_turn(staged))
         return staged
 
@@ -117,9 +117,9 @@ class UpdatePath:
         """Upload the masters as they are: after they were set or loaded."""
         event = self.backward_is_over(blocks)
         # Masters on the device were set by the caller on compute, which no launch declares: the
-        # cast on the host lane, a stream then, would read them too early.
-        if not self._offloaded:
-            self._order.wait(Lane.HOST, event, "masters are set")
+        # cast on a lane of its own would read them too early.
+        if any(bucket.on_device for _, buckets in blocks for bucket in buckets):
+            self._order.wait(Lane.UPDATE, event, "masters are set")
         for block, buckets in blocks:
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
             # A block without trained buckets uploads nothing, but its frozen weights may be new.
@@ -158,6 +158,12 @@ class UpdatePath:
             if bucket.has_snapshot:
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
             return
+        if bucket.on_device:
+            # update, beside compute: waits for backward's last read of the old weights.
+            if staged != bucket.upload_target:
+                self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
+            self._gather(bucket)
+            return
         # h2d, beside Adam of the next bucket and forward of the blocks before: forward waits for
         # its own block only. The next copy down waits until the staged weights are read.
         self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
@@ -174,7 +180,7 @@ class UpdatePath:
 
     def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
         """Return where the new weights wait for their upload: in the state itself, in memory of
-        their own, over the gradient, or in a slot of the ring."""
+        their own, over the gradient, or in a slot of the ring; or where they are used."""
         place = bucket.waiting(other=other)
         if place is None:
             place = self._host_ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
@@ -183,7 +189,7 @@ class UpdatePath:
     def _cast(self, bucket: BucketRefs) -> Ref:
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
-            op = Launch(Kind.CAST, Lane.HOST, bucket.name, (bucket.state()[0],), (staged,))
+            op = Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,))
             # Host, beside the upload of the bucket before, which waits for its own cast only.
             self._order.launch(op, fresh=_in_turn(staged))
         return staged

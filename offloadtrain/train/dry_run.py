@@ -19,7 +19,7 @@ from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.plan import Plan
-from offloadtrain.runtime.arena import DeviceArena, Ledger, MetaArena
+from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
@@ -79,8 +79,7 @@ def laid_out(plan: Plan) -> Ledger:
     spec = lay_out(model, blocks, config.offload, ranks, plan.second_copy_budget)
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
-    arena = MetaArena(ledger) if spec.offloaded else DeviceArena(ledger, device)
-    map_memory(blocks, spec, device, arena=arena, ledger=ledger)
+    map_memory(blocks, spec, device, arena=MetaArena(ledger), ledger=ledger)
     _compare(ledger, spec)
     return ledger
 
@@ -97,8 +96,7 @@ def _compare(ledger: Ledger, spec: StepSpec) -> None:
     """Raises DryRunError if the Ledger differs from the spec; gradients of ZeRO stage 1 are
     allocated on first use."""
     device = memory.by_owner(memory.device_requests(spec))
-    resident = memory.by_owner(() if spec.offloaded else memory.host_requests(spec))
-    expected = {("device", owner): size for owner, size in (device | resident).items()}
+    expected = {("device", owner): size for owner, size in device.items()}
     expected |= {("host", owner): size for owner, size in memory.host_owners(spec).items()}
     booked = {(row.tier, row.owner): row.bytes for row in ledger.rows()}
     for tier, owner in sorted(expected.keys() | booked.keys()):

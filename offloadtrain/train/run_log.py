@@ -25,9 +25,9 @@ from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.step.tiers import Tier
 from offloadtrain.train.build import TrainingContext, update_rule
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved

@@ -15,8 +15,8 @@ from offloadtrain.events import schema
 from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.device_memory import AllocatorCounters
+from offloadtrain.step.tiers import Tier
 
 _EVERY_S = 1.0
 _CHANGE = 0.005

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine import GradientError, ModelError
-from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
@@ -22,6 +21,7 @@ from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import Launched
 from offloadtrain.step.spec import ALIGN
+from offloadtrain.step.tiers import Tier
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import compare, own_batches

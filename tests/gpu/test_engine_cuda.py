@@ -16,12 +16,13 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.prove import prove
+from offloadtrain.step.tiers import Tier
 from tests.gpu.precision import DTYPE, DTYPES, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun

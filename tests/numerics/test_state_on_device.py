@@ -9,13 +9,13 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, on_device
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.prove import prove
+from offloadtrain.step.tiers import Tier
 from tests.numerics.models import MODELS, Chain, batches
 from tests.numerics.test_offload import compare, pair, train
 

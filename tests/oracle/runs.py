@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.runtime.arena import Tier
 from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, Span, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step import modes, spec
+from offloadtrain.step.tiers import Tier
 from tests.numerics.models import MODELS, Chain, Layer, MixedReentrant, batches
 from tests.oracle.canonical import canonical
 from tests.oracle.cases import MODES, MORE_PLACEMENTS, PLACEMENTS, SHARED, Case

@@ -60,7 +60,6 @@ OFFLOADED = {**STREAMED, "activation": "offload"}
 RIGHT = {"update": "speculative", "clip_norm": 1e9}
 RESIDENT = {"state_on": "device"}
 AMONG = {"among_ranks": True}
-ON_DEVICE = {"state_on_device": True}
 
 CASES = {
     "exact": Case(),
@@ -82,13 +81,13 @@ CASES = {
     "recompute": Case({"activation": "recompute"}, model="tied"),
     "offloaded": Case(OFFLOADED, poison=True),
     "offloaded, accumulated": Case({**OFFLOADED, "grad_accum_steps": 2}),
-    "resident": Case(RESIDENT, ON_DEVICE),
-    "resident, accumulated": Case({**RESIDENT, "grad_accum_steps": 2}, ON_DEVICE, "unusual"),
-    "resident, offloaded": Case({**RESIDENT, "activation": "offload"}, ON_DEVICE),
+    "resident": Case(RESIDENT),
+    "resident, accumulated": Case({**RESIDENT, "grad_accum_steps": 2}, model="unusual"),
+    "resident, offloaded": Case({**RESIDENT, "activation": "offload"}),
     "among ranks": Case({}, AMONG, poison=True),
     "among ranks, streamed": Case({**OFFLOADED, "update": "delayed"}, AMONG),
     "among ranks, int8": Case({"state": "int8", "grad_accum_steps": 2, **RIGHT}, AMONG),
-    "among ranks, resident": Case({**RESIDENT, "grad_accum_steps": 2}, {**AMONG, **ON_DEVICE}),
+    "among ranks, resident": Case({**RESIDENT, "grad_accum_steps": 2}, AMONG),
 }
 
 
@@ -210,7 +209,9 @@ def test_whole_steps(gpu: Gpu, case: str, request: pytest.FixtureRequest) -> Non
     by_the_driver = "queue" in request.node.name and "state_on" not in CASES[case].options
     assert (gpu.driver_waits > 0) == by_the_driver
     streams = CASES[case].options.get("working") == "host"
-    assert worked(found) >= {"compute", "d2h", "host", "load" if streams else "h2d"}
+    of_host = {"compute", "d2h", "host", "load" if streams else "h2d"}
+    resident = CASES[case].options.get("state_on") == "device"
+    assert worked(found) >= ({"compute", "update"} if resident else of_host)
 
 
 def worked(run: Trained) -> set[str]:
@@ -243,11 +244,12 @@ def on_a_rank(case: Case) -> tuple[list[str], bool, int, set[str]]:
 def test_collectives_between_two_ranks(ranks: Run) -> None:
     for case in (
         Case({**OFFLOADED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
-        Case({**RESIDENT, "zero_stage": 2}, {**AMONG, **ON_DEVICE}),
+        Case({**RESIDENT, "zero_stage": 2}, AMONG),
     ):
         for faults, equal, sent, lanes in ranks(2, on_a_rank, case):
             assert faults == [] and equal and sent > 0
-            assert lanes >= {"compute", "comm", "d2h", "host"}
+            own = {"update"} if "state_on" in case.options else {"d2h", "host"}
+            assert lanes >= {"compute", "comm"} | own
 
 
 @pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["device", "offloaded"])

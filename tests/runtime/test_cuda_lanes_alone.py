@@ -18,8 +18,8 @@ from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
 from tests.runtime.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
 
-ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO)
-ALWAYS = {"h2d", "load", "comm", "ortho", "write"}
+ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.UPDATE)
+ALWAYS = {"h2d", "load", "comm", "ortho", "update", "write"}
 
 
 @pytest.fixture(params=HOSTS)
@@ -301,11 +301,6 @@ def test_the_driver_refuses() -> None:
     [
         ({}, ALWAYS),
         ({"among_ranks": True}, ALWAYS | {"d2h"}),
-        ({"state_on_device": True}, ALWAYS),
-        (
-            {"among_ranks": True, "state_on_device": True},
-            ALWAYS | {"d2h", "host"},
-        ),
     ],
 )
 @timely

@@ -7,9 +7,10 @@ import torch
 
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory, telemetry
-from offloadtrain.runtime.arena import Arena, Ledger, Tier
+from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneEvent, SequentialLanes, copy
 from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.tiers import Tier
 
 
 def test_an_operation_gets_exactly_its_views() -> None:

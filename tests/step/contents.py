@@ -104,7 +104,7 @@ class Contents:
                 count = whole.hi // self._program.spec.ranks
                 shard = whole._replace(lo=self._rank * count, hi=(self._rank + 1) * count)
                 self.write(whole, self.one(shard))
-            case Kind.ROUND | Kind.GRAD_DOWN | Kind.CAST | Kind.WEIGHTS_UP:
+            case Kind.ROUND | Kind.GRAD_DOWN | Kind.CAST | Kind.WEIGHTS_UP | Kind.COPY:
                 self._copy(op)
             case Kind.PUBLISH | Kind.LOAD:
                 self._copy(op)

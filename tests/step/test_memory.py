@@ -26,6 +26,7 @@ from offloadtrain.step.memory import (
 )
 from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
 from offloadtrain.step.spec import ALIGN, STAGING_SLOTS_MOST, StepSpec, padded, placed
+from offloadtrain.step.tiers import Tier
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User
@@ -99,7 +100,11 @@ class Asked:
         if ref.memory is Memory.STAGING and self._spec.zero_stage == 1:
             return  # in places of their own
         slots = self._shared[SHARED[ref.memory]]
-        slot = slots[int(ref.owner or 0)]
+        if ref.memory is Memory.NORMS:
+            tiers = [tier.value for tier in Tier if self._spec.has_state_on(tier)]
+            slot = slots[tiers.index(str(ref.owner))]
+        else:
+            slot = slots[int(ref.owner)]
         assert ref.nbytes <= slot.nbytes
 
     def _streamed(self, bucket: str) -> bool:

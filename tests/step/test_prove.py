@@ -86,7 +86,7 @@ def test_who_reads_the_norm_needs_the_wait_of_the_thread() -> None:
     """The thread's wait orders what the host lane does anyway: its reader is what needs it."""
     operations = list(driven(RESIDENT))
     at = next(i for i, op in enumerate(operations) if isinstance(op, HostWait))
-    norms = Ref(Memory.NORMS, "", 0, 0, RESIDENT.num_tensors, "float64")
+    norms = Ref(Memory.NORMS, "host", 0, 0, RESIDENT.num_tensors, "float64")
     reader = Launch(Kind.DECIDE, Lane.COMPUTE, "", (norms,))
     assert faults(RESIDENT, [*operations[: at + 1], reader]) == set()
     assert faults(RESIDENT, [*operations[:at], reader]) == {"race"}

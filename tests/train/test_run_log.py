@@ -16,7 +16,8 @@ from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.events.memory_ring import RingReader
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain.runtime.arena import Ledger, Tier
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.step.tiers import Tier
 from offloadtrain.train import run_memory
 from offloadtrain.train.build import assemble
 from offloadtrain.train.console import Console

@@ -13,6 +13,7 @@ _LANES = {
     "load": "streamed",
     "comm": "ranks",
     "ortho": "matrices",
+    "update": "GPU state",
     "write": "saving",
     "data": "data",
 }

@@ -1,4 +1,4 @@
-"""The lanes of a step (compute, d2h, host, h2d, load, comm, ortho) and the order between them."""
+"""The lanes of a step (`step.operations.Lane`) and the order between them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,15 +49,13 @@ __all__ = [
 _chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
 
 
-def lanes_for(
-    device: torch.device, *, among_ranks: bool = False, state_on_device: bool = False
-) -> Lanes:
+def lanes_for(device: torch.device, *, among_ranks: bool = False) -> Lanes:
     """Make the lanes of a device: streams on CUDA, in order on the CPU; or those of `on_lanes`."""
     if (chosen := _chosen.get()) is not None:
         return chosen
     if device.type != "cuda":
         return SequentialLanes()
-    return CudaLanes(device, among_ranks=among_ranks, state_on_device=state_on_device)
+    return CudaLanes(device, among_ranks=among_ranks)
 
 
 @contextmanager

@@ -24,9 +24,6 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Kind, Lane
 
-ACTIVATIONS = (Kind.ACTIVATION_DOWN.value, Kind.ACTIVATION_UP.value)
-"""Copies of block inputs, which cross the bus wherever the state is."""
-
 
 class LaneError(OffloadTrainError):
     """An operation failed on a lane outside the training thread."""
@@ -158,8 +155,8 @@ class Lanes(ABC):
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
         self._last: dict[Lane, str] = {}
-        self.counts_bus = True
-        """Gradients and weights cross the bus; false where all of them stay on the device."""
+        self.loads_cross_bus = True
+        """Streamed weights come from the host; false where they come from shards on the device."""
         self.poison = False
         """For tests: fill the ranges of `alloc` with NaN, so that a stale read shows."""
 
@@ -254,16 +251,15 @@ class Lanes(ABC):
     def _count(self, lane: Lane, name: str, writes: Sequence[Range]) -> None:
         """Count a launched operation."""
         self._last[lane] = name
-        if lane in (Lane.COMPUTE, Lane.HOST):
+        if lane in (Lane.COMPUTE, Lane.HOST, Lane.UPDATE):
             return
         nbytes = sum(range_.nbytes for range_ in writes)
         if self._sizes is not None:
             self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
-        if not (self.counts_bus or name in ACTIVATIONS):
-            return
+        loaded = lane is Lane.LOAD and (self.loads_cross_bus or name == Kind.ACTIVATION_UP)
         if lane is Lane.D2H or name.startswith(Kind.MATRIX_DOWN):
             self.totals.d2h_bytes += nbytes
-        elif lane in (Lane.H2D, Lane.LOAD) or name.startswith(Kind.MATRIX_UP):
+        elif lane is Lane.H2D or loaded or name.startswith(Kind.MATRIX_UP):
             self.totals.h2d_bytes += nbytes
 
     def _keep_sizes(self) -> None:

@@ -4,16 +4,15 @@
 * The thread that runs the user's code launches compute and d2h operations straight onto their
   streams (in backward: the device's autograd thread, while the training thread waits inside
   backward).
-* host, h2d, load, comm, ortho and write have a thread each; among ranks d2h too, since it waits for
-  comm. The host thread computes, without the interpreter's lock where the kernels are native; the
-  write thread hands memory to the disk. The others launch copies, collectives and the arithmetic of
-  matrices onto their streams.
+* host, h2d, load, comm, ortho, update and write have a thread each; among ranks d2h too, since it
+  waits for comm. The host thread computes, without the interpreter's lock where the kernels are
+  native; the write thread hands memory to the disk. The others launch copies, collectives and the
+  device's part of updates onto their streams.
 * A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
   never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
   (for lanes without a stream: has happened), then makes its stream wait for the rest.
 * Compute stalls are timed with an event on its stream before and behind each wait. Where the
   training thread itself is blocked, the same two events time how long the stream was idle.
-* Where the state is on the device, the host lane is a stream as d2h is: there is no CPU work.
 """
 
 from __future__ import annotations
@@ -50,34 +49,27 @@ from offloadtrain.step.operations import Lane
 class CudaLanes(Lanes):
     """The lanes of one device. Streams live as long as the lanes."""
 
-    def __init__(
-        self, device: torch.device, *, among_ranks: bool = False, state_on_device: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, *, among_ranks: bool = False) -> None:
         super().__init__()
         self._device = device = _indexed(device)
         # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
         # beside compute of the block before; comm beside all of them; ortho beside Adam of the
-        # block before. A lane with a thread blocks there for events not yet issued; d2h of a single
-        # rank blocks the launching thread.
-        on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO]
+        # block before; update beside compute of other blocks, and Adam on the host. A lane with a
+        # thread blocks there for events not yet issued; d2h of a single rank blocks the launching
+        # thread.
+        on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.UPDATE]
         on_threads += [Lane.D2H] if among_ranks else []
-        streamed = (Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO)
+        streamed = dict.fromkeys([*on_threads, Lane.D2H])
         self._streams = {lane: torch.cuda.Stream(device) for lane in streamed}
-        if state_on_device:
-            self._streams[Lane.HOST] = torch.cuda.Stream(device)
-            # It waits for d2h, which waits for comm.
-            if among_ranks:
-                on_threads.append(Lane.HOST)
         self._failure = Failure()
         begin = partial(_bind, device)
         self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._queues: dict[Lane, HostLane] = {
-            Lane.WRITE: PythonHostLane(self._failure, begin, Lane.WRITE)
+            Lane.HOST: self._host,
+            Lane.WRITE: PythonHostLane(self._failure, begin, Lane.WRITE),
         }
         """Lanes that work on the CPU."""
-        if not state_on_device:
-            self._queues[Lane.HOST] = self._host
         self._closed = False
         self._times = StreamTimes()
         self._draining = False
@@ -167,8 +159,7 @@ class CudaLanes(Lanes):
 
     def synchronize(self) -> None:
         # Nothing is launched meanwhile: a lane that has reached its event is empty.
-        at_work = (Lane.D2H, Lane.HOST, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.WRITE)
-        for lane in at_work:
+        for lane in (lane for lane in Lane if lane is not Lane.COMPUTE):
             self.host_wait(self.record(lane), "synchronize")
         self._stream(Lane.COMPUTE).synchronize()
 
@@ -187,7 +178,7 @@ class CudaLanes(Lanes):
         if not self._closed:
             self._closed = True
             # Joins the threads, in any order: waits point back in the order of launch.
-            workers: list[Endable] = [self._host, *self._queues.values(), *self._workers.values()]
+            workers: list[Endable] = [*self._queues.values(), *self._workers.values()]
             for worker in workers:
                 worker.end()
             # The threads have launched all: copies may still run over memory that goes next.

@@ -19,8 +19,9 @@ from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.tell import tell
 from offloadtrain_tui.words import lane_word
 
-RARE = ("load", "comm", "ortho", "write")
-"""Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, checkpoints."""
+RARE = ("load", "comm", "ortho", "update", "write")
+"""Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
+device, checkpoints."""
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 

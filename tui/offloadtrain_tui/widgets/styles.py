@@ -18,6 +18,7 @@ LANE_COLORS = {
     "load": "secondary",
     "comm": "error",
     "ortho": "success",
+    "update": "accent",
     "write": "primary",
 }
 STATE_COLORS = {

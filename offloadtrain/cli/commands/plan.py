@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
     from offloadtrain.plan.compare import Row
+    from offloadtrain.plan.largest import Row as LargestRow
     from offloadtrain.plan.microbatch import Trace
     from offloadtrain.plan.plan import Plan
     from offloadtrain.plan.suggest import Change
@@ -82,8 +83,7 @@ def plan(
         Default: the job's device.machine, else this machine, with the rates of the most similar
         shipped one.
     gpus
-        Number of ranks, one per GPU. They divide the job's batch; with --largest each has one
-        sequence.
+        Number of ranks, one per GPU. They divide the job's batch.
     gpu_memory
         Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
@@ -96,7 +96,8 @@ def plan(
         Parameters, such as 8B: whether a model of that size can be fine-tuned on the machine with
         32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
     largest
-        Print the largest GPT that trains on the machine, per placement and state format (no JOB).
+        Print the largest published model that trains on the machine with 32,768 tokens per step,
+        per placement and state format (no JOB).
     compare
         Also print what DeepSpeed's ZeRO-Offload, FSDP2's CPU offload and torchao need for the same
         step on this machine, their predicted speed, and how far such predictions were off.
@@ -203,12 +204,13 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
 def _fine_tune(
     asked: str, name: str, machine: Machine, ranks: int, *, compare: bool, as_json: bool
 ) -> int:
+    from offloadtrain.config.model_shape import SIZES
     from offloadtrain.plan import compare as beside
     from offloadtrain.plan import question, report, suggest
     from offloadtrain.plan.plan import make
 
     size = question.sized(asked)
-    job = question.job_of(size, ranks)
+    job = question.job_of(size, SIZES[size], ranks)
     found = suggest.of_each_placement(job, name, machine, ranks)
     plan = found[0].plan if found else make(job, name, machine, ranks)
     other = found[1:6] if found else suggest.nearest(job, name, machine, ranks)
@@ -229,16 +231,26 @@ def _folder(name: str) -> str:
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     from offloadtrain.plan import largest, report
 
-    rows = largest.largest(name, machine, gpus)
+    rows = []
+
+    def kept() -> Iterator[LargestRow]:
+        for row in largest.largest(name, machine, gpus):
+            rows.append(row)
+            yield row
+
+    lines = largest.table(kept(), machine, gpus)
     if as_json:
+        list(lines)
         found = [
-            {"weights": row.working, "state": row.state, "params": row.params}
+            {"weights": row.working, "state": row.state, "model": row.model, "params": row.params}
             | ({"plan": report.as_json(row.plan)} if row.plan else {})
             for row in rows
         ]
         print(json.dumps({"machine": name, "ranks": gpus, "rows": found}))
     else:
-        print(f"{name}:\n{largest.table(rows, machine)}")
+        print(f"{name}:")
+        for line in lines:  # each as soon as it is known
+            print(line, flush=True)
     return 0 if any(row.plan for row in rows) else DOES_NOT_FIT
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.validate_plan [--json | --cells FILE]
 
 The published numbers, their sources, and which cells are not asserted and why are in
-published.json. Exit status 1: a bound is broken. docs/validation.md explains.
+published.json of offloadtrain/plan/baselines. Exit status 1: a bound is broken. docs/validation.md
+explains.
 """
 
 from __future__ import annotations
@@ -20,20 +21,17 @@ from typing import Any
 from benchmarks import calibration
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan.baselines.cells import PUBLISHED, SOFTWARE, run_of, trained
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, gpipe_seconds, row
 from offloadtrain.plan.baselines.published import (
     Run,
-    Software,
     largest_model,
     step_times,
     tflops,
     too_large_for,
-    with_largest_micro_batch,
     zero_bytes,
 )
 
-PUBLISHED = Path(__file__).with_name("published.json")
-SOFTWARE = Software()  # one set for all cells
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -93,30 +91,6 @@ def load(path: Path = PUBLISHED) -> tuple[list[Figure], Machine]:
         for each in data["figures"]
     ]
     return figures, machine
-
-
-def run_of(cell: Mapping[str, Any], machine: Machine) -> Run:
-    """The run that a published cell describes.
-
-    `batch` is of all ranks together. `largest_micro_batch` is an upper bound: the micro-batch is as
-    large as memory allows.
-    """
-    shape = _trained(SIZES[cell.get("size", "gpt-10b")])
-    if "width" in cell:
-        shape = replace(shape, d_model=cell["width"], num_heads=cell["heads"])
-    if "layers" in cell:
-        shape = replace(shape, num_layers=cell["layers"])
-    run = Run(shape=shape, **{"micro_batch": 1, **cell["run"]})
-    if "largest_micro_batch" in cell:
-        run = with_largest_micro_batch(run, machine, SOFTWARE, cell["largest_micro_batch"])
-    if "batch" in cell:
-        run = replace(run, micro_steps=cell["batch"] / (run.ranks * run.micro_batch))
-    return run
-
-
-def _trained(shape: ModelShape) -> ModelShape:
-    """The shape as the papers train it: GPT-2's recipe, with dropout."""
-    return replace(shape, dropout=0.1)
 
 
 def printed_as(planned: float, digits: str) -> bool:
@@ -185,8 +159,8 @@ def report(figures: list[Figure], machine: Machine) -> Iterator[str]:
     for figure in figures:
         yield from _figure_lines(figure)
     yield from _summary_lines(figures)
-    yield from _simulation_lines(_trained(SIZES["gpt-10b"]), machine)
-    yield from _pipeline_lines(_trained(SIZES["gpt-10b"]), machine)
+    yield from _simulation_lines(trained(SIZES["gpt-10b"]), machine)
+    yield from _pipeline_lines(trained(SIZES["gpt-10b"]), machine)
 
 
 def _figure_lines(figure: Figure) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offloadtrain.cli.main import main
 from offloadtrain.plan import largest
+from offloadtrain.plan.published_models import MODELS
 from offloadtrain.train.trainer import Trainer
 from tests.small_buffers import small_doctor
 
@@ -174,7 +175,8 @@ def run_as_written(block: list[str], capfd: Captured) -> None:
     """A job or a machine may be too large or too small here, which is said: exit code 4."""
     with pytest.MonkeyPatch.context() as patch:
         small_doctor(patch)
-        patch.setattr(largest, "WIDTHS", (2048, 4096))  # all: tests/cli/test_plan.py
+        few = {"gpt2-124m": MODELS["gpt2-124m"]}  # all: tests/cli/test_plan.py
+        patch.setattr(largest, "MODELS", few)
         _as_written(block)
     told = capfd.readouterr()
     assert told.out

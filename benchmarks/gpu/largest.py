@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure
+from offloadtrain.config.model_shape import SIZES
 from offloadtrain.plan.largest import largest
 from offloadtrain.runtime.detect_machine import here
 
@@ -23,11 +24,12 @@ def train(gpu_memory: int, *, toy: bool) -> dict[str, Any]:
         machine = replace(machine, host_memory="6 GiB")
     else:
         machine = replace(machine, gpu_memory=str(gpu_memory))
-    rows = largest(name, machine)
-    row = max((row for row in rows if row.working == "device"), key=lambda row: row.params)
+    rows = [row for row in largest(name, machine) if row.working == "device"]
+    row = max(rows, key=lambda row: row.params)
     assert row.plan is not None, "not even a small model fits"
-    plan, shape = row.plan, row.plan.job.model
+    plan, shape, batch = row.plan, row.plan.job.model, row.plan.job.train
     planned = {
+        "model": row.model,
         "params": row.params,
         "layers": shape.num_layers,
         "d_model": shape.d_model,
@@ -36,12 +38,13 @@ def train(gpu_memory: int, *, toy: bool) -> dict[str, Any]:
         "host_bytes": max(plan.host_peaks.values()),
     }
     if toy:
-        shape = replace(shape, num_layers=2, d_model=64, num_heads=1, vocab_size=256)
+        shape = SIZES["debug"]
     spec = Spec(
         size="largest",
         custom=asdict(shape),
         seq_len=32 if toy else plan.job.data.seq_len,
-        micro_batch=1,
+        micro_batch=1 if toy else batch.micro_batch,
+        grad_accum_steps=1 if toy else batch.grad_accum_steps,
         precision=plan.job.offload.precision,
         options={"state": row.state},
         gpu_memory=gpu_memory,

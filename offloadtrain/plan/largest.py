@@ -1,145 +1,123 @@
-"""The largest GPT that trains on a machine, by placement and state format."""
+"""The largest published model that trains on a machine, by placement and state format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
-from offloadtrain.config.job import Config, DataConfig, TrainConfig
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.published_models import MODELS
+from offloadtrain.plan.question import STEP_TOKENS, job_of
 from offloadtrain.plan.suggest import applied
+from offloadtrain.step.formats import ADAM_MOMENTS, FORMATS
 
-SEQ_LEN, VOCAB, HEAD_WIDTH = 1024, 50304, 128
-WIDTHS = (1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288)
-LAYERS = (8, 128)
-"""Fewest and most layers that are usual at these widths."""
-
-SHAPE = ModelShape(
-    vocab_size=VOCAB,
-    num_layers=2,
-    d_model=HEAD_WIDTH,
-    num_heads=1,
-    max_seq_len=SEQ_LEN,
-    positions="learned",
-    norm="layernorm",
-    mlp="gelu",
-    tie_embeddings=True,
-    bias=True,
-)
+WEIGHT_BYTES = 2
+"""Of a 16-bit working weight: less than any other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A placement and a state format; `plan` is None if not even a small model fits."""
+    """A placement and a state format; `plan` is None if not even a small model fits.
+
+    Attributes:
+        model: its published name.
+    """
 
     working: str
     activation: str
     state: str
-    plan: Plan | None
+    model: str = ""
+    plan: Plan | None = None
 
     @property
     def params(self) -> int:
         return num_params(self.plan.job.model) if self.plan else 0
 
 
-def largest(name: str, machine: Machine, ranks: int = 1, micro_batch: int = 1) -> list[Row]:
-    """Return one row per placement and state format: weights on the device or streamed, layer
-    inputs on the device or the host.
-
-    Args:
-        micro_batch: sequences per rank.
-    """
+def largest(name: str, machine: Machine, ranks: int = 1) -> Iterator[Row]:
+    """Yield one row per placement and state format, as they are found: weights on the device or
+    streamed, layer inputs on the device or the host."""
     precision = machine.auto_precision
-    rows = []
     for working, activation in (("device", "recompute"), ("host", "offload")):
         for state, precisions in STATE_PRECISIONS.items():
             if precision in precisions:
-                job = _job(working, activation, state, micro_batch * ranks)
-                rows.append(Row(working, activation, state, _largest(job, name, machine, ranks)))
-    return rows
+                yield _largest(Row(working, activation, state), name, machine, ranks)
 
 
-def table(rows: list[Row], machine: Machine) -> str:
-    """Return the rows as a text table."""
-    head = (
-        f"{'weights':8} {'state':8} {'parameters':>10} {'layers':>6} {'width':>6} {'device':>10} "
-        f"{'host':>10} {'tokens/s':>9}"
+def table(rows: Iterable[Row], machine: Machine, ranks: int) -> Iterator[str]:
+    """Yield the lines of a text table, each as soon as its row is there."""
+    yield (
+        f"{'weights':8} {'state':8} {'model':19} {'parameters':>10} {'microbatch':>10} "
+        f"{'device':>10} {'host':>10} {'tokens/s':>9}"
     )
-    lines = [_line(row) for row in rows]
-    ranks = next((row.plan.placed.spec.ranks for row in rows if row.plan), 1)
-    note = (
-        f"GPT, sequences of {SEQ_LEN}, vocabulary {VOCAB}, {machine.auto_precision}, activations "
-        f"recomputed (streamed: their inputs on the host), a step of one microbatch"
-        + (f" on each of {ranks} GPUs; device: of each, host: of all" if ranks > 1 else "")
+    yield from map(_line, rows)
+    yield (
+        f"The largest of {len(MODELS)} published models: {machine.auto_precision}, AdamW, "
+        f"{STEP_TOKENS} tokens per step in the largest microbatch that fits, activations "
+        "recomputed (streamed: their inputs on the host)"
+        + (f"; {ranks} GPUs: device of each, host of all on it" if ranks > 1 else "")
     )
-    return "\n".join([head, *lines, note])
 
 
 def _line(row: Row) -> str:
     weights = "streamed" if row.working == "host" else "device"
     if row.plan is None:
-        return f"{weights:8} {row.state:8} {'-':>10}"
-    shape, plan = row.plan.job.model, row.plan
+        return f"{weights:8} {row.state:8} {'-':19}"
+    plan, train = row.plan, row.plan.placed.config.train
     device, host = sum(plan.device.values()), max(plan.host_peaks.values())
     rate = plan.prediction.tokens_per_s
     return (
-        f"{weights:8} {row.state:8} {format_count(row.params):>10} {shape.num_layers:6} "
-        f"{shape.d_model:6} {format_bytes(device):>10} {format_bytes(host):>10} "
+        f"{weights:8} {row.state:8} {row.model:19} {format_count(row.params):>10} "
+        f"{train.micro_batch:10} {format_bytes(device):>10} {format_bytes(host):>10} "
         f"{format_count(rate):>9}"
     )
 
 
-def _job(working: str, activation: str, state: str, micro_batch: int) -> Config:
-    base = Config(
-        name="largest",
-        model=SHAPE,
-        data=DataConfig(train="-", seq_len=SEQ_LEN),
-        train=TrainConfig(steps=1, micro_batch=micro_batch),
-    )
+def _largest(row: Row, name: str, machine: Machine, ranks: int) -> Row:
     places = {
-        "offload.working": working,
-        "offload.activation": activation,
-        "offload.state": state,
+        "offload.working": row.working,
+        "offload.activation": row.activation,
+        "offload.state": row.state,
     }
-    return applied(base, places)
+    for model, shape in MODELS.items():
+        if _may_fit(row, shape, machine, ranks):
+            job = applied(job_of(model, shape, ranks), places)
+            if (plan := _fitting(job, name, machine, ranks)) is not None:
+                return replace(row, model=model, plan=plan)
+    return row
 
 
-def _largest(job: Config, name: str, machine: Machine, ranks: int) -> Plan | None:
-    """Return the largest of the deepest plans that fit, one per width."""
-
-    def planned(width: int, layers: int) -> Plan:
-        return make(replace(job, model=_shape(width, layers)), name, machine, ranks)
-
-    best: Plan | None = None
-    for width in WIDTHS:
-        if not planned(width, LAYERS[0]).fits:
-            break
-        low = LAYERS[0] if best is None else _more_layers(width, num_params(best.job.model))
-        # What fits in depth fits in less: a width that cannot win is not searched.
-        if low <= LAYERS[1] and planned(width, low).fits:
-            best = _deepest(low, partial(planned, width))
-    return best
+def _may_fit(row: Row, shape: ModelShape, machine: Machine, ranks: int) -> bool:
+    """Return whether state and working weights alone fit, which takes no plan to know."""
+    params, hosts = num_params(shape), -(-ranks // machine.gpus)
+    state = params * FORMATS[row.state].bytes_per_param(ADAM_MOMENTS, WEIGHT_BYTES) / hosts
+    weights = params * WEIGHT_BYTES if row.working == "device" else 0
+    return state <= machine.host_memory_bytes and weights <= machine.gpu_memory_bytes
 
 
-def _shape(width: int, layers: int) -> ModelShape:
-    return replace(SHAPE, num_layers=layers, d_model=width, num_heads=width // HEAD_WIDTH)
+def _fitting(job: Config, name: str, machine: Machine, ranks: int) -> Plan | None:
+    """Return the plan of the largest microbatch that fits: the whole step, which needs no sums, or
+    halves of it. What does not fit in single sequences does not fit in more of them."""
+    sequences = job.train.micro_batch
+    whole, *smaller = _halves(sequences // ranks)
+
+    def planned(size: int) -> Plan:
+        train = replace(job.train, micro_batch=size, grad_accum_steps=sequences // size)
+        return make(replace(job, train=train), name, machine, ranks)
+
+    # one microbatch of all ranks, which share it
+    if (plan := planned(whole * ranks)).fits:
+        return plan
+    if not smaller or not planned(smaller[-1]).fits:
+        return None
+    return next(plan for plan in map(planned, smaller) if plan.fits)
 
 
-def _more_layers(width: int, params: int) -> int:
-    """Return the fewest layers of this width with more parameters than these."""
-    one, two = (num_params(_shape(width, layers)) for layers in (1, 2))
-    return max(LAYERS[0], (params - one) // (two - one) + 2)
-
-
-def _deepest(low: int, planned: Callable[[int], Plan]) -> Plan:
-    """Return the plan with most layers that fits; with `low` it does."""
-    high = LAYERS[1] + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if planned(middle).fits else (low, middle)
-    return planned(low)
+def _halves(size: int) -> list[int]:
+    """Return the size, and its halves as long as they are whole."""
+    return [size, *_halves(size // 2)] if size % 2 == 0 else [size]

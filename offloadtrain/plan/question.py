@@ -8,7 +8,7 @@ from math import log
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config, DataConfig, TrainConfig
-from offloadtrain.config.model_shape import SIZES, num_params
+from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.units import format_count
 from offloadtrain.plan.suggest import Change
 
@@ -45,13 +45,12 @@ def sized(text: str) -> str:
     raise ConfigError(f"--fine-tune {text[:40]}: no shape near it is known. Known: {known}")
 
 
-def job_of(size: str, ranks: int = 1) -> Config:
-    """Return the fine-tuning of a named size, in one microbatch per rank."""
-    shape = SIZES[size]
+def job_of(model: str, shape: ModelShape, ranks: int = 1) -> Config:
+    """Return the fine-tuning of a model, in one microbatch per rank."""
     length = min(SEQ_LEN, shape.max_seq_len)
     sequences = -(-STEP_TOKENS // (length * ranks)) * ranks
     return Config(
-        name=f"fine-tune {size}",
+        name=f"fine-tune {model}",
         model=shape,
         data=DataConfig(train="-", seq_len=length),
         train=TrainConfig(steps=1, micro_batch=sequences, global_batch_tokens=sequences * length),

@@ -81,6 +81,16 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
     return _prediction(costs, _steady(costs))
 
 
+def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
+    """Return what the kernels of one microbatch of a rank take, recompute included.
+
+    Raises:
+        MachineError: as `predict`.
+    """
+    found = _Costs(placed, machine).computed.values()
+    return Seconds(sum(one.forward for one in found), sum(one.backward for one in found))
+
+
 _MICRO_STEPS = (2, 3)
 """Simulated microbatches; each further one takes as long as the third adds to two."""
 
@@ -172,9 +182,9 @@ class _Costs:
             case Kind.DECIDE:
                 return 0.0
             case Kind.FORWARD:
-                return self._computed[op.owner].forward
+                return self.computed[op.owner].forward
             case Kind.BACKWARD:
-                return self._computed[op.owner].backward
+                return self.computed[op.owner].backward
             case Kind.ACTIVATION_DOWN:
                 return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
             case Kind.ACTIVATION_UP:
@@ -203,7 +213,7 @@ class _Costs:
         return not keeps and self._blocks[name].repeated
 
     @cached_property
-    def _computed(self) -> dict[str, Seconds]:
+    def computed(self) -> dict[str, Seconds]:
         """Block → seconds of its forward and backward; the head's are the last block's."""
         if (traced := self.placed.traced) is not None:
             how = traced.width, self.machine, self._precision

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks import validate_plan
 from offloadtrain.config.model_shape import SIZES, num_params
 from offloadtrain.plan.baselines import pipelines
+from offloadtrain.plan.baselines.cells import PUBLISHED, run_of
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, gpipe_seconds
 from offloadtrain.plan.baselines.published import (
     MEGATRON,
@@ -34,7 +35,7 @@ from offloadtrain.plan.baselines.published import (
 )
 from tests import levels
 
-DATA: dict[str, Any] = json.loads(validate_plan.PUBLISHED.read_text())
+DATA: dict[str, Any] = json.loads(PUBLISHED.read_text())
 FIGURES, DGX2 = validate_plan.load()
 SOFTWARE = Software()
 TEN_B = SIZES["gpt-10b"]
@@ -94,7 +95,7 @@ def test_memory_agrees_with_what_the_papers_ran() -> None:
         if figure["measure"] not in ("tflops", "seconds"):
             continue
         for cell in figure["cells"]:
-            run = validate_plan.run_of(cell, DGX2)
+            run = run_of(cell, DGX2)
             expected = "GPU" if "impossible" in cell.get("not_asserted", "") else ""
             if run.stage:
                 assert too_large_for(run, DGX2, SOFTWARE) == expected, cell["cell"]

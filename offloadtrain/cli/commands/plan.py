@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,11 @@ from offloadtrain.config.units import parse_bytes
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
+    from offloadtrain.plan.compare import Row
+    from offloadtrain.plan.largest import Row as LargestRow
     from offloadtrain.plan.microbatch import Trace
+    from offloadtrain.plan.plan import Plan
+    from offloadtrain.plan.suggest import Change
 
 _HF_JOB = """
 name = "fine-tune"
@@ -55,6 +60,7 @@ def plan(
     hf: str = "",
     fine_tune: str = "",
     largest: Annotated[bool, Parameter(negative=())] = False,
+    compare: Annotated[bool, Parameter(negative=())] = False,
     sweep: str = "",
     plot: str = "",
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
@@ -77,8 +83,7 @@ def plan(
         Default: the job's device.machine, else this machine, with the rates of the most similar
         shipped one.
     gpus
-        Number of ranks, one per GPU. They divide the job's batch; with --largest each has one
-        sequence.
+        Number of ranks, one per GPU. They divide the job's batch.
     gpu_memory
         Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
@@ -91,7 +96,11 @@ def plan(
         Parameters, such as 8B: whether a model of that size can be fine-tuned on the machine with
         32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
     largest
-        Print the largest GPT that trains on the machine, per placement and state format (no JOB).
+        Print the largest published model that trains on the machine with 32,768 tokens per step,
+        per placement and state format (no JOB).
+    compare
+        Also print what DeepSpeed's ZeRO-Offload, FSDP2's CPU offload and torchao need for the same
+        step on this machine, their predicted speed, and how far such predictions were off.
     sweep
         gpus=1,2,4,...: plan the job for each number of GPUs, each GPU with the whole batch of the
         job, with the optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
@@ -101,12 +110,15 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain.config.batch_split import parse_ranks
-    from offloadtrain.plan import report, suggest
+    from offloadtrain.plan import compare as beside
+    from offloadtrain.plan import suggest
     from offloadtrain.plan.plan import make
 
     parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
+    if compare and (sweep or largest):
+        raise ConfigError("--compare is of one plan: leave out --sweep, --largest")
     _check_alone(
         "--largest searches over models", largest, job or hf or fine_tune, sweep, overrides
     )
@@ -115,7 +127,7 @@ def plan(
         name, target = chosen_machine(machine, gpu_memory, host_memory)
         if largest:
             return _largest(name, target, gpus, as_json=as_json)
-        return _fine_tune(fine_tune, name, target, gpus, as_json=as_json)
+        return _fine_tune(fine_tune, name, target, gpus, compare=compare, as_json=as_json)
     config = _job(job, hf, overrides)
     name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
     trace = None
@@ -125,12 +137,24 @@ def plan(
     if sweep:
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
     found = make(config, name, target, gpus, trace)
+    rows = beside.compare(found, trace) if compare else []
     other = [] if found.fits else suggest.nearest(config, name, target, gpus, trace=trace)
-    if as_json:
-        print(json.dumps(report.as_json(found, other)))
-    else:
-        print(report.text(found, other))
+    _print(found, other, rows, as_json=as_json)
     return 0 if found.fits else DOES_NOT_FIT
+
+
+def _print(found: Plan, other: Sequence[Change], rows: Sequence[Row], *, as_json: bool) -> None:
+    """`rows`: of --compare; empty without it."""
+    from offloadtrain.plan import compare as beside
+    from offloadtrain.plan import report
+
+    if as_json:
+        told = report.as_json(found, other)
+        print(json.dumps(told | {"compare": beside.as_json(rows)} if rows else told))
+        return
+    print(report.text(found, other))
+    if rows:
+        print(f"\n{beside.table(rows, found)}")
 
 
 def _check_alone(
@@ -177,21 +201,23 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     return config, trace
 
 
-def _fine_tune(asked: str, name: str, machine: Machine, ranks: int, *, as_json: bool) -> int:
+def _fine_tune(
+    asked: str, name: str, machine: Machine, ranks: int, *, compare: bool, as_json: bool
+) -> int:
+    from offloadtrain.config.model_shape import SIZES
+    from offloadtrain.plan import compare as beside
     from offloadtrain.plan import question, report, suggest
     from offloadtrain.plan.plan import make
 
     size = question.sized(asked)
-    job = question.job_of(size, ranks)
+    job = question.job_of(size, SIZES[size], ranks)
     found = suggest.of_each_placement(job, name, machine, ranks)
     plan = found[0].plan if found else make(job, name, machine, ranks)
     other = found[1:6] if found else suggest.nearest(job, name, machine, ranks)
-    if as_json:
-        print(json.dumps(report.as_json(plan, other)))
-        return 0 if found else DOES_NOT_FIT
-    print(question.verdict(job, size, found, asked))
-    print(report.text(plan, other))
-    if other and found:
+    if not as_json:
+        print(question.verdict(job, size, found, asked))
+    _print(plan, other, beside.compare(plan) if compare else [], as_json=as_json)
+    if other and found and not as_json:
         print(f"\n{report.alternatives(other)}")
     return 0 if found else DOES_NOT_FIT
 
@@ -205,16 +231,26 @@ def _folder(name: str) -> str:
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     from offloadtrain.plan import largest, report
 
-    rows = largest.largest(name, machine, gpus)
+    rows = []
+
+    def kept() -> Iterator[LargestRow]:
+        for row in largest.largest(name, machine, gpus):
+            rows.append(row)
+            yield row
+
+    lines = largest.table(kept(), machine, gpus)
     if as_json:
+        list(lines)
         found = [
-            {"weights": row.working, "state": row.state, "params": row.params}
+            {"weights": row.working, "state": row.state, "model": row.model, "params": row.params}
             | ({"plan": report.as_json(row.plan)} if row.plan else {})
             for row in rows
         ]
         print(json.dumps({"machine": name, "ranks": gpus, "rows": found}))
     else:
-        print(f"{name}:\n{largest.table(rows, machine)}")
+        print(f"{name}:")
+        for line in lines:  # each as soon as it is known
+            print(line, flush=True)
     return 0 if any(row.plan for row in rows) else DOES_NOT_FIT
 
 

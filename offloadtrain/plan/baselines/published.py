@@ -69,6 +69,8 @@ class Run:
         offload: optimizer state and gradients on the host.
         dpu: the delayed update of ZeRO-Offload: Adam overlaps the next step's compute.
         recompute: recompute everything but each layer's input.
+        all_params: of the whole model; 0: as many as its shape has.
+        computed: forward and backward of a microbatch by the kernels alone; None: by the shape.
     """
 
     shape: ModelShape
@@ -82,6 +84,8 @@ class Run:
     recompute: bool = True
     inputs: Literal["keep", "split", "host"] = "keep"
     kernels: Kernels = MEGATRON
+    all_params: int = 0
+    computed: Seconds | None = None
 
     @property
     def ranks(self) -> int:
@@ -90,7 +94,7 @@ class Run:
     @property
     def params(self) -> float:
         """Sizes of one GPU's part of the model."""
-        return num_params(self.shape) / self.mp
+        return (self.all_params or num_params(self.shape)) / self.mp
 
     @property
     def owned(self) -> float:
@@ -262,7 +266,7 @@ def step_times(run: Run, machine: Machine, software: Software) -> Times:
         transfers=transfers,
         gradients=gradients,
         optimizer=optimizer,
-        h2d=2 * run.owned / _pcie(run, machine, machine.h2d_gbps) if run.offload else 0.0,
+        h2d=2 * run.owned / pcie(run.gpus, machine, machine.h2d_gbps) if run.offload else 0.0,
         communication=_tensor_parallel(run, machine, software)
         + _data_parallel(run, machine, software),
     )
@@ -292,7 +296,9 @@ def compute_seconds(
 def _compute(run: Run, machine: Machine, software: Software) -> tuple[float, float]:
     """Forward and backward of one microbatch; backward has the recompute."""
     kernels = replace(run.kernels, split=run.mp)
-    found = compute_seconds(run.shape, run.micro_batch, machine, kernels, recompute=run.recompute)
+    found = run.computed or compute_seconds(
+        run.shape, run.micro_batch, machine, kernels, recompute=run.recompute
+    )
     return found.forward / software.compute_share, found.backward / software.compute_share
 
 
@@ -311,14 +317,14 @@ def _transfers(run: Run, machine: Machine, backward: float) -> float:
     if not run.offload:
         return 0.0
     sums = max(0.0, run.micro_steps - 1) if _sums_on_host(run) else 0.0
-    up, down = (_pcie(run, machine, rate) for rate in (machine.h2d_gbps, machine.d2h_gbps))
+    up, down = (pcie(run.gpus, machine, rate) for rate in (machine.h2d_gbps, machine.d2h_gbps))
     last = max(0.0, 4 * run.owned / down - backward)
     return sums * 2 * run.owned * (1 / up + 1 / down) + last
 
 
-def _pcie(run: Run, machine: Machine, alone: float) -> float:
-    """Return the bandwidth of one GPU's host link while all GPUs copy."""
-    return 1e9 * min(alone, machine.host_link_gbps / min(run.gpus, machine.gpus))
+def pcie(gpus: int, machine: Machine, alone: float) -> float:
+    """Return the bandwidth of one GPU's host link while so many GPUs copy."""
+    return 1e9 * min(alone, machine.host_link_gbps / min(gpus, machine.gpus))
 
 
 def _update(run: Run, machine: Machine, software: Software) -> tuple[float, float]:
@@ -349,7 +355,7 @@ def _tensor_parallel(run: Run, machine: Machine, software: Software) -> float:
         seconds += each * shared / link
     if run.inputs == "host":
         rates = machine.h2d_gbps, machine.d2h_gbps
-        seconds += sum(each / run.mp / _pcie(run, machine, rate) for rate in rates)
+        seconds += sum(each / run.mp / pcie(run.gpus, machine, rate) for rate in rates)
     return run.shape.num_layers * run.micro_steps * seconds
 
 

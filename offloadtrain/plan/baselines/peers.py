@@ -1,0 +1,208 @@
+"""Other trainers that offload, as analytic models of one step: memory and seconds on a `Machine`.
+
+Each is set up as its documentation recommends, with what torch needs for the same model and
+microbatch, and no worse than its code: page-locked memory is not rounded up, fragments of the
+device's memory are not counted, and copies beside compute are free. docs/comparison.md has the
+sources. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.baselines.published import Run, Software, pcie, step_times
+from offloadtrain.plan.device_time import Seconds
+
+DEEPSPEED, FSDP2, TORCHAO = "DeepSpeed ZeRO-Offload", "FSDP2 CPU offload", "torchao"
+SOFTWARE = Software()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a step has to do, whoever does it, in 16-bit mixed precision with AdamW.
+
+    Attributes:
+        shape: of a model that is not ours, an estimate; nothing is counted by it.
+        largest_block: parameters of the largest repeated block.
+        outside: parameters of everything outside of repeated blocks.
+        activation_bytes: torch's, of a microbatch, at their peak.
+        compute: of one microbatch of one rank, recompute included.
+        micro_steps: microbatches of a rank in a step.
+        clips: the norm of all gradients is clipped.
+        frees_gradients: torchao frees each gradient on the device as soon as it is copied; it
+            cannot where microbatches are summed.
+    """
+
+    shape: ModelShape
+    params: int
+    largest_block: int
+    outside: int
+    activation_bytes: int
+    compute: Seconds
+    micro_steps: int = 1
+    ranks: int = 1
+    clips: bool = True
+    frees_gradients: bool = True
+
+    @property
+    def owned(self) -> float:
+        return self.params / self.ranks
+
+
+Bytes = Callable[[Work], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A system.
+
+    Attributes:
+        device: owner → bytes of each device at its peak.
+        host: owner → bytes of one rank on its host, without the process.
+        seconds: of a step.
+        most_ranks: None: any number.
+        master: what its master weights are.
+        clips: it can clip the norm of all gradients.
+    """
+
+    device: Bytes
+    host: Bytes
+    seconds: Callable[[Work, Machine], float]
+    most_ranks: int | None
+    master: str
+    clips: bool
+
+
+# ── DeepSpeed, ZeRO stage 2, optimizer on the CPU ──
+
+
+def _deepspeed_device(work: Work) -> dict[str, float]:
+    weights = 2.0 * work.params
+    return _with_activations({"weights": weights, "buckets": SOFTWARE.bucket_bytes}, work)
+
+
+def _deepspeed_host(work: Work) -> dict[str, float]:
+    sums = SOFTWARE.sum_bytes if work.micro_steps > 1 else 0.0
+    return {"state": SOFTWARE.host_bytes * work.owned, "gradient sums": sums * work.owned}
+
+
+def _deepspeed_seconds(work: Work, machine: Machine) -> float:
+    run = Run(
+        shape=work.shape,
+        micro_batch=1,
+        micro_steps=work.micro_steps,
+        gpus=work.ranks,
+        all_params=work.params,
+        computed=work.compute,
+    )
+    return step_times(run, machine, SOFTWARE).step
+
+
+# ── FSDP2 with CPUOffloadPolicy, fp32 parameters, fused AdamW ──
+
+
+def _fsdp2_device(work: Work) -> dict[str, float]:
+    """Two gathered blocks, and what is outside, which stays; on the way of the largest group: its
+    fp32 shard before the gather, 16-bit gradients, their copy to be reduced, the fp32 shard."""
+    group = max(work.largest_block, work.outside)
+    held = {
+        "gathered weights": 2.0 * (2 * work.largest_block + work.outside),
+        "gradients outside of blocks": 2.0 * work.outside,
+        "on the way": 2.0 * group + 4.0 * group / work.ranks,
+    }
+    return _with_activations(held, work)
+
+
+def _fsdp2_host(work: Work) -> dict[str, float]:
+    """fp32 parameters, gradients and two moments of the shard."""
+    return {"state": 16.0 * work.owned}
+
+
+def _fsdp2_seconds(work: Work, machine: Machine) -> float:
+    """fp32 parameters go up for each forward and each backward, beside compute; so do the first
+    microbatch's gradients down. Those of others are waited for and added by the host. Then come
+    the norm and AdamW on the host, beside nothing."""
+    up = 4 * work.owned / pcie(work.ranks, machine, machine.h2d_gbps) + _gathered_s(work, machine)
+    down = 4 * work.owned / pcie(work.ranks, machine, machine.d2h_gbps) + _gathered_s(work, machine)
+    forward = max(work.compute.forward, up)
+    first = forward + max(work.compute.backward, up, down)
+    later = forward + max(work.compute.backward, up) + down + _host_s(12, work, machine)
+    update = _host_s(28 + (12 if work.clips else 0), work, machine)
+    return first + (work.micro_steps - 1) * later + update
+
+
+def _gathered_s(work: Work, machine: Machine) -> float:
+    """Return the seconds of one collective of the 16-bit parameters of all blocks."""
+    moved = 2 * work.params * (work.ranks - 1) / work.ranks
+    link = machine.gpu_link_gbps if work.ranks <= machine.gpus else machine.node_link_gbps
+    return moved / (1e9 * link) if moved else 0.0
+
+
+# ── torchao's CPUOffloadOptimizer around torch's fused AdamW ──
+
+
+def _torchao_device(work: Work) -> dict[str, float]:
+    keeps = work.micro_steps > 1 or not work.frees_gradients
+    held = {"weights": 2.0 * work.params, "gradients": 2.0 * work.params if keeps else 0.0}
+    return _with_activations(held, work)
+
+
+def _torchao_host(work: Work) -> dict[str, float]:
+    """A copy of weights and gradients, and two moments, all in the weights' 16 bits."""
+    return {"state": 8.0 * work.params}
+
+
+def _torchao_seconds(work: Work, machine: Machine) -> float:
+    """Gradients go down beside every backward; then each parameter is updated on the host (four
+    16-bit tensors read, three written) and goes up beside the next one's update."""
+    down, up = (2e-9 * work.params / rate for rate in (machine.d2h_gbps, machine.h2d_gbps))
+    each = work.compute.forward + max(work.compute.backward, down)
+    return work.micro_steps * each + max(_host_s(14, work, machine), up)
+
+
+# ── what they share ──
+
+
+def _with_activations(held: dict[str, float], work: Work) -> dict[str, float]:
+    return held | {"activations": float(work.activation_bytes)}
+
+
+def _host_s(bytes_per_param: float, work: Work, machine: Machine) -> float:
+    """Return the seconds of one rank's pass over its shard, beside those of its neighbours."""
+    local = min(work.ranks, machine.gpus)
+    rate = machine.dram_gbps if local == 1 else machine.shared_dram_gbps
+    return bytes_per_param * work.owned * local / (1e9 * rate)
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType(
+    {
+        DEEPSPEED: Peer(
+            device=_deepspeed_device,
+            host=_deepspeed_host,
+            seconds=_deepspeed_seconds,
+            most_ranks=None,
+            master="fp32",
+            clips=True,
+        ),
+        FSDP2: Peer(
+            device=_fsdp2_device,
+            host=_fsdp2_host,
+            seconds=_fsdp2_seconds,
+            most_ranks=None,
+            master="fp32",
+            clips=True,
+        ),
+        TORCHAO: Peer(
+            device=_torchao_device,
+            host=_torchao_host,
+            seconds=_torchao_seconds,
+            most_ranks=1,
+            master="none: 16-bit weights",
+            clips=False,
+        ),
+    }
+)

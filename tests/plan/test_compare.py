@@ -1,0 +1,109 @@
+"""`plan --compare`: the peers by hand and on published cells, and the tables of the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offloadtrain.cli.main import main
+from offloadtrain.config.model_shape import SIZES
+from offloadtrain.hardware.machine import find
+from offloadtrain.plan import compare
+from offloadtrain.plan.baselines.cells import checked
+from offloadtrain.plan.baselines.peers import DEEPSPEED, FSDP2, PEERS, TORCHAO, Work
+from offloadtrain.plan.device_time import Seconds
+
+Captured = pytest.CaptureFixture[str]
+PAGE = (Path(__file__).parents[2] / "docs/comparison.md").read_text()
+MACHINE = replace(find("rtx4090")[1], dram_gbps=50.0, h2d_gbps=20.0, d2h_gbps=10.0)
+WORK = Work(
+    shape=SIZES["debug"],
+    params=1_000_000_000,
+    largest_block=40_000_000,
+    outside=200_000_000,
+    activation_bytes=5_000_000_000,
+    compute=Seconds(1.0, 3.0),
+)
+
+
+def gib(held: Any) -> float:
+    return float(sum(held.values()))
+
+
+def test_fsdp2_by_hand() -> None:
+    """4 GB up before forward and backward, 4 GB down beside backward; then 40 bytes a parameter."""
+    assert PEERS[FSDP2].seconds(WORK, MACHINE) == pytest.approx(1.0 + 3.0 + 40 / 50)
+    small = replace(WORK, compute=Seconds(0.1, 0.1))
+    assert PEERS[FSDP2].seconds(small, MACHINE) == pytest.approx(4 / 20 + 4 / 10 + 40 / 50)
+    two = replace(small, micro_steps=2)  # a wait for the copy, and its sum: 12 bytes a parameter
+    more = 4 / 20 + 4 / 20 + 4 / 10 + 12 / 50
+    assert PEERS[FSDP2].seconds(two, MACHINE) == pytest.approx(4 / 20 + 4 / 10 + 40 / 50 + more)
+    assert gib(PEERS[FSDP2].host(WORK)) == 16e9
+    gathered, way = 2 * (2 * 0.04 + 0.2), 2 * 0.2 + 4 * 0.2
+    assert gib(PEERS[FSDP2].device(WORK)) == pytest.approx(1e9 * (gathered + 0.4 + way + 5))
+
+
+def test_torchao_by_hand() -> None:
+    """2 GB down beside backward; then 14 bytes a parameter on the host, beside 2 GB up."""
+    assert PEERS[TORCHAO].seconds(WORK, MACHINE) == pytest.approx(4.0 + 14 / 50)
+    four = replace(WORK, micro_steps=4)
+    assert PEERS[TORCHAO].seconds(four, MACHINE) == pytest.approx(16.0 + 14 / 50)
+    assert gib(PEERS[TORCHAO].device(WORK)) == 7e9
+    assert gib(PEERS[TORCHAO].device(four)) == 9e9  # sums stay there
+    assert gib(PEERS[TORCHAO].host(four)) == 8e9
+
+
+def test_deepspeed_is_the_model_of_the_papers() -> None:
+    """Compute over 0.626, the gradient pass of 12 bytes, Adam's 28 over 0.64, 2 bytes up."""
+    seconds = 4.0 / 0.626 + 12 / 50 + 28 / 50 / 0.64 + 2 / 20
+    assert PEERS[DEEPSPEED].seconds(WORK, MACHINE) == pytest.approx(seconds)
+    assert gib(PEERS[DEEPSPEED].host(replace(WORK, micro_steps=2))) == 20e9
+
+
+def test_the_predictors_hold_on_published_cells() -> None:
+    """The bounds of ZeRO-Offload's figures; torchao's two cells are of an assumed host."""
+    for peer, cells, median, worst in ((DEEPSPEED, 30, 0.15, 0.25), (TORCHAO, 2, 0.2, 0.2)):
+        found = compare.accuracy(peer)
+        assert found is not None and found.cells == cells == len(checked(peer))
+        assert found.median <= median and abs(found.worst) <= worst
+        said = f"| {peer} | {cells} | {100 * found.median:.0f} % | {100 * found.worst:+.0f} % |"
+        assert said in PAGE
+    assert compare.accuracy(FSDP2) is None and checked(FSDP2) == []
+
+
+def test_rows_are_of_the_same_step(capsys: Captured) -> None:
+    """A smaller card: smaller microbatches, never other tokens; what cannot be is said."""
+    asked = ["plan", "llama_1b", "--machine", "rtx4090", "--compare", "--json"]
+    assert main([*asked, "--gpu", "10GiB", "--set", "train.micro_batch=4"]) in (0, 4)
+    ours, *others = json.loads(capsys.readouterr().out)["compare"]
+    assert ours["system"] == compare.OURS and [row["system"] for row in others] == list(PEERS)
+    for row in (ours, *others):
+        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(262_144)
+        assert row["fits"] == (not row["problem"])
+    assert any(row["fits"] and row["micro_batch"] < 4 for row in others)
+    assert main([*asked, "--gpus", "2"]) == 0
+    torchao = json.loads(capsys.readouterr().out)["compare"][-1]
+    assert torchao["problem"] == "it trains on 1 GPU."
+
+
+@pytest.mark.parametrize(
+    "asked", ["--machine cpu2", "--machine rtx4090 --set optim.name=lion", "--sweep gpus=1,2"]
+)
+def test_what_cannot_be_compared_is_refused(asked: str, capsys: Captured) -> None:
+    assert main(["plan", "llama_1b", "--compare", *asked.split()]) == 2
+    assert "--compare is of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_page_are_what_is_printed(capsys: Captured) -> None:
+    command = r"    (offloadtrain plan [^\n]*--compare)"
+    shown = re.findall(rf"{command}\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(shown) == 2
+    for command, table in shown:
+        assert main(command.split()[1:]) == 0
+        assert table in capsys.readouterr().out, command

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.gather import Delivered, Targets, fill, targets_of
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.operations import Kind, Launch
-
-Delivered = Sequence[tuple[Slot, Tensor]]
-"""Parameters of a bucket, in its order, with the gradients that they received."""
+from offloadtrain.step.operations import Kind, Launch, Ref
 
 
 class Functions:
@@ -52,6 +50,8 @@ class Functions:
         self._rules = rules
         self._groups = groups
         self._digest = 0
+        self._targets: dict[tuple[str, int, Ref], Targets] = {}
+        """Bucket, the start of a piece, and its staging → where the gradients go."""
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._reduce_scatter,
@@ -82,21 +82,29 @@ class Functions:
         """Make a flat copy of the gradients, zero where there is none, each rank's part behind the
         other: see [Note: Pieces of a shard]."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
-        count, ranks = op.hi - op.lo, self._ranks.size
         # With the last piece the function is the only owner of the gradients: they are freed when
         # it has run on compute, before the next node of backward allocates.
         if op.hi == bucket.shard_numel:
             self.delivered.pop(op.owner, None)
 
         def gather(flat: Tensor) -> None:
-            if count == bucket.shard_numel:
-                fill(flat, 0, delivered)
-                return
-            for rank in range(ranks):
-                start = rank * bucket.shard_numel + op.lo
-                fill(flat[rank * count : (rank + 1) * count], start, delivered)
+            fill(self._targets_of(op, flat, delivered), delivered)
 
         return gather
+
+    def _targets_of(self, op: Launch, flat: Tensor, delivered: Delivered) -> Targets:
+        """Where `delivered` goes; kept where every parameter of the bucket has a gradient, as in
+        nearly every step."""
+        bucket, key = self._buckets[op.owner], (op.owner, op.lo, op.writes[0])
+        complete = len(delivered) == len(bucket.slots)
+        if complete and (kept := self._targets.get(key)):
+            return kept
+        each = range(self._ranks.size if op.hi - op.lo < bucket.shard_numel else 1)
+        starts = [rank * bucket.shard_numel + op.lo for rank in each]
+        targets = targets_of(flat, starts, [slot for slot, _ in delivered])
+        if complete:
+            self._targets[key] = targets
+        return targets
 
     def _reduce_scatter(self, op: Launch) -> Operation:
         self._count(op)
@@ -228,31 +236,6 @@ def _round(wide: Tensor, narrow: Tensor) -> None:
     narrow.copy_(wide)
 
 
-def fill(flat: Tensor, lo: int, delivered: Delivered) -> None:
-    """Write elements [lo, lo + len(flat)) of a bucket's gradient, zero where there is none.
-
-    Args:
-        flat: (n,) on the device, working dtype, or fp32 where ranks sum in fp32.
-    """
-    hi, end = lo + flat.numel(), lo
-    targets, sources = [], []
-    with torch.no_grad():
-        for slot, grad in delivered:
-            first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
-            if first >= last:
-                continue
-            if first > end:
-                flat[end - lo : first - lo].zero_()
-            target, whole = flat[first - lo : last - lo], last - first == slot.numel
-            targets.append(slot.shaped(target) if whole else target)
-            sources.append(grad if whole else _part(slot, grad, first, last))
-            end = last
-        if end < hi:
-            flat[end - lo :].zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-
 _ALIKE: dict[Kind, Operation] = {
     Kind.ROUND: _round,
     Kind.GRAD_DOWN: copy,
@@ -270,12 +253,3 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.ACTIVATION_UP: copy,
 }
 """The functions that are the same for every launch of a kind."""
-
-
-def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:
-    if grad.stride() == slot.stride:
-        flat = torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
-    else:
-        flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
-        slot.shaped(flat).copy_(grad)
-    return flat[first - slot.offset : last - slot.offset]

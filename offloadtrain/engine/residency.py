@@ -44,7 +44,6 @@ class Residency:
         """The block used last: in its slot, waited for, and the blocks after it are on their
         way."""
         self._told = False
-        self._slot_at = {slot.data_ptr(): number for number, slot in enumerate(memory.slots)}
         for block in blocks:
             block.source = self
         for bucket in (bucket for block in self.streamed for bucket in block.held):
@@ -55,10 +54,9 @@ class Residency:
         """Streamed blocks that have a slot."""
         return [self._blocks[name] for name in self._program.streaming.resident]
 
-    def owner(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
-        """Return the block and bucket whose weights a tensor views, if it lies in a slot."""
-        slot = self._slot_at.get(tensor.untyped_storage().data_ptr())
-        name = None if slot is None else self._program.streaming.slots[slot]
+    def owner(self, slot: int, tensor: Tensor) -> tuple[Block, Bucket] | None:
+        """Return the block and bucket whose weights a tensor in this slot views, if it has one."""
+        name = self._program.streaming.slots[slot]
         if name is None:
             return None
         return self._blocks[name], _bucket_of(self._blocks[name], tensor)

@@ -50,7 +50,9 @@ class StepReport:
             CUDA, that its stream waited.
         busy_ms: by lane (compute, d2h, host, h2d, load, comm), time of work since the step before;
             for compute, of the forwards and backwards of blocks. On CUDA, work and waits that have
-            not ended by now count in the next step.
+            not ended by now count in the next step, and work of streams is measured in sampled
+            steps: in others it counts as long as it usually takes ([Note: Timing events] in
+            `runtime/lanes/usual_times.py`).
         d2h_bytes, h2d_bytes: bytes moved since the step before.
         comm_bytes: bytes sent to other ranks in collectives since the step before.
         timeline: intervals of the lanes, if this step was sampled; on the lane "wait", the waits of

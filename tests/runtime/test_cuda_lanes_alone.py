@@ -81,6 +81,37 @@ def test_compute_is_counted_once(lanes: LoggedLanes) -> None:
     assert 30 <= lanes.read_totals().busy_ms[Lane.COMPUTE] <= wall_ms
 
 
+@pytest.mark.parametrize("lane", ON_STREAMS[:2])
+@timely
+def test_a_run_that_is_not_timed_counts_as_long_as_usual(gpu: Gpu, lane: Lane) -> None:
+    """After a few timed ones, and until a sample tells that it takes longer; a span as well."""
+    lanes = LoggedLanes(gpu)
+    timed: list[Lane] = []
+    record = lanes._timing_event
+    lanes._timing_event = lambda on: (timed.append(on), record(on))[1]  # type: ignore[method-assign]
+
+    def spent(ms: float) -> tuple[float, int]:
+        lanes.synchronize()
+        before, events = lanes.read_totals().busy_ms[lane], len(timed)
+        span = lanes.open_span("forward", []) if lane is Lane.COMPUTE else None
+        lanes.launch(lane, "work", sleeps(ms))
+        if span is not None:
+            lanes.close_span(span)
+        events = len(timed) - events
+        lanes.host_wait(lanes.record(lane), "its end")
+        return lanes.read_totals().busy_ms[lane] - before, events
+
+    learnt = [spent(2) for _ in range(4)]
+    assert all(ms >= 2 and events == 2 for ms, events in learnt)
+    usual_ms = sum(ms for ms, _ in learnt) / len(learnt)
+    assert spent(30) == (pytest.approx(usual_ms), 0)
+    lanes.start_timeline()
+    sampled_ms, _ = spent(30)
+    lanes.take_timeline()
+    assert sampled_ms >= 30 and spent(0) == (pytest.approx(sampled_ms), 0)
+    lanes.close()
+
+
 @pytest.mark.parametrize("lane", ON_STREAMS[:3])
 @timely
 def test_what_has_not_ended_counts_later(lane: Lane) -> None:

@@ -128,7 +128,7 @@ class ForwardHooks:
         if not hooked.running:
             return
         running = hooked.running.pop()
-        self._saved.within = running.outside
+        self._saved.leave(running.outside)
         if running.pushed:
             self._saved.pop()
         while hooked.held and not hooked.running:

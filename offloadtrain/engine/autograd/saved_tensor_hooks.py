@@ -21,15 +21,16 @@ Saved tensors that pass through hooks lose autograd's check for changes in place
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.address_map import AddressMap
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
@@ -40,6 +41,7 @@ from offloadtrain.step.streaming import StreamError
 _autograd = torch._C._autograd
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Owner = tuple[Block, Bucket]
 
 _UNPACK = methodcaller("unpack")
 """Every class here that stands for a tensor has the method."""
@@ -49,36 +51,54 @@ class ChangedInPlaceError(OffloadTrainError):
     """A tensor that backward needs was changed in place after forward saved it."""
 
 
-class Handle:
-    """Stands for a saved view of a block's weights in a graph."""
+class _Reading:
+    """A graph's reads of one block's weights, as one forward saved them. While an object that
+    stands for a saved tensor refers to it the block counts as read: "delayed" uploads nothing over
+    these weights.
 
-    __slots__ = ("_bucket", "_offset", "_stride", "block", "clock", "generation", "shape")
+    Attributes:
+        generation: that of the weights when the graph was built.
+        clock: the time of that, in forwards of modules.
+    """
 
-    def __init__(self, block: Block, bucket: Bucket, tensor: Tensor, clock: int) -> None:
+    __slots__ = ("block", "clock", "generation")
+
+    def __init__(self, block: Block, clock: int) -> None:
         self.block = block
         self.generation = block.generation
         self.clock = clock
-        self.shape = tensor.shape
-        self._bucket = bucket
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
-        # Until `__del__` the block counts as read: "delayed" uploads nothing over these weights.
         block.packed()
 
-    def unpack(self) -> Tensor:
-        """View the weights where they are now, in the saved shape and strides.
+    def begin(self) -> None:
+        """Backward reads the weights from here on: compute waits for the block's load.
 
         Raises:
             StaleGraphError: they were replaced since the graph was built.
         """
-        # Compute waits for the block's load here. Only then is `working` the slot of this use.
         self.block.unpacked(self.generation, self.clock)
-        flat = self._bucket.working.flat
-        offset = flat.storage_offset() + self._offset
-        return torch.as_strided(flat, self.shape, self._stride, offset)
 
     def __del__(self) -> None:
         self.block.released()
+
+
+class Handle:
+    """Stands for a saved view of a block's weights in a graph."""
+
+    __slots__ = ("_bucket", "_offset", "_reading", "_shape", "_stride")
+
+    def __init__(self, reading: _Reading, bucket: Bucket, tensor: Tensor) -> None:
+        self._reading = reading
+        self._bucket = bucket
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
+
+    def unpack(self) -> Tensor:
+        """View the weights where they are now, in the saved shape and strides; raises
+        StaleGraphError."""
+        self._reading.begin()
+        # Behind the use: only then is `working` the slot of this use.
+        return self._bucket.working.strided(self._shape, self._stride, self._offset)
 
 
 class SavedTensor:
@@ -121,22 +141,19 @@ class WhileStreaming:
     """Stands for a tensor that is no weight, and reports how far backward is. Saved in the forward
     of streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
 
-    __slots__ = ("_blocks", "_clock", "_generations", "_packed", "_residency")
+    __slots__ = ("_clock", "_packed", "_readings", "_residency")
 
     def __init__(
         self,
         packed: SavedTensor | PassedOn | OffloadedActivation,
         residency: Residency,
-        blocks: tuple[Block, ...],
+        readings: Sequence[_Reading],
         clock: int,
     ) -> None:
         self._packed = packed
         self._residency = residency
-        self._blocks = blocks
+        self._readings = readings
         self._clock = clock
-        self._generations = [block.generation for block in blocks]
-        for block in blocks:
-            block.packed()
 
     def unpack(self) -> Tensor:
         # Blocks whose forward came later give up their pins: the loads below need slots.
@@ -144,13 +161,9 @@ class WhileStreaming:
         # Before the block's own use, since it may run other blocks again, which need slots too.
         with self._residency.unpacking():
             tensor = self._packed.unpack()
-        for block, generation in zip(self._blocks, self._generations, strict=True):
-            block.unpacked(generation, self._clock)
+        for reading in self._readings:
+            reading.begin()
         return tensor
-
-    def __del__(self) -> None:
-        for block in self._blocks:
-            block.released()
 
 
 class SavedTensors:
@@ -164,21 +177,26 @@ class SavedTensors:
         self.within: tuple[Block, ...] = ()
         self._clock = 0
         """Counts forwards of modules: what is saved later has a higher number."""
-        self._owners: dict[int, tuple[Block, Bucket]] = {}
-        self._absent: dict[int, Block] = {}
+        self._readings: dict[Block, _Reading] = {}
+        """Those of the running forward: all that it saves shares them."""
+        self._readings_within: tuple[_Reading, ...] | None = None
+        self._owners: AddressMap[Callable[[Tensor], _Owner | None]] = AddressMap()
+        """Tells the owner of a tensor that lies in the buffer."""
         self._residency: Residency | None = None
 
     def register(self, block: Block) -> None:
         """Add a block that stays on the device."""
         for bucket in block.buckets:
-            self._owners[_address(bucket.working.flat)] = (block, bucket)
+            self._owners.add(bucket.working.flat, partial(_itself, (block, bucket)))
 
     def register_streamed(self, residency: Residency) -> None:
         """Add the streamed blocks, whose memory on the device changes."""
         self._residency = residency
+        for number, slot in enumerate(residency.memory.slots):
+            self._owners.add(slot, partial(residency.owner, number))
         for block in residency.streamed:
             for bucket in block.held:
-                self._absent[_address(block.placeholder(bucket))] = block
+                self._owners.add(block.placeholder(bucket), partial(_raise_absent, block))
 
     def owner(self, tensor: Tensor) -> Block | None:
         """Return the block whose working weights this tensor views, if any.
@@ -186,7 +204,8 @@ class SavedTensors:
         Raises:
             StreamError: if they are not on the device.
         """
-        found = self._find(tensor)
+        find = self._owners.find(tensor)
+        found = None if find is None else find(tensor)
         return found[0] if found else None
 
     def push(self, offloader: ActivationOffloader | None = None) -> bool:
@@ -211,17 +230,27 @@ class SavedTensors:
         self._clock += 1
         for block in blocks:
             block.clock = block.clock if again else self._clock
-        self.within = tuple(block for block in blocks if block.streamed) or outside
+        self._set_within(tuple(block for block in blocks if block.streamed) or outside)
         return outside
+
+    def leave(self, outside: tuple[Block, ...]) -> None:
+        """The forward is over; `outside`: what `enter` returned."""
+        self._set_within(outside)
+
+    def _set_within(self, blocks: tuple[Block, ...]) -> None:
+        self.within = blocks
+        # From here on the graph alone holds its readings: they end with its nodes.
+        self._readings.clear()
+        self._readings_within = None
 
     def pack(
         self, tensor: Tensor, outer: _Hooks | None, offloader: ActivationOffloader | None
     ) -> Any:
         """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
         active before."""
-        found = self._find(tensor)
-        if found is not None and tensor.dtype == found[1].dtype:
-            return Handle(*found, tensor, self._clock)
+        find = self._owners.find(tensor)
+        if find is not None and (found := find(tensor)) and tensor.dtype is found[1].dtype:
+            return Handle(self._reading(found[0]), found[1], tensor)
         packed: SavedTensor | PassedOn | OffloadedActivation
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)
@@ -229,26 +258,30 @@ class SavedTensors:
             packed = SavedTensor(tensor) if outer is None else PassedOn(outer, tensor)
         if self._residency is None:
             return packed
-        return WhileStreaming(packed, self._residency, self.within, self._clock)
+        return WhileStreaming(packed, self._residency, self._all_within(), self._clock)
 
-    def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            return None
-        try:
-            address = _address(tensor)
-        # Tensor subclasses without storage cannot lie in a flat buffer.
-        except RuntimeError:
-            return None
-        if address in self._absent:
-            raise StreamError(
-                f"weights of block '{self._absent[address].name}' are read outside its forward, "
-                "while they are on the host: only modules that are called can be streamed. Leave "
-                "this one on the device: working = 'device', or more resident_blocks"
-            )
-        found = self._owners.get(address)
-        if found is None and self._residency is not None:
-            found = self._residency.owner(tensor)
+    def _reading(self, block: Block) -> _Reading:
+        found = self._readings.get(block)
+        if found is None or found.generation != block.generation:
+            found = self._readings[block] = _Reading(block, self._clock)
         return found
+
+    def _all_within(self) -> tuple[_Reading, ...]:
+        if self._readings_within is None:
+            self._readings_within = tuple(map(self._reading, self.within))
+        return self._readings_within
+
+
+def _itself(owner: _Owner, _: Tensor) -> _Owner:
+    return owner
+
+
+def _raise_absent(block: Block, _: Tensor) -> NoReturn:
+    raise StreamError(
+        f"weights of block '{block.name}' are read outside its forward, while they are on the "
+        "host: only modules that are called can be streamed. Leave this one on the device: "
+        "working = 'device', or more resident_blocks"
+    )
 
 
 def in_checkpoint() -> bool:
@@ -263,12 +296,6 @@ def _innermost() -> tuple[_Chain | None, _Hooks | None]:
     hooks: _Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
     own = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return (own, own.outer) if isinstance(own, _Chain) else (None, hooks)
-
-
-def _address(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()
-    # A fake tensor's storage has no memory: the object itself stands for it.
-    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
 
 
 class _Chain:

@@ -24,6 +24,9 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Kind, Lane
 
+_STRIDED_KEPT = 256
+"""Views of a buffer that are kept."""
+
 
 class LaneError(OffloadTrainError):
     """An operation failed on a lane outside the training thread."""
@@ -40,6 +43,24 @@ class Buffer:
 
     name: str
     flat: Tensor
+    _strided: dict[tuple[torch.Size, tuple[int, ...], int | torch.SymInt], Tensor] = field(
+        default_factory=dict, repr=False
+    )
+
+    def strided(
+        self, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
+    ) -> Tensor:
+        """View elements from `offset` on. Views are kept: backward asks for the same ones in every
+        step."""
+        found = self._strided.get((shape, stride, offset))
+        if found is None:
+            # A user may save other parts of a weight each time, embeddings of every length.
+            if len(self._strided) >= _STRIDED_KEPT:
+                self._strided.clear()
+            start = self.flat.storage_offset() + offset
+            found = torch.as_strided(self.flat, shape, stride, start)
+            self._strided[shape, stride, offset] = found
+        return found
 
     @property
     def whole(self) -> Range:

@@ -17,7 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -44,6 +45,8 @@ from offloadtrain.runtime.lanes.host_lane import (
 from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes, own
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
+
+_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class CudaLanes(Lanes):
@@ -209,13 +212,13 @@ class CudaLanes(Lanes):
         return self._sized(resolved)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        began = self._timing_event(Lane.COMPUTE)
-        self._times.opened(began, self.totals)
-        return Span(name, tuple(reads), tuple(writes), mark=began)
+        mark = self._times.open(name, self._compute_event, self.totals)
+        return Span(name, tuple(reads), tuple(writes), mark=mark)
 
     def close_span(self, span: Span) -> None:
-        if not span.closed and isinstance(span.mark, torch.cuda.Event):
-            self._times.closed(span.name, span.mark, self._timing_event(Lane.COMPUTE))
+        if not span.closed:
+            mark = span.mark if isinstance(span.mark, torch.cuda.Event) else None
+            self._times.close(span.name, mark, self._compute_event)
         span.closed = True
 
     def read_totals(self) -> LaneTotals:
@@ -259,7 +262,13 @@ class CudaLanes(Lanes):
     def _run_on_stream(
         self, lane: Lane, name: str, fn: Operation, operands: list[torch.Tensor]
     ) -> None:
-        with torch.cuda.stream(self._stream(lane)), torch.profiler.record_function(name):
+        stream = self._stream(lane)
+        # A name for torch's profiler takes as long as a launch: only where one looks.
+        named = torch.profiler.record_function(name) if _profiled() else nullcontext()
+        with named, nullcontext() if lane is Lane.COMPUTE else torch.cuda.stream(stream):
+            if not self._times.times(lane, name):
+                fn(*operands)
+                return
             start = self._timing_event(lane)
             fn(*operands)
             self._times.ran(lane, name, start, self._timing_event(lane))
@@ -301,6 +310,9 @@ class CudaLanes(Lanes):
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
+
+    def _compute_event(self) -> torch.cuda.Event:
+        return self._timing_event(Lane.COMPUTE)
 
 
 def _indexed(device: torch.device) -> torch.device:

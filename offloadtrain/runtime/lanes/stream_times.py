@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,11 @@ import torch
 from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime.lanes.base import Interval, LaneEvent, LaneTotals, now_ms
 from offloadtrain.runtime.lanes.host_lane import Flag
+from offloadtrain.runtime.lanes.usual_times import UsualTimes
 from offloadtrain.step.operations import Lane
 
 _KEPT = 32
-"""Intervals of compute to keep before those that have ended are counted and dropped."""
+"""Intervals and waits of compute to keep before those that have ended are counted and dropped."""
 _CLOCK_READS = 5
 """Readings of both clocks at the start of a timeline; the most certain one holds."""
 
@@ -75,24 +77,51 @@ class StreamInterval:
 class StreamTimes:
     """Busy and exposed time of streams, and the timeline of a sampled step.
 
-    The training thread and the device's autograd thread call it, and threads of lanes append.
+    The training thread and the device's autograd thread call it, and threads of lanes append. Which
+    operations have events: [Note: Timing events] in `usual_times`.
     """
 
     def __init__(self) -> None:
         self._running: dict[Lane, deque[StreamInterval]] = {lane: deque() for lane in Lane}
         """Operations of each lane that are not known to have ended, in order."""
+        self._usual = UsualTimes()
+        # Written by the lane's own thread, and read by `settle`, which knows what it has counted:
+        # no lock is needed.
+        self._assumed_ms = dict.fromkeys(Lane, 0.0)
+        self._counted_ms = dict.fromkeys(Lane, 0.0)
         self._waits: deque[StreamInterval] = deque()
         """Waits of compute that are not known to have ended."""
         self._waits_in_span: list[StreamInterval] = []
         self._open_spans = 0
+        self._computes = ""
+        """The name of the outermost open span, which was opened first."""
         self._computes_since: torch.cuda.Event | None = None
+        """Where it was opened, if it is timed."""
         self._timeline: list[StreamInterval] | None = None
         self._origin: tuple[float, torch.cuda.Event] | None = None
+
+    def times(self, lane: Lane, name: str) -> bool:
+        """Tell whether an operation that is about to run should be timed: `ran` follows. Otherwise
+        its usual time is counted."""
+        if self._timeline is not None:
+            return True
+        # Compute's operations inside a span are in the span's time.
+        if lane is Lane.COMPUTE and self._open_spans:
+            return False
+        return self._assume(lane, name)
+
+    def _assume(self, lane: Lane, name: str) -> bool:
+        """Count the usual time of a run; returns True if there is none, so that it must be
+        timed."""
+        usual_ms = self._usual.of(lane, name)
+        if usual_ms is None:
+            return True
+        self._assumed_ms[lane] += usual_ms
+        return False
 
     def ran(self, lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Note an operation on a stream."""
         interval = StreamInterval(lane, name, start, end)
-        # Compute's operations inside a span are in the span's time.
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self._running[lane].append(interval)
         self._sample(interval)
@@ -109,38 +138,62 @@ class StreamTimes:
         if not drains:
             self._sample(wait)
 
-    def opened(self, start: torch.cuda.Event, totals: LaneTotals) -> None:
-        """Note that a span has opened."""
+    def open(
+        self, name: str, event: Callable[[], torch.cuda.Event], totals: LaneTotals
+    ) -> torch.cuda.Event | None:
+        """Note that a span opens; `event` records one now, which is returned if it is needed."""
         # An evaluation has no step() that counts them: events would pile up.
-        if len(self._running[Lane.COMPUTE]) >= _KEPT:
+        if len(self._running[Lane.COMPUTE]) + len(self._waits) >= _KEPT:
             self.settle(totals)
-        if self._open_spans == 0:
-            self._computes_since = start
+        outermost = self._open_spans == 0
         self._open_spans += 1
+        unknown = outermost and self._usual.of(Lane.COMPUTE, name) is None
+        began = event() if unknown or self._timeline is not None else None
+        if outermost:
+            self._computes, self._computes_since = name, began
+        return began
 
-    def closed(self, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Note that a span has closed."""
+    def close(
+        self, name: str, start: torch.cuda.Event | None, event: Callable[[], torch.cuda.Event]
+    ) -> None:
+        """Note that a span closes; `start`: what `open` returned."""
         self._open_spans -= 1
-        if self._open_spans == 0 and self._computes_since is not None:
+        since, last = self._computes_since, self._open_spans == 0
+        samples = start is not None and self._timeline is not None
+        end = event() if samples or (last and since is not None) else None
+        if last:
             waits, self._waits_in_span = tuple(self._waits_in_span), []
-            whole = StreamInterval(Lane.COMPUTE, "compute", self._computes_since, end, waits)
-            self._running[Lane.COMPUTE].append(whole)
-        self._sample(StreamInterval(Lane.COMPUTE, name, start, end))
+            if since is None:
+                self._assume(Lane.COMPUTE, self._computes)
+            elif end is not None:
+                whole = StreamInterval(Lane.COMPUTE, self._computes, since, end, waits)
+                self._running[Lane.COMPUTE].append(whole)
+        if start is not None and end is not None:
+            self._sample(StreamInterval(Lane.COMPUTE, name, start, end))
 
     def settle(self, totals: LaneTotals) -> None:
         """Count the intervals that have ended; never waits."""
         # Called by the training thread or autograd's, while lane threads append at the other end.
         for lane, running in self._running.items():
             while running and running[0].is_over():
-                totals.busy_ms[lane] += running.popleft().busy_ms()
+                self._count(lane, running.popleft(), totals)
+            assumed_ms = self._assumed_ms[lane]
+            totals.busy_ms[lane] += assumed_ms - self._counted_ms[lane]
+            self._counted_ms[lane] = assumed_ms
         while self._waits and self._waits[0].is_over():
             totals.exposed_ms += self._waits.popleft().elapsed_ms()
+
+    def _count(self, lane: Lane, interval: StreamInterval, totals: LaneTotals) -> None:
+        spent_ms = interval.busy_ms()
+        totals.busy_ms[lane] += spent_ms
+        self._usual.timed(lane, interval.name, spent_ms)
 
     def start_timeline(self, stream: torch.cuda.Stream) -> None:
         """Keep intervals from now on. `stream` is empty: its events happen as soon as recorded."""
         tries = [_read_clocks(stream) for _ in range(_CLOCK_READS)]
         _, now, event = min(tries, key=lambda found: found[0])
         self._timeline, self._origin = [], (now, event)
+        self._usual.begin_sample()
 
     def take_timeline(self) -> tuple[float, list[Interval]]:
         """Return the host clock in ms at its start, and the intervals since; all are over."""

@@ -1,0 +1,82 @@
+"""A bucket's gradients, from where autograd left them, into a flat piece of staging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine.bucket import Slot
+
+Delivered = Sequence[tuple[Slot, Tensor]]
+"""Parameters of a bucket, in its order, with the gradients that they received."""
+
+
+class Targets(NamedTuple):
+    """Where the gradients of some parameters go in one piece of staging.
+
+    Attributes:
+        views: a view of staging for each copy.
+        sources: for each copy, the place of its gradient among those delivered, and of a part
+            [first, last) of it; None for the whole.
+        gaps: what no gradient is written to.
+    """
+
+    views: list[Tensor]
+    sources: list[tuple[int, tuple[int, int] | None]]
+    gaps: list[Tensor]
+
+
+def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
+    """Make the views for gradients of `slots`, each rank's part behind the other.
+
+    Args:
+        flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.
+        starts: for each rank, the first of its n elements in the bucket.
+    """
+    found, count = Targets([], [], []), flat.numel() // len(starts)
+    for rank, lo in enumerate(starts):
+        _add(found, flat[rank * count : (rank + 1) * count], lo, slots)
+    return found
+
+
+def _add(found: Targets, piece: Tensor, lo: int, slots: Sequence[Slot]) -> None:
+    """Add elements [lo, lo + len(piece)) of the bucket."""
+    hi, end = lo + piece.numel(), lo
+    for number, slot in enumerate(slots):
+        first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
+        if first >= last:
+            continue
+        if first > end:
+            found.gaps.append(piece[end - lo : first - lo])
+        view, whole = piece[first - lo : last - lo], last - first == slot.numel
+        found.views.append(slot.shaped(view) if whole else view)
+        cut = None if whole else (first - slot.offset, last - slot.offset)
+        found.sources.append((number, cut))
+        end = last
+    if end < hi:
+        found.gaps.append(piece[end - lo :])
+
+
+def fill(targets: Targets, delivered: Delivered) -> None:
+    """Copy the gradients to their places, and zeros between them."""
+    sources = [
+        delivered[number][1] if cut is None else _part(*delivered[number], *cut)
+        for number, cut in targets.sources
+    ]
+    with torch.no_grad():
+        if targets.gaps:
+            torch._foreach_zero_(targets.gaps)
+        if sources:
+            torch._foreach_copy_(targets.views, sources)
+
+
+def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:
+    if grad.stride() == slot.stride:
+        flat = torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
+    else:
+        flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
+        slot.shaped(flat).copy_(grad)
+    return flat[first:last]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -10,6 +10,12 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 from offloadtrain.config.toml import nearest, shown
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
+
+StateOn: TypeAlias = Literal["auto", "host", "device"] | Mapping[str, float]
+"""The tier of the state, or tier → share of it; what is left of the shares is on the host."""
+
+STATE_TIERS = ("device", "host")
+"""Tiers that the state may have a share on."""
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Precision → dtype of working weights and gradients, by torch's name."""
@@ -41,11 +47,12 @@ class OffloadConfig:
 
     Attributes:
         precision: "auto" is for jobs only, and is resolved before `offload`.
+        state_on: "auto" is decided by the plan of a job, or by `device_memory_limit`.
     """
 
     precision: Precision = "bf16"
     state: str = "fp32"
-    state_on: Literal["host", "device"] = "host"
+    state_on: StateOn = "host"
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"
     warmup_steps: int = 0
@@ -81,6 +88,13 @@ class OffloadConfig:
             raise OptionError(*problems)
         return self
 
+    @property
+    def device_share(self) -> float:
+        """The share of the state that is asked for on the device; 0 for "auto"."""
+        if isinstance(self.state_on, str):
+            return float(self.state_on == "device")
+        return self.state_on.get("device", 0.0)
+
     def zero_stage_among(self, ranks: int) -> int:
         """Return the ZeRO stage on `ranks` ranks; 0: one rank.
 
@@ -110,6 +124,29 @@ class OffloadConfig:
             if (value := getattr(self, key)) not in allowed:
                 hint = nearest(value, allowed) if isinstance(value, str) else ""
                 yield f"{key} = {shown(value)} is not one of {', '.join(map(repr, allowed))}{hint}"
+        yield from self._wrong_shares()
+
+    def _wrong_shares(self) -> Iterator[str]:
+        """Yield what is wrong with `state_on`, which is a tier or a table of shares."""
+        given = self.state_on
+        if not isinstance(given, Mapping):
+            allowed = ("auto", *STATE_TIERS)
+            if given not in allowed:
+                hint = nearest(given, allowed) if isinstance(given, str) else ""
+                yield (
+                    f"state_on = {shown(given)} is not one of {', '.join(map(repr, allowed))}, nor "
+                    f"a table of shares such as {{device = 0.3}}{hint}"
+                )
+            return
+        if unknown := [tier for tier in given if tier not in STATE_TIERS]:
+            yield (
+                f"state_on has a share on {shown(unknown[0])}, which is not one of "
+                f"{', '.join(map(repr, STATE_TIERS))}"
+            )
+        elif not all(_is_share(one) for one in given.values()):
+            yield f"state_on = {shown(dict(given))}: every share is from 0 to 1"
+        elif sum(given.values()) > 1:
+            yield f"state_on = {shown(dict(given))}: the shares are more than 1 together"
 
     def _out_of_range(self) -> Iterator[str]:
         may_be_none = {f.name for f in fields(self) if f.default is None}
@@ -155,22 +192,20 @@ class OffloadConfig:
 
     def _contradictions_of_resident(self) -> Iterator[str]:
         """Yield a sentence for each option that requires state on the host."""
-        for key, value in {"state": "fp32", "update": "exact", "working": "device"}.items():
-            if getattr(self, key) != value:
-                yield (
-                    f"{key} = {getattr(self, key)!r} and state_on = 'device': state on the device "
-                    f"requires {key} = {value!r}"
-                )
+        if self.working == "host":
+            yield (
+                "working = 'host' and state_on = 'device': streamed weights are updated on the "
+                "host: set working = 'device', or a share, which resident blocks can have"
+            )
         if self.checkpoint_spill:
             yield (
                 f"checkpoint_spill = {self.checkpoint_spill} is host memory for state on the host, "
                 "and with state_on = 'device' none is there: leave it out"
             )
-        if self.device_memory_limit is not None:
-            yield (
-                "device_memory_limit chooses the blocks that stay on the device, and with state_on "
-                "= 'device' all of them do: leave it out"
-            )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 _POSITIVE = (

@@ -84,6 +84,13 @@ def contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator[str]:
             'offload.state = "int8" rounds masters and moments together, which optim.name = "muon" '
             'writes at two times; use "fp32" or "split16"'
         )
+    on_device = offload.device_share or offload.state_on == "auto"
+    if optim.name == "muon" and offload.state == "split16" and on_device:
+        yield (
+            'offload.state = "split16" of optim.name = "muon" is for state on the host: the '
+            'device\'s kernels for matrices are of fp32 state; use "fp32", or offload.state_on = '
+            '"host"'
+        )
     if optim.name == "muon" and offload.update == "speculative":
         yield (
             'offload.update = "speculative" needs the gradient of a wrong guess again, over which '

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import inf, isfinite
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from offloadtrain.boundary.safe_open import read_text
 from offloadtrain.config.errors import ConfigError
@@ -229,12 +229,14 @@ def converted(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: it is of another type; the text names the allowed one ("a string").
     """
-    if get_origin(kind) is UnionType:  # TOML has no null: None is omitted
-        kind = get_args(kind)[0]
+    if get_origin(kind) in (UnionType, Union):  # TOML has no null: None is omitted
+        kind = _alternative(get_args(kind), value)
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)
     if get_origin(kind) is tuple:
         return _tuple_of(get_args(kind), value)
+    if get_origin(kind) is Mapping:
+        return {key: converted(get_args(kind)[1], one) for key, one in value.items()}
     if kind is float:
         return _float(value)
     if kind is int:
@@ -244,6 +246,12 @@ def converted(kind: Any, value: Any) -> Any:
     if kind is str and any(0xD800 <= ord(char) < 0xE000 for char in value):
         raise ValueError("valid UTF-8")  # an argument of the command line may hold any bytes
     return value
+
+
+def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:
+    """Return the kind of a table for a table, if there is one, else the first."""
+    tables = [kind for kind in kinds if get_origin(kind) is Mapping]
+    return tables[0] if tables and isinstance(value, dict) else kinds[0]
 
 
 def _one_of(choices: tuple[str, ...], value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
@@ -43,7 +43,7 @@ def offload(
     config: OffloadConfig | None = None,
     precision: str = "bf16",
     state: str = "fp32",
-    state_on: str = "host",
+    state_on: str | Mapping[str, float] = "host",
     seed: int = 0,
     update: str = "exact",
     warmup_steps: int = 0,
@@ -105,9 +105,11 @@ def offload(
         state: format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only)
             or "int8" (5), or one of your own (docs/extending.md). Gradients take 2 more, or 4 where
             microbatches are summed.
-        state_on: "host"; "device": nothing is offloaded: gradients, masters and moments stay on the
-            device, and Adam runs there. For "fp32" state, update mode "exact" and working =
-            "device"; among ranks all ZeRO stages.
+        state_on: where gradients, masters and moments are, and Adam runs. "host"; "device": nothing
+            is offloaded; a share such as {"device": 0.3}: that of the first blocks of the forward
+            is on the device, and the next forward runs over them while the host updates the
+            others; "auto": the largest share that `device_memory_limit` holds. Streamed weights
+            (working = "host") have their state on the host. The same bits everywhere on the CPU.
         seed: seed of stochastic rounding in "split16" and "int8".
         update: update mode. "exact": the update of a resident run. "speculative": the same bits;
             Adam runs inside backward on the assumption that nothing is clipped or skipped, into a

@@ -87,6 +87,11 @@ def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
             f"state = 'int8' and {name}: it writes moments and masters at two times, and int8 "
             "rounds them together. Use state = 'fp32' or 'split16'"
         )
+    if config.state != "fp32" and (config.device_share or config.state_on == "auto"):
+        raise ValueError(
+            f"state = '{config.state}' and {name} with state on the device: its kernels for "
+            "matrices are of fp32 state. Use state = 'fp32', or state_on = 'host'"
+        )
     if config.update == "speculative":
         raise ValueError(
             f"update = 'speculative' and {name}: matrices are orthogonalized over their gradient, "

@@ -190,8 +190,8 @@ def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _master(bucket: Bucket, rule: Rule, own: tuple[Tensor, ...], count: int) -> Tensor:
-    """Decode the master weights of a piece of state to (count,) fp32, beside the state."""
-    found = torch.empty(count, device=own[0].device)
+    """Decode the master weights of a piece of state to (count,) fp32, on the host."""
+    found = torch.empty(count, device="cpu")
     kernels.read_master(bucket.format, rule.moments, own, found)
     return found
 

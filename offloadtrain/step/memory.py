@@ -17,6 +17,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.units import format_bytes
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
+from offloadtrain.step.state_tiers import with_state_tiers
 from offloadtrain.step.tiers import Tier
 
 ARENA_ALIGN = 512
@@ -81,7 +82,7 @@ def lay_out(
     num_tensors: int,
     available_bytes: int | None,
 ) -> StepSpec:
-    """Decide which blocks are streamed and which have a second copy.
+    """Decide which blocks are streamed, where the state is, and which blocks have a second copy.
 
     Frozen buckets of blocks that stay on the device are left out: they stay where the rest of the
     model's frozen weights are.
@@ -91,24 +92,16 @@ def lay_out(
             limit; None: no second copies.
 
     Raises:
-        OptionError: the config does not go with so many ranks.
+        OptionError: the config does not go with so many ranks, or asks for more state on the device
+            than can be there.
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
-    spec = StepSpec(_tiered(blocks, config), config, ranks, num_tensors)
+    spec = StepSpec(tuple(blocks), config, ranks, num_tensors)
     streamed = frozenset(_streamed(spec))
     held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
-    spec = replace(spec, blocks=held, streamed=streamed)
+    spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), _device_bytes)
     return spec if available_bytes is None else with_second_copies(spec, available_bytes)
-
-
-def _tiered(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[BlockSpec, ...]:
-    """Give every trained bucket the tier of its state."""
-    tier = Tier(config.state_on)
-    return tuple(
-        replace(block, buckets=tuple(replace(one, state_tier=tier) for one in block.buckets))
-        for block in blocks
-    )
 
 
 def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
@@ -298,6 +291,10 @@ def device_owners(spec: StepSpec) -> dict[str, int]:
     if spec.zero_stage == 1:
         owners["gradients"] = owners.get("gradients", 0) + _gradient_bytes(spec)
     return owners
+
+
+def _device_bytes(spec: StepSpec) -> int:
+    return sum(device_owners(spec).values())
 
 
 def by_owner(requests: Iterable[MemoryRequest]) -> dict[str, int]:

@@ -177,6 +177,8 @@ def _smaller(config: Config) -> Iterator[str]:
         yield f'offload.activation = "{"recompute" if kept else "offload"}"'
     if not train.chunked_loss:
         yield "train.chunked_loss = true"
-    if offload.working == "device" and offload.state_on == "host":
+    if offload.state_on != "host":
+        yield 'offload.state_on = "host"'
+    elif offload.working == "device":
         yield 'offload.working = "host"'
     yield "data.seq_len to less"

@@ -534,9 +534,12 @@ _PATHS = st.text(_PRINTABLE, min_size=1)
 _NONE = st.just("")
 
 
-def _tiers(state: str, update: str, working: str) -> tuple[str, ...]:
-    plain = (state, update, working) == ("fp32", "exact", "device")
-    return ("host", "device") if plain else ("host",)
+_SHARES = st.floats(0, 0.5).map(lambda share: {"device": share, "host": 0.25})
+
+
+def _tiers(working: str) -> st.SearchStrategy[Any]:
+    named = ("auto", "host", "device") if working == "device" else ("auto", "host")
+    return st.sampled_from(named) | _SHARES
 
 
 _USED = {
@@ -550,8 +553,9 @@ _USED = {
 
 
 @st.composite
-def _optims(draw: st.DrawFn, state: str, update: str, steps: int) -> OptimConfig:
+def _optims(draw: st.DrawFn, state: str, state_on: Any, update: str, steps: int) -> OptimConfig:
     refused = {"adagrad", "muon"} if state == "int8" else set()
+    refused |= {"muon"} if state == "split16" and state_on != "host" else set()
     refused |= {"muon"} if update == "speculative" else set()
     name = draw(st.sampled_from(sorted(_USED.keys() - refused)))
     unused = set.union(*_USED.values()) - _USED[name] | {"nesterov"}
@@ -576,7 +580,7 @@ def _configs(draw: st.DrawFn) -> Config:
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
     working = draw(st.sampled_from(("device", "host")))
     skips = precision == "fp16" or draw(st.booleans())
-    state_on = draw(st.sampled_from(_tiers(state, update, working)))
+    state_on = draw(_tiers(working))
     offload = {
         "precision": st.just(precision),
         "state": st.just(state),
@@ -589,8 +593,6 @@ def _configs(draw: st.DrawFn) -> Config:
         "resident_blocks": st.none() | st.integers(0, 9 if working == "host" else 0),
         "zero_stage": st.integers(0, 3),
     }
-    if state_on == "device":
-        offload["device_memory_limit"] = st.none()
     chunked = draw(st.booleans())
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
@@ -605,7 +607,7 @@ def _configs(draw: st.DrawFn) -> Config:
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
-        optim=draw(_optims(state, update, steps)),
+        optim=draw(_optims(state, state_on, update, steps)),
         offload=draw(_section(OffloadConfig, **offload)),
         device=draw(
             _section(

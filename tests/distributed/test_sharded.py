@@ -171,6 +171,17 @@ def test_stages_without_offload(
     ranks(size, compare, name, lanes=lanes, zero_stage=stage, state_on="device", **options)
 
 
+@pytest.mark.slow
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"accum": 2}, {"update": "speculative", "clip": 1e9}])
+def test_stages_with_half_of_the_state_on_the_device(
+    ranks: Run, options: dict[str, Any], stage: int
+) -> None:
+    state_on = {"device": 0.5}
+    ranks(2, compare, "tied", lanes="threads", zero_stage=stage, state_on=state_on, **options)
+
+
 @pytest.mark.parametrize(
     ("size", "reduction", "precision"),
     [

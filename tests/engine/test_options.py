@@ -75,11 +75,16 @@ CONTRADICTIONS = [
     ({"precision": "fp16", "state": "split16"}, "state = 'split16' cannot store fp16 weights"),
     ({"warmup_steps": 3}, "warmup_steps = 3 and update = 'exact'"),
     ({"resident_blocks": 2}, "resident_blocks = 2 applies only with working"),
-    ({"state_on": "device", "state": "int8"}, "state = 'int8' and state_on = 'device'"),
     ({"state_on": "device", "checkpoint_spill": 1}, "checkpoint_spill = 1 is host memory"),
-    ({"state_on": "device", "update": "delayed"}, "update = 'delayed' and state_on = 'device'"),
     ({"state_on": "device", "working": "host"}, "working = 'host' and state_on = 'device'"),
-    ({"state_on": "device", "device_memory_limit": 1}, "device_memory_limit chooses"),
+    ({"state_on": {"disk": 0.5}}, "state_on has a share on 'disk', which is not one of 'device'"),
+    ({"state_on": {"device": 1.5}}, "state_on = {'device': 1.5}: every share is from 0 to 1"),
+    ({"state_on": {"device": "half"}}, "state_on = {'device': 'half'}: every share is from"),
+    (
+        {"state_on": {"device": 0.6, "host": 0.6}},
+        "state_on = {'device': 0.6, 'host': 0.6}: the",
+    ),
+    ({"state_on": "disk"}, "state_on = 'disk' is not one of 'auto', 'device', 'host', nor a table"),
 ]
 
 

@@ -41,6 +41,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed": {"working": "host"},
     "streamed, 3 slots": {"working": "host", "device_slots": 3},
     "partly streamed": {"working": "host", "resident_blocks": 1},
+    "half of the state on the device": {"state_on": {"device": 0.5}},
+    "all of the state on the device": {"state_on": "device"},
     "streamed, recomputed": {"working": "host", "activation": "recompute"},
     "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
 }

@@ -112,12 +112,12 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"state": "int8"}, "state = 'fp32'"),
-        ({"update": "speculative"}, "update = 'exact'"),
-        ({"update": "delayed"}, "update = 'exact'"),
         ({"working": "host"}, "working = 'device'"),
-        ({"state_on": "disk"}, "'host', 'device'"),
-        ({"device_memory_limit": 1 << 30}, "leave it out"),
+        ({"state_on": "auto"}, "give device_memory_limit, or a share"),
+        (
+            {"state_on": {"device": 0.9}, "working": "host"},
+            "asks for 0.9 of the state",
+        ),
     ],
 )
 def test_what_has_no_meaning_there(options: dict[str, Any], said: str) -> None:

@@ -19,6 +19,7 @@ from offloadtrain.step.operations import Operations
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import STAGING_BYTES, BlockSpec, BucketSpec, StepSpec, padded
 from offloadtrain.step.spill import SPILL_BLOCK
+from offloadtrain.step.state_tiers import candidates, first_on_device
 
 UPDATES: dict[str, dict[str, Any]] = {
     "exact": {"clip_norm": 1.0},
@@ -100,22 +101,18 @@ def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
     given = dict(UPDATES[mode])
     if mode == "delayed":
         given["warmup_steps"] = draw(st.integers(0, 2))
-    if mode == "exact" and draw(st.integers(0, 4)) == 0:
-        given["state_on"] = "device"
-    else:
-        given["state"] = draw(st.sampled_from(sorted(STATE_PRECISIONS)))
-        given["working"] = draw(st.sampled_from(["host", "device"]))
-    fits: list[Precision] = list(STATE_PRECISIONS[given.get("state", "fp32")])
+    given["state"] = draw(st.sampled_from(sorted(STATE_PRECISIONS)))
+    given["working"] = draw(st.sampled_from(["host", "device"]))
+    fits: list[Precision] = list(STATE_PRECISIONS[given["state"]])
     if mode == "early":
         fits = [one for one in fits if one != "fp16"]
     given["precision"] = draw(st.sampled_from(fits))
     given["zero_stage"] = draw(st.sampled_from([0, 1, 2, 3]))
-    if ranks > 1 and given.get("working") == "host":
+    if ranks > 1 and given["working"] == "host":
         given["zero_stage"] = 3
-    if given.get("working") == "host" or given["zero_stage"] == 3:
+    if given["working"] == "host" or given["zero_stage"] == 3:
         given["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
-    if given.get("state_on") != "device":
-        given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
+    given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
     given["device_slots"] = draw(st.integers(1, 3))
     given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
     given["reduction"] = draw(st.sampled_from(["working", "fp32"]))
@@ -124,8 +121,8 @@ def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
 
 @st.composite
 def cases(draw: st.DrawFn, *, most_blocks: int = 4, most_ranks: int = 4) -> Case:
-    """Any rank of any spec. Blocks are of any size, some partly or wholly frozen; where staging
-    holds little, most buckets go down in pieces."""
+    """Any rank of any spec. Blocks are of any size, some partly or wholly frozen; some or all have
+    their state on the device; where staging holds little, most buckets go down in pieces."""
     ranks = draw(st.sampled_from([1, 1, *range(2, most_ranks + 1)]))
     mode = draw(st.sampled_from(sorted(UPDATES)))
     config = draw(configs(ranks, mode))
@@ -139,6 +136,8 @@ def cases(draw: st.DrawFn, *, most_blocks: int = 4, most_ranks: int = 4) -> Case
         one = block(f"b{number}", config, ranks, sizes=sizes, frozen=frozen, repeated=repeated)
         blocks.append(one)
     spec = laid_out(blocks, config, ranks)
+    count = draw(st.sampled_from([0, 0, 1, 2, len(candidates(spec))]))
+    spec = first_on_device(spec, count)
     if mode == "speculative":
         names = st.sampled_from([one.name for one in blocks])
         spec = replace(spec, second_copies=draw(st.frozensets(names)))

@@ -44,7 +44,7 @@ def _formats(plan: Plan) -> str:
     job, precision = plan.job, plan.job.offload.precision
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
-        if precision in precisions and (state == "fp32" or job.offload.state_on == "host"):
+        if precision in precisions:
             other = replace(job, offload=replace(job.offload, state=state))
             found = make(other, plan.name, plan.machine, plan.placed.spec.ranks)
             needs[state] = max(found.host_peaks.values())

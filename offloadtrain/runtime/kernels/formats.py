@@ -182,7 +182,7 @@ def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
             f"state format '{codec.format.name}': memory of zeros, which a run starts with, is "
             "loaded as other values than zero"
         )
-    for draw in (None, partial(_draw, 0, 1, 0, 0, numel)):
+    for draw in (None, partial(draw_bits, 0, (0, numel), torch.device("cpu"))):
         codec.store(fields, values, draw)
 
 
@@ -230,7 +230,9 @@ def update_by_codec(
                 torch._foreach_copy_(list(kept), list(source))
             values = codec.load(kept)
             change(values[0], list(values[1:]), grad[slice(*piece)].float() * grad_scale)
-            codec.store(kept, values, partial(_draw, seed, step, parameter, first + lo, hi - lo))
+            key = random_key(seed, step, parameter, first + lo)
+            elements = (first + lo, first + hi)
+            codec.store(kept, values, partial(draw_bits, key, elements, grad.device))
             if working is not None:
                 working[slice(*piece)] = values[0]
         end = offset + numel
@@ -246,9 +248,10 @@ def cut(fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int) ->
     )
 
 
-def _draw(seed: int, step: int, parameter: int, first: int, count: int) -> Tensor:
-    elements = torch.arange(first, first + count, device="cpu") & 0xFFFFFFFF
-    return random_bits(random_key(seed, step, parameter, first), elements)
+def draw_bits(key: int, elements: tuple[int, int], device: torch.device) -> Tensor:
+    """See `Draw`; `elements`: [lo, hi) of a parameter, where `key` is that of lo."""
+    numbers = torch.arange(*elements, device=device) & 0xFFFFFFFF
+    return random_bits(key, numbers)
 
 
 def set_master_by_codec(format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.codec import fma, master_of, random_bits, set_master, to_fp32
-from offloadtrain.runtime.kernels.formats import CODECS
+from offloadtrain.runtime.kernels.codec import fma, master_of, set_master, to_fp32
+from offloadtrain.runtime.kernels.formats import CODECS, draw_bits
 from offloadtrain.runtime.kernels.scalars import (
     AdagradCoefficients,
     AdamCoefficients,
@@ -56,11 +56,10 @@ def update(
     codec = CODECS[state.format.name]
     for offset, numel, parameter, first in layout.rows():
         for lo, hi in pieces(numel, first):
-            key = scalars.key(parameter, first + lo)
-            elements = torch.arange(first + lo, first + hi, device="cpu") & 0xFFFFFFFF
+            key, elements = scalars.key(parameter, first + lo), (first + lo, first + hi)
             piece = (offset + lo, offset + hi)
             new = step(to_fp32(_at(state, *piece)), grad[slice(*piece)], c)
-            codec.store(_at(out, *piece), new, partial(random_bits, key, elements))
+            codec.store(_at(out, *piece), new, partial(draw_bits, key, elements, grad.device))
 
 
 def blend(
@@ -79,8 +78,8 @@ def blend(
             ahead = fma(average - g, c.nesterov_weight, average if c.towards_average else g)
             target[piece] = ahead if c.nesterov else average
             key = random_key(scalars.seed, scalars.step, parameter, first + lo)
-            elements = torch.arange(first + lo, first + hi, device="cpu") & 0xFFFFFFFF
-            codec.store(kept, (master, average), partial(random_bits, key, elements))
+            elements = (first + lo, first + hi)
+            codec.store(kept, (master, average), partial(draw_bits, key, elements, grad.device))
 
 
 def subtract(

@@ -1,0 +1,128 @@
+"""A share of the state on the device: the bits of any other placement, bytes where they were asked
+for, checkpoints that another split reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import offloadtrain as ot
+from offloadtrain.config.errors import DeviceMemoryError
+from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.runtime.lanes import SequentialLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step import spec
+from offloadtrain.step.tiers import Tier
+from tests.engine.test_proof import CASES, MODES, options_of, run
+from tests.numerics.models import Chain, batches, loss_of
+from tests.numerics.test_offload import compare, pair, train
+
+HALF = {"state_on": {"device": 0.5}}
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": False, "clip": None}], ids=str)
+def test_the_bits_of_a_resident_run(options: dict[str, Any]) -> None:
+    compare("unusual", "bf16", **({"clip": 0.5} | HALF | options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("state", "precision"), CASES)
+def test_every_mode_and_format_has_the_bits_of_the_host(
+    state: str, precision: str, mode: str, accum: int, share: float
+) -> None:
+    options = options_of(mode, precision)
+    expected = run(SequentialLanes(), "tied", state, precision, accum=accum, **options)
+    shared = {"state_on": {"device": share}}
+    found = run(ThreadLanes(), "tied", state, precision, accum=accum, **options, **shared)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_buckets_in_pieces(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
+    expected = run(SequentialLanes(), "unusual", **MODES[mode])
+    found = run(SequentialLanes(), "unusual", **MODES[mode], **HALF)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def optimizer_of(**options: Any) -> ot.OffloadOptimizer:
+    torch.manual_seed(0)
+    return ot.offload(Chain(), ot.AdamW(lr=1e-2), device="cpu", **options)
+
+
+def bytes_of(optimizer: ot.OffloadOptimizer, tier: Tier, owner: str = "master weights") -> int:
+    rows = optimizer.ledger.rows()
+    return sum(row.bytes for row in rows if (row.tier, row.owner) == (tier, owner))
+
+
+def test_bytes_are_where_they_were_asked_for_and_the_rest_crosses_the_bus() -> None:
+    found = {}
+    for share in (0.0, 0.5):
+        optimizer = optimizer_of(state_on={"device": share})
+        for tokens in batches(2):
+            train(optimizer, optimizer.model, [tokens])
+        report = optimizer.last_step
+        assert report is not None
+        on_device, on_host = bytes_of(optimizer, Tier.DEVICE), bytes_of(optimizer, Tier.HOST)
+        found[share] = (on_device, on_host, report.d2h_bytes, report.h2d_bytes)
+        optimizer.close()
+    whole, down, up = found[0.0][1:]
+    device, host, less_down, less_up = found[0.5]
+    assert found[0.0][0] == 0 and device + host == whole and 0.3 * whole < device < 0.7 * whole
+    assert less_down / down == less_up / up == host / whole
+
+
+def test_the_first_blocks_of_the_forward_are_on_the_device() -> None:
+    optimizer = optimizer_of(**HALF)
+    tiers = [bucket.state_tier for bucket in optimizer._engine.program.spec.buckets]
+    assert tiers == sorted(tiers) and {*tiers} == {Tier.DEVICE, Tier.HOST}
+    optimizer.close()
+
+
+def test_auto_fills_the_limit() -> None:
+    held = {}
+    for share in (0.0, 1.0):
+        whole = optimizer_of(state_on={"device": share})
+        held[share] = whole.ledger.total(Tier.DEVICE)
+        whole.close()
+    limit = (held[0.0] + held[1.0]) // 2
+    optimizer = optimizer_of(state_on="auto", device_memory_limit=limit)
+    within = optimizer.ledger.total(Tier.DEVICE)
+    optimizer.close()
+    assert held[0.0] < within <= limit
+    with pytest.raises(DeviceMemoryError, match="of the state on the device: raise it, or lower"):
+        optimizer_of(state_on="device", device_memory_limit=limit)
+
+
+def resumed(splits: list[Any], update: str) -> list[list[float]]:
+    """Losses of two steps in each split, which goes on from the state of the one before."""
+    stream, found, saved = iter(batches(2 * len(splits))), [], None
+    for split in splits:
+        torch.manual_seed(0)
+        _, optimizer, model = pair(Chain(), update=update, state_on=split)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        found += [train(optimizer, model, [next(stream)]) for _ in range(2)]
+        saved = optimizer.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("update", ["exact", pytest.param("delayed", marks=pytest.mark.slow)])
+def test_a_state_of_one_split_goes_on_in_another_to_the_bit(update: str) -> None:
+    splits = [{"device": 0.6}, "host", {"device": 0.3}, "device"]
+    assert resumed(splits, update) == resumed(["host"] * 4, update)
+
+
+def test_a_lost_device_takes_its_state_with_it() -> None:
+    optimizer = optimizer_of(**HALF)
+    optimizer.backward(loss_of(optimizer.model, batches(1)[0]))
+    optimizer.step()
+    with pytest.raises(SalvageError, match=r"the state of \d of \d buckets was on the device"):
+        optimizer.salvage(RuntimeError("lost"))

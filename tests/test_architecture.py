@@ -141,7 +141,10 @@ def test_single_doors() -> None:
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
-    assert _importers("torch.distributed") <= {"process_group.py"}
+    assert _importers("torch.distributed.pipelining") <= {"pipeline_schedule.py"}
+    assert _importers("torch.distributed.device_mesh") <= {"mesh.py"}
+    doors = {"process_group.py", "mesh.py", "pipeline_schedule.py"}
+    assert _importers("torch.distributed") <= doors
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}
 

@@ -9,9 +9,11 @@ Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradi
 from offloadtrain.engine.api import offload, optimizer_of
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
-from offloadtrain.engine.engine import Engine, EngineError
+from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import GradientError
+from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.stage_modules import PipelineError
 from offloadtrain.engine.step_report import Phase, StepReport
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "ModelError",
     "OffloadOptimizer",
     "Phase",
+    "PipelineError",
     "StaleGraphError",
     "StepReport",
     "offload",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from offloadtrain.engine.engine import EngineError
+from offloadtrain.engine.norm import EngineError
 
 
 class Prepared:

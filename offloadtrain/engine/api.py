@@ -21,6 +21,7 @@ from offloadtrain.engine.checks import (
     offloaded,
 )
 from offloadtrain.engine.load_weights import ParamInit
+from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.hardware.cpus import local_plan
@@ -29,6 +30,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.cuda_driver import pci_address
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import lanes_for
+from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.runtime.process_group import Group, RankError, Ranks
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -59,6 +61,7 @@ def offload(
     device_memory_limit: int | None = None,
     activation: str = "keep",
     process_group: Group | None = None,
+    mesh: DeviceMesh | None = None,
     zero_stage: int = 0,
     reduction: str = "working",
     param_init_fn: ParamInit | None = None,
@@ -84,8 +87,8 @@ def offload(
     `optimizer.backward(loss)` divides by `grad_accum_steps` and scales fp16 losses. A plain
     `loss.backward()` does neither, as in every torch loop: divide the loss before it. If the loss
     is divided already (Accelerate, the Trainer), call `optimizer.backward(loss, divide=False)`.
-    Loops whose backwards follow each other without a forward in between (pipelines) call
-    `optimizer.end_micro_step()` behind each plain `loss.backward()`.
+    Loops whose backwards follow each other without a forward in between call
+    `optimizer.end_micro_step()` behind each plain `loss.backward()`. For pipelines see `pipeline`.
 
     `model.load_state_dict` keeps working: fp32 values become the master weights as they are.
 
@@ -143,6 +146,9 @@ def offload(
             and updates its shard. Every one of them calls `offload`, `step` and so on at the same
             point. Default: all ranks where torch.distributed is initialised, else this process
             alone. Rank 0's weights are everybody's.
+        mesh: instead of `process_group`, with axes "dp", whose ranks share the state, and "pp",
+            whose ranks hold the other stages of the model: the norm is that of all stages, and they
+            skip together. `pipeline` makes the stages as well.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
             weights of repeated blocks, gathered for their use; 0: 3 with working = "host", which
             needs it, else 2.
@@ -170,11 +176,27 @@ def offload(
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
     chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
-    on = _resolve_device(device)
-    _check_precision(chosen.precision, on)
-    # Before any host memory is mapped: it lies next to the CPUs that touch it first.
-    _place_kernels(on)
-    ranks = Ranks.of(process_group, on)
+    on = resolve_device(device, chosen.precision)
+    if mesh is None:
+        return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
+    if process_group is not None:
+        raise ValueError("process_group and mesh are both given: leave process_group out")
+    axes = Mesh.of(mesh, on)
+    place = StagePlace(Stages(axes.stages))
+    return attach(model, rule, params, chosen, on, axes.replicas, param_init_fn, place)
+
+
+def attach(
+    model: nn.Module,
+    rule: AnyRule | None,
+    params: _Params | None,
+    chosen: OffloadConfig,
+    on: torch.device,
+    ranks: Ranks,
+    param_init_fn: ParamInit | None,
+    place: StagePlace | None = None,
+) -> OffloadOptimizer:
+    """Offload a model, or a stage of one; the arguments are those of `offload`, resolved."""
     chosen.zero_stage_among(ranks.size)
     if model in offloaded:
         raise ModelError("the model is offloaded already: close() its optimizer first")
@@ -183,8 +205,12 @@ def offload(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
+    if place is not None:
+        _check_same_options(chosen, rule, place.stages)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
-    optimizer = OffloadOptimizer(model, rule, groups, chosen, on, ranks, lanes, param_init_fn)
+    optimizer = OffloadOptimizer(
+        model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place
+    )
     offloaded[model] = weakref.ref(optimizer)
     return optimizer
 
@@ -213,7 +239,20 @@ def _chosen(options: OffloadConfig, config: OffloadConfig | None) -> OffloadConf
     return config
 
 
-def _resolve_device(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device, precision: str) -> torch.device:
+    """Return the device to compute on, and bind this process to its NUMA node.
+
+    Raises:
+        ValueError: it is not there, or has no arithmetic of this precision.
+    """
+    on = _named_device(device)
+    _check_precision(precision, on)
+    # Before any host memory is mapped: it lies next to the CPUs that touch it first.
+    _place_kernels(on)
+    return on
+
+
+def _named_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
@@ -259,9 +298,7 @@ def _check_same(
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
     grouped = [[names[param] for param in group["params"]] for group in groups]
-    of_one_host = ("pin_memory", "host_memory_limit")
-    keys = [option.name for option in fields(config) if option.name not in of_one_host]
-    chosen = {key: str(getattr(config, key)) for key in keys}
+    chosen = _options(config, but=_OF_ONE_HOST)
     chosen["zero_stage"] = str(config.zero_stage_among(ranks.size))
     of_ranks = ranks.gather((shapes, grouped, chosen))
     for rank, other in enumerate(of_ranks):
@@ -269,6 +306,25 @@ def _check_same(
         for what, one, first in kinds:
             if one != first:
                 raise RankError(f"rank {rank} and rank 0 differ in {what}: {_first(one, first)}")
+
+
+_OF_ONE_HOST = ("pin_memory", "host_memory_limit")
+_OF_ONE_STAGE = (*_OF_ONE_HOST, "device_memory_limit", "resident_blocks", "checkpoint_spill")
+
+
+def _options(config: OffloadConfig, *, but: Sequence[str]) -> dict[str, str]:
+    keys = [option.name for option in fields(config) if option.name not in but]
+    return {key: str(getattr(config, key)) for key in keys}
+
+
+def _check_same_options(config: OffloadConfig, rule: AnyRule, stages: Stages) -> None:
+    """Raises RankError unless all stages have the same options and rule; their parameters
+    differ."""
+    chosen = _options(config, but=_OF_ONE_STAGE) | {"rule": type(rule).__name__}
+    for stage, other in enumerate(of_stages := stages.ranks.gather(chosen)):
+        if other != of_stages[0]:
+            told = _first(other, of_stages[0])
+            raise RankError(f"stage {stage} and stage 0 differ in options: {told}")
 
 
 def _first(one: Any, first: Any) -> str:

@@ -29,6 +29,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.load_weights import Adopt, ParamInit, adopt_weights
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
+from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
@@ -53,6 +54,7 @@ def build(
     *,
     device: torch.device,
     ranks: Ranks,
+    place: StagePlace,
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
@@ -67,8 +69,8 @@ def build(
     one only where there are none.
     """
     parts = partition(model)
-    blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes)
-    spec = lay_out(model, blocks, config, ranks, available_bytes())
+    blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
+    spec = lay_out(model, blocks, config, ranks, available_bytes(), first=place.first)
     laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
     laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, config)
     block_inputs = BlockInputs(device)
@@ -103,6 +105,7 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
+        norm_measure=NormMeasure(gradients, functions, ranks, place.stages),
         residency=residency,
         ranks=ranks,
         scaler=_loss_scaler(config),
@@ -131,8 +134,13 @@ def lay_out(
     config: OffloadConfig,
     ranks: Ranks,
     available_bytes: int,
+    *,
+    first: int = 0,
 ) -> StepSpec:
     """Make the spec of the model's step; mark the blocks that are streamed and the tiers of state.
+
+    Args:
+        first: as in `make_blocks`.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
@@ -141,7 +149,7 @@ def lay_out(
         [_spec_of(block) for block in blocks],
         config,
         ranks=ranks.size,
-        num_tensors=sum(1 for _ in model.parameters()),
+        num_tensors=first + sum(1 for _ in model.parameters()),
         available_bytes=available_bytes,
     )
     memory.check_host_limit(spec)
@@ -189,6 +197,7 @@ def make_blocks(
     config: OffloadConfig,
     ranks: Ranks,
     lanes: Lanes,
+    first: int = 0,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
     """Make all blocks, and by module the list of those that its forward waits for.
 
@@ -196,11 +205,12 @@ def make_blocks(
 
     Args:
         rules: that of each group.
+        first: the number of the first parameter.
 
     Raises:
         ModelError: two buckets would have the same name.
     """
-    order = {param: index for index, param in enumerate(model.parameters())}
+    order = {param: index for index, param in enumerate(model.parameters(), first)}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
     full = keeps_fp32(model, config.keep_fp32)
     streams = config.streams_among(ranks.size)

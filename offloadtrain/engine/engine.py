@@ -6,57 +6,28 @@ The order of operations is the program's: [Note: The program] in `step.program`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from zlib import crc32
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
-from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.program import Program
 from offloadtrain.step.tiers import Tier
-
-
-class EngineError(OffloadTrainError):
-    """A call that makes no sense in the phase the step is in."""
-
-
-@dataclass(slots=True)
-class _Norm:
-    """The norm of the step's gradient, unscaled. It is measured once; clipping multiplies
-    coefficients.
-
-    [Note: Clipping]
-    `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
-    `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last. All of it
-    is fp64; the product is rounded once, where Adam multiplies the gradient by it.
-    """
-
-    value: float
-    nonfinite: Mapping[str, tuple[int, ...]]
-    coef: float = 1.0
-
-    @property
-    def clipped(self) -> float:
-        return self.value * self.coef
-
-    def clip(self, max_norm: float) -> None:
-        coef = max_norm / (self.clipped + 1e-6)
-        self.coef *= 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
 
 
 class Engine:
@@ -72,6 +43,7 @@ class Engine:
         interpreter: Interpreter,
         functions: Functions,
         gradients: Gradients,
+        norm_measure: NormMeasure,
         residency: Residency,
         ranks: Ranks,
         scaler: LossScaler | None,
@@ -88,6 +60,7 @@ class Engine:
         self._run = interpreter.run
         self._functions = functions
         self._gradients = gradients
+        self._norm_measure = norm_measure
         self.residency = residency
         self._ranks = ranks
         self._forward_order: list[Block] | None = None
@@ -100,7 +73,7 @@ class Engine:
         self._closed = False
         self._totals = lanes.read_totals()
         self._sampling = False
-        self._norm: _Norm | None = None
+        self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._skipped_in_a_row = 0
         self._unscaled: bool | None = None
@@ -188,16 +161,28 @@ class Engine:
             EngineError, GradientError: out of turn, or a gradient that cannot be used; the
                 gradients of the step are dropped.
         """
+        with self.micro_step():
+            self.scaled(loss, divide=divide).backward()
+
+    def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:
+        """Return the loss divided by the number of microbatches, times the loss scale."""
+        if divide and self._config.grad_accum_steps > 1:
+            loss = loss / self._config.grad_accum_steps
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """What autograd delivers inside is one microbatch's, of a loss that `scaled` has made.
+
+        Raises:
+            EngineError, GradientError: as `backward`.
+        """
         self._require_open("backward")
         # A plain backward before this one may have left its micro-step open.
         self._gradients.end_micro_step()
-        if divide and self._config.grad_accum_steps > 1:
-            loss = loss / self._config.grad_accum_steps
-        if self.scaler is not None:
-            loss = loss * self.scaler.scale
         self._in_explicit_backward = True
         try:
-            loss.backward()
+            yield
         except BaseException:
             self.drop_gradients()
             raise
@@ -247,8 +232,8 @@ class Engine:
                 "runs inside backward. Offload with clip_norm, or with skip_nonfinite = True"
             )
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
-        if self._norm is not None and not self._ranks.is_single:
-            self._check_agreement(self._ranks.all_gather_host(self._intent(self._norm.coef)))
+        if self._norm is not None:
+            self._norm_measure.check_after_clipping(self.step_count, self._norm.coef)
         # Otherwise the training thread waits here, and nowhere else in a step: the decision to skip
         # and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step")
@@ -390,59 +375,11 @@ class Engine:
         self.residency.close()
         # Last, as the comm lane had collectives of these groups in flight.
         self._ranks.close()
+        self._norm_measure.close()
 
-    def _measure(self, asker: str, max_norm: float | None = None) -> _Norm:
-        """Wait for the norm of the step, here and on every rank.
-
-        Raises:
-            EngineError: no gradient has arrived since the last step.
-            RankError: ranks disagree about the step.
-        """
-        # A plain backward leaves its micro-step open: its last blocks are sent here.
-        self._gradients.end_micro_step()
-        if self._gradients.micro_steps == 0:
-            raise EngineError(
-                f"{asker}() without a backward: no parameter of the model has received a gradient "
-                "since the last step"
-            )
-        measured = self._gradients.measure(self._intent(max_norm))
-        self._check_agreement(measured.told)
-        value = math.sqrt(measured.squares) / (self.loss_scale * self._ranks.size)
-        return _Norm(value, measured.nonfinite)
-
-    def _intent(self, clipping: float | None) -> list[float]:
-        """Return what must be the same on every rank; see `_check_agreement`."""
-        if self._ranks.is_single:
-            return []
-        digests = [crc32(repr(x).encode()) for x in (self._functions.hyperparameters(), clipping)]
-        counts = [self.step_count, self._gradients.micro_steps]
-        return [*counts, self._functions.take_digest(), *digests]
-
-    def _check_agreement(self, of_ranks: torch.Tensor) -> None:
-        """Check that all ranks have launched the same collectives and are about to do the same
-        update.
-
-        Args:
-            of_ranks: (ranks, n) fp64 on the host, the intent of each.
-
-        Raises:
-            RankError: naming the first rank that differs from rank 0.
-        """
-        what = (
-            "the step count",
-            "the number of backwards",
-            "the collectives",
-            "hyperparameters",
-            "clip_grad_norm_",
-        )
-        for rank, row in enumerate(of_ranks):
-            if not torch.equal(row, of_ranks[0]):
-                differs = what[int((row != of_ranks[0]).nonzero()[0, 0])]
-                raise RankError(
-                    f"ranks disagree in step {self.step_count + 1}: {differs} of rank {rank} are "
-                    "not those of rank 0. Every rank must run the same model and schedule; only "
-                    "its batches differ"
-                )
+    def _measure(self, asker: str, max_norm: float | None = None) -> Norm:
+        """Wait for the norm of the step; raises as `NormMeasure.measure`."""
+        return self._norm_measure.measure(asker, self.step_count, self.loss_scale, max_norm)
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.loss_scale * self._ranks.size
@@ -464,7 +401,7 @@ class Engine:
         if self.scaler is not None and overflow is not None:
             self.scaler.update(overflow=overflow)
 
-    def _report(self, norm: _Norm, decision: Decision, micro_steps: int) -> StepReport:
+    def _report(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
         timeline: tuple[Interval, ...] = ()
         # A sampled step waits for its lanes, so that its intervals have ended; others never wait.
         if self._sampling:

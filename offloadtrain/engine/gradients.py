@@ -58,14 +58,22 @@ class Measured:
     """The gradient of a step, as every rank knows it.
 
     Attributes:
-        squares: the sum of all squares, fp64, of gradients summed over ranks and loss-scaled.
+        of_parameter: sums of squares, fp64, of gradients summed over ranks and loss-scaled.
         nonfinite: parameters whose own sums are not finite → the ranks in whose shards they are.
         told: (ranks, n) fp64 on the host, each rank's `beside`.
     """
 
-    squares: float
+    of_parameter: Sequence[float]
     nonfinite: dict[str, tuple[int, ...]]
     told: Tensor
+
+    @property
+    def squares(self) -> float:
+        """The sum over all parameters, added in their order."""
+        total = 0.0
+        for value in self.of_parameter:
+            total += value
+        return total
 
 
 @dataclass(slots=True)
@@ -168,6 +176,11 @@ class Gradients:
         self.open = False
         self.micro_steps += 1
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the model's parameters, in order; "" for one that is not trained."""
+        return [self._names.get(index, "") for index in range(self._norms[0].flat.numel())]
+
     def drop(self) -> None:
         """Forget every gradient since the last step."""
         # Gradients not sent down go back to the allocator, in the order of compute.
@@ -198,7 +211,7 @@ class Gradients:
         squares = torch.stack([norms.flat.cpu() for norms in self._norms]).sum(0)
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
-        total, nonfinite = 0.0, {}
+        sums, nonfinite = [], {}
         for index, values in enumerate(told[:, : squares.numel()].T.tolist()):
             of_parameter = 0.0
             for value in values:
@@ -206,8 +219,8 @@ class Gradients:
             if not math.isfinite(of_parameter):
                 there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
                 nonfinite[self._names[index]] = tuple(there)
-            total += of_parameter
-        return Measured(total, nonfinite, told[:, squares.numel() :])
+            sums.append(of_parameter)
+        return Measured(sums, nonfinite, told[:, squares.numel() :])
 
     def _begin(self) -> None:
         if self.micro_steps >= self._grad_accum_steps:

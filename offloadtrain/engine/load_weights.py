@@ -74,7 +74,7 @@ def adopt_weights(
     for number, part in enumerate(parts):
         HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
         for module in part.module.modules() if part.repeated else (part.module,):
-            _materialise(module, param_init_fn)
+            materialise(module, param_init_fn)
         _agree_on([param for _, param in part.parameters], ranks)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
@@ -93,7 +93,7 @@ def adopt_weights(
     HEARTBEAT.advance("reading weights", sum(sizes), sum(sizes))
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
-        _materialise(module, param_init_fn)
+        materialise(module, param_init_fn)
         for param in module.parameters(recurse=False):
             # Empty ones, which no bucket holds.
             if param not in trained and param.requires_grad:
@@ -243,7 +243,7 @@ def _checksum(values: Tensor) -> int:
     return crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
+def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
     """Give memory and values to the meta parameters and buffers that a module owns itself."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(tensor.is_meta for tensor in own):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,9 +17,15 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
-from offloadtrain.engine.engine import EngineError
-from offloadtrain.engine.foreign_clipping import unwatch, warn_of_clipping, watch_clipping
+from offloadtrain.engine.foreign_readers import (
+    CLIPPING,
+    refuse_pipelining,
+    unwatch,
+    warn_of_clipping,
+    watch_readers,
+)
 from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
+from offloadtrain.engine.norm import EngineError, StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
@@ -29,7 +36,7 @@ from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
-from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.process_group import ALONE, Ranks
 
 
 class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
@@ -53,12 +60,12 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         ranks: Ranks,
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
+        place: StagePlace | None = None,
     ) -> None:
+        """`place`: the model is a stage of a pipeline; None: it is whole."""
         super().__init__(groups, common_defaults(groups, rule))
-        self.device = device
+        self.device, self.ranks, self.ledger = device, ranks, Ledger()
         self.working_dtype = dtype = PRECISIONS[config.precision]
-        self.ranks = ranks
-        self.ledger = Ledger()
         self._rules = [rule_of(rule, group) for group in groups]
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
         lanes.loads_cross_bus = config.working == "host"
@@ -72,6 +79,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
                 config,
                 device=device,
                 ranks=ranks,
+                place=place or StagePlace(Stages(ALONE)),
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
@@ -80,19 +88,18 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         except BaseException:
             self._finalizer()
             raise
-        self._model = model
+        self._model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
-        streamed = [bucket for block in self._blocks for bucket in block.held if bucket.streamed]
-        moving = [slot.param for bucket in streamed for slot in bucket.slots]
+        held = [bucket for block in self._blocks for bucket in block.held]
+        moving = [slot.param for bucket in held if bucket.streamed for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._given: Given | None = None
+        # Parameters written by others before the values of `_given` were loaded.
         self._written_before: set[nn.Parameter] = set()
-        """Parameters written by others before the values of `_given` were loaded."""
-        self._told_of_clipping = self._told_of_local_norm = False
+        self._told_of_clipping, self._told_of_local_norm = False, place is not None
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
-        self._flips = config.update == "speculative"
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
         layers = [part.module for part in partition(model) if part.repeated]
@@ -100,7 +107,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._handles += attach_state_dict_hooks(model, self)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         self._watched = next(self._slots())[1].param
-        watch_clipping(self._watched, weakref.WeakMethod(self._clipping_noticed))
+        watch_readers(self._watched, weakref.WeakMethod(self._grad_is_read))
 
     @property
     def model(self) -> nn.Module:
@@ -167,6 +174,21 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
                 exception the gradients of the step are dropped.
         """
         self._engine.backward(loss, divide=divide)
+
+    def scaled(self, loss: Tensor, *, divide: bool = True) -> Tensor:
+        """Return the loss as `backward` differentiates it, see there; for `micro_step`."""
+        return self._engine.scaled(loss, divide=divide)
+
+    def micro_step(self) -> AbstractContextManager[None]:
+        """A context: the backward inside it is one microbatch's, however autograd is called.
+
+        For stages of a pipeline, whose backward begins from gradients that another stage has sent
+        and not from a loss. In fp16 these must be of a loss that `scaled` has made.
+
+        Raises:
+            EngineError, GradientError: as `backward`.
+        """
+        return self._engine.micro_step()
 
     def end_micro_step(self) -> None:
         """The backward of one microbatch is over.
@@ -418,8 +440,14 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             self._told_of_local_norm = True
             warn_of_local_norm(asker, self.ranks)
 
-    def _clipping_noticed(self) -> None:
-        """torch's clipping has looked for gradients: warn once if some have left."""
+    def _grad_is_read(self, reader: str) -> None:
+        """torch's clipping or pipelining looks for gradients: warn once if some have left.
+
+        Raises:
+            PipelineError: the schedule would train with wrong gradients.
+        """
+        if reader != CLIPPING:
+            refuse_pipelining(reader)
         left = self.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
         if left and not self._told_of_clipping:
             self._told_of_clipping = True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.engine import EngineError
+from offloadtrain.engine.norm import EngineError
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import name_of

@@ -10,7 +10,8 @@ from offloadtrain.engine import state
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ParameterGuard
-from offloadtrain.engine.engine import Engine, EngineError
+from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.saved_state import (
     WORKING,
     FlatState,

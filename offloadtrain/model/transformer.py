@@ -70,7 +70,8 @@ class Transformer(nn.Module):
         """Return logits (B, T, V) in the parameters' dtype, or with targets the loss, fp32.
 
         Args:
-            tokens_BT: int64, T at most `shape.max_seq_len`.
+            tokens_BT: int64, T at most `shape.max_seq_len`; of a later stage of a pipeline, the
+                stage before it's output, (B, T, D).
             targets_BT: int64, the token that follows each of `tokens_BT`; with a divisor,
                 `loss.IGNORED` where the loss does not count it.
             positions_BT: int64, the place of each token in its document; a document begins where it
@@ -83,17 +84,16 @@ class Transformer(nn.Module):
                 f"a sequence of {seq_len} tokens does not fit max_seq_len = "
                 f"{self.shape.max_seq_len}: shorten it or set model.max_seq_len"
             )
-        x_BTD = self.embedding(tokens_BT)
+        # Of a stage of a pipeline, the modules of other stages are None.
+        x_BTD = tokens_BT if self.embedding is None else self._embedded(tokens_BT, positions_BT)
         rotary: Rotary | None = None
-        if self.shape.positions == "learned":
-            places = torch.arange(seq_len, device=tokens_BT.device)
-            x_BTD = x_BTD + self.positions(places if positions_BT is None else positions_BT)
-        else:
+        if self.shape.positions == "rotary":
             rotary = self.positions(seq_len, positions_BT)
         bias = None if positions_BT is None else document_bias(positions_BT, x_BTD.dtype)
-        x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, bias)
+        if self.head is None:
+            return x_BTD
         x_BTD = self.norm(x_BTD)
         if targets_BT is not None and self.chunked_loss is not None:
             # Validation measures cross-entropy alone.
@@ -103,6 +103,13 @@ class Transformer(nn.Module):
         if targets_BT is None:
             return logits_BTV
         return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), divisor)
+
+    def _embedded(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
+        x_BTD: Tensor = self.embedding(tokens_BT)
+        if self.shape.positions == "learned":
+            places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            x_BTD = x_BTD + self.positions(places if positions_BT is None else positions_BT)
+        return cast(Tensor, self.dropout(x_BTD))
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -33,6 +33,7 @@ from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, check_model, keeps_fp32
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.load_weights import ParamInit
+from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import Part, partition
@@ -124,6 +125,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         config,
         device=_CPU,
         ranks=ALONE,
+        place=StagePlace(Stages(ALONE)),
         param_init_fn=None,
         lanes=InertLanes(meter),
         arena=host,

@@ -1,8 +1,10 @@
-"""Detects clipping that finds no gradients, by one parameter that sees who reads its `.grad`.
+"""Detects readers that find no gradients, by one parameter that sees who reads its `.grad`.
 
 torch's `clip_grad_norm_`, and with it Accelerate's, Lightning's and the Trainer's, reads `.grad` of
 every parameter after backward. By then gradients have left for the host: it clips nothing, returns
-0.0 and says nothing. So one parameter gets a class, as torch's own lazy parameters have one, whose
+0.0 and says nothing. torch's pipeline schedules divide `.grad` by the number of microbatches, and
+the zero-bubble ones put it together from two halves of a backward: with them gradients would be too
+large, or not there. So one parameter gets a class, as torch's own lazy parameters have one, whose
 `grad` looks at the calling code. It costs nothing where `.grad` is not read.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,24 +21,37 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offloadtrain.engine.stage_modules import PipelineError
+
 _log = logging.getLogger(__name__)
 
 _GRAD: Any = Tensor.grad
 """torch's own descriptor of the attribute."""
 
-_on_clipping = WeakIdKeyDictionary()
+_PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
+
+CLIPPING, SCALING, SPLITTING = "clipping", "scaling", "splitting"
+_READERS = {
+    clip_grad.__file__: CLIPPING,
+    str(_PIPELINING / "stage.py"): SCALING,
+    str(_PIPELINING / "_backward.py"): SPLITTING,
+}
+"""Files of torch → what they read a parameter's gradient for."""
+
+_on_reading = WeakIdKeyDictionary()
 """Parameter → a weak reference to the function to call."""
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that reports when torch's clipping reads its gradient; its copies do not."""
+    """A parameter that reports when torch reads its gradient; its copies do not."""
 
     @property
     def grad(self) -> Tensor | None:
-        if sys._getframe(1).f_code.co_filename == clip_grad.__file__:
-            noticed = _on_clipping.get(self, _nobody)()
+        reader = _READERS.get(sys._getframe(1).f_code.co_filename)
+        if reader is not None:
+            noticed = _on_reading.get(self, _nobody)()
             if noticed is not None:
-                noticed()
+                noticed(reader)
         grad: Tensor | None = _GRAD.__get__(self)
         return grad
 
@@ -59,19 +75,19 @@ def _nobody() -> None:
     """Stands for a weak reference to an object that is gone."""
 
 
-def watch_clipping(param: nn.Parameter, noticed: Callable[[], Callable[[], None] | None]) -> None:
-    """Call the function that `noticed` (a weak reference) refers to when torch's clipping reads the
-    gradient. Parameters of other classes than torch's are left as they are."""
+def watch_readers(param: nn.Parameter, noticed: Callable[[], Callable[[str], None] | None]) -> None:
+    """Call the function that `noticed` (a weak reference) refers to when torch's clipping or
+    pipelining reads the gradient. Parameters of other classes than torch's are left as they are."""
     if type(param) is nn.Parameter:
         param.__class__ = WatchedParameter
-        _on_clipping[param] = noticed
+        _on_reading[param] = noticed
 
 
 def unwatch(param: nn.Parameter) -> None:
     """Make it an ordinary parameter again."""
     if type(param) is WatchedParameter:
         param.__class__ = nn.Parameter  # type: ignore[assignment]
-        _on_clipping.pop(param, None)
+        _on_reading.pop(param, None)
 
 
 def warn_of_clipping(clip_norm: float | None) -> None:
@@ -83,4 +99,18 @@ def warn_of_clipping(clip_norm: float | None) -> None:
         "Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with clip_norm."
         if clip_norm is None
         else f"What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm.",
+    )
+
+
+def refuse_pipelining(reader: str) -> None:
+    """Raises PipelineError for what torch's pipeline schedule is about to do with gradients."""
+    if reader == SCALING:
+        raise PipelineError(
+            "the pipeline schedule divides .grad by the number of microbatches (scale_grads=True), "
+            "and gradients have left for the host: make it with scale_grads=False and divide the "
+            "loss, or let ot.pipeline() make it"
+        )
+    raise PipelineError(
+        "a zero-bubble schedule divides the backward in two and delivers no gradients to the "
+        "engine: use GPipe, 1F1B or interleaved 1F1B, which ot.pipeline() makes"
     )

@@ -1,0 +1,251 @@
+"""The norm of a step's gradient, which is one over all ranks and stages, and their agreement.
+
+[Note: One norm]
+A pipeline's stages hold different parameters of one model, so none of them knows the norm alone.
+Each measures the squares of its own parameters, summed over its data-parallel ranks; the stages
+exchange these, and every stage adds all of them: stage by stage, parameter by parameter, in fp64.
+That is the order in which one process adds them, so the norm, the clip coefficient and the decision
+to skip are those of one process, bit for bit. A process with several stages exchanges once: the
+first of them that is asked measures all, and the others take what was found.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from torch import Tensor
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.gradients import Gradients, Measured
+from offloadtrain.runtime.process_group import RankError, Ranks
+
+
+class EngineError(OffloadTrainError):
+    """A call that makes no sense in the phase the step is in."""
+
+
+@dataclass(slots=True)
+class Norm:
+    """The norm of the step's gradient, unscaled. It is measured once; clipping multiplies
+    coefficients.
+
+    [Note: Clipping]
+    `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
+    `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last. All of it
+    is fp64; the product is rounded once, where Adam multiplies the gradient by it.
+    """
+
+    value: float
+    nonfinite: Mapping[str, tuple[int, ...]]
+    coef: float = 1.0
+
+    @property
+    def clipped(self) -> float:
+        return self.value * self.coef
+
+    def clip(self, max_norm: float) -> None:
+        coef = max_norm / (self.clipped + 1e-6)
+        self.coef *= 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
+
+
+class Stages:
+    """The stages of one pipeline in this process, in order, and the processes of the others.
+
+    Process r of p holds stages r, r + p, r + 2p and so on.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """`ranks`: the processes of the pipeline, in the order of their first stages."""
+        self.ranks = ranks
+        # Weak: an optimizer that is dropped without close() must end at once.
+        self._members: list[weakref.ref[NormMeasure]] = []
+        self._names: list[list[str]] = []
+        self._found: dict[NormMeasure, Measured] = {}
+
+    def join(self, member: NormMeasure) -> None:
+        """Add this process's next stage."""
+        self._members.append(weakref.ref(member))
+
+    def measure(self, member: NormMeasure, intent: Sequence[float]) -> Measured:
+        """Return the squares of all stages' parameters; the first call of a step is a collective.
+
+        Args:
+            intent: what must be the same on every process, see `NormMeasure.measure`.
+
+        Raises:
+            RankError: stages disagree about the step.
+        """
+        if self.ranks.is_single and len(self._members) == 1:
+            return member.own(intent)
+        if member not in self._found:
+            self._exchange(intent)
+        return self._found.pop(member)
+
+    def _exchange(self, intent: Sequence[float]) -> None:
+        members = [one for ref in self._members if (one := ref()) is not None]
+        own = [one.own(intent) for one in members]
+        told = [[*one.counts, *found.of_parameter] for one, found in zip(members, own, strict=True)]
+        self._names = self._names or self._agree_on_names(members)
+        longest = len(members[0].counts) + max(map(len, self._names))
+        padded = [row + [0.0] * (longest - len(row)) for row in told]
+        # Waits for every stage's squares: the first stage's backward ends last.
+        rows = self.ranks.all_gather_host([*intent, *(x for row in padded for x in row)])
+        _check_alike(rows[:, : len(intent)], "stage", _OF_ALL, intent[0])
+        of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), longest)
+        # Of all processes' first stages, then of all second ones: in the order of the model.
+        of_stages = of_stages.transpose(0, 1).flatten(0, 1)
+        count = len(members[0].counts)
+        _check_alike(of_stages[:, :count], "stage", _OF_STAGES, intent[0])
+        squares = [
+            row[count : count + len(names)].tolist()
+            for row, names in zip(of_stages, self._names, strict=True)
+        ]
+        whole = [value for of_stage in squares for value in of_stage]
+        nonfinite = self._nonfinite(squares, own)
+        for one, found in zip(members, own, strict=True):
+            self._found[one] = Measured(whole, nonfinite, found.told)
+
+    def _nonfinite(
+        self, squares: Sequence[Sequence[float]], own: Sequence[Measured]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the parameters that are not finite → the ranks in whose shards, of own stages."""
+        known = {name: ranks for found in own for name, ranks in found.nonfinite.items()}
+        pairs = zip(self._names, squares, strict=True)
+        named = [pair for names, row in pairs for pair in zip(names, row, strict=True)]
+        return {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
+
+    def _agree_on_names(self, members: Sequence[NormMeasure]) -> list[list[str]]:
+        """Exchange the names of every stage's parameters, once; returns them in stage order.
+
+        Raises:
+            RankError: a parameter is in two stages, or processes have different numbers of stages.
+        """
+        of_processes = self.ranks.gather([one.names for one in members])
+        if len({len(found) for found in of_processes}) > 1:
+            counts = ", ".join(str(len(found)) for found in of_processes)
+            raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
+        stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
+        owner: dict[str, int] = {}
+        for stage, names in enumerate(stages):
+            for name in filter(None, names):
+                if owner.setdefault(name, stage) != stage:
+                    raise RankError(
+                        f"parameter '{name}' is in stages {owner[name]} and {stage} of the "
+                        "pipeline: each parameter is one stage's, and names are the whole model's"
+                    )
+        return stages
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """A model as one stage of a pipeline.
+
+    Attributes:
+        first: the number of its first parameter in the whole model, by which stochastic rounding
+            draws.
+    """
+
+    stages: Stages
+    first: int = 0
+
+
+class NormMeasure:
+    """Measures the norm of one engine's step, together with the other stages'.
+
+    Attributes:
+        names: of the model's parameters, in order; "" stands for one that is not trained.
+    """
+
+    def __init__(
+        self, gradients: Gradients, functions: Functions, ranks: Ranks, stages: Stages
+    ) -> None:
+        self._gradients, self._functions = gradients, functions
+        self._ranks, self._stages = ranks, stages
+        self.names = gradients.names
+        self._told_before: list[float] = []
+        stages.join(self)
+
+    @property
+    def counts(self) -> list[float]:
+        """What is compared among stages: each has had as many backwards."""
+        return [float(self._gradients.micro_steps)]
+
+    def measure(
+        self, asker: str, step_count: int, loss_scale: float, max_norm: float | None = None
+    ) -> Norm:
+        """Wait for the norm of the step, here and on every rank and stage.
+
+        Raises:
+            EngineError: no gradient has arrived since the last step.
+            RankError: ranks disagree about the step.
+        """
+        # A plain backward leaves its micro-step open: its last blocks are sent here.
+        self._gradients.end_micro_step()
+        if self._gradients.micro_steps == 0:
+            raise EngineError(
+                f"{asker}() without a backward: no parameter of the model has received a gradient "
+                "since the last step"
+            )
+        measured = self._stages.measure(self, [step_count, _digest(max_norm)])
+        _check_alike(measured.told, "rank", _WHAT, step_count)
+        value = math.sqrt(measured.squares) / (loss_scale * self._ranks.size)
+        return Norm(value, measured.nonfinite)
+
+    def close(self) -> None:
+        """Leave the other stages. Idempotent."""
+        self._stages.ranks.close()
+
+    def own(self, intent: Sequence[float]) -> Measured:
+        """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
+        self._gradients.end_micro_step()
+        return self._gradients.measure(self._intent(intent))
+
+    def check_after_clipping(self, step_count: int, coef: float) -> None:
+        """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.
+
+        Raises:
+            RankError: ranks disagree about the step.
+        """
+        if not self._ranks.is_single:
+            intent = self._intent([step_count, _digest(coef)])
+            _check_alike(self._ranks.all_gather_host(intent), "rank", _WHAT, step_count)
+
+    def _intent(self, intent: Sequence[float]) -> list[float]:
+        """Return what must be the same on every data-parallel rank, in the order of `_WHAT`."""
+        if self._ranks.is_single:
+            return []
+        hyperparameters = _digest(self._functions.hyperparameters())
+        return [*intent, *self.counts, self._functions.take_digest(), hyperparameters]
+
+
+_OF_ALL = ("the step count", "clip_grad_norm_")
+_OF_STAGES = ("the number of backwards",)
+_WHAT = (*_OF_ALL, *_OF_STAGES, "the collectives", "hyperparameters")
+
+
+def _digest(value: object) -> float:
+    return float(crc32(repr(value).encode()))
+
+
+def _check_alike(rows: Tensor, each: str, what: Sequence[str], step_count: float) -> None:
+    """Check that all have launched the same collectives and are about to do the same update.
+
+    Args:
+        rows: (ranks, n) fp64 on the host, the intent of each; `what` names its columns.
+
+    Raises:
+        RankError: naming the first one that differs from the first.
+    """
+    for number, row in enumerate(rows):
+        if not row.equal(rows[0]):
+            differs = what[int((row != rows[0]).nonzero()[0, 0])]
+            raise RankError(
+                f"ranks disagree in step {int(step_count) + 1}: {differs} of {each} {number} are "
+                f"not those of {each} 0. Every rank must run the same model and schedule; only "
+                "its batches differ"
+            )

@@ -1,0 +1,62 @@
+"""The axes of the ranks: replicas of one stage of the model, and the stages of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from offloadtrain.runtime.process_group import ALONE, Group, Ranks
+
+__all__ = ["AXES", "DeviceMesh", "Mesh"]
+
+AXES = ("pp", "dp")
+"""Stages of a pipeline, and replicas. The last varies fastest: neighbours are replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This process on each axis.
+
+    Attributes:
+        replicas: the ranks that hold the same part of the model and share its state.
+        stages: the ranks that hold the other parts for the same batch, in the order of the model.
+        stages_group: for what stages send each other; None: there is one.
+    """
+
+    replicas: Ranks = ALONE
+    stages: Ranks = ALONE
+    stages_group: Group | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, device: torch.device) -> Mesh:
+        """Join the axes of a mesh; every process of it calls this at the same point.
+
+        Raises:
+            ValueError: it has an axis of another name.
+        """
+        names = mesh.mesh_dim_names or ()
+        if unknown := [name for name in names or (None,) if name not in AXES]:
+            raise ValueError(
+                f"mesh has an axis {unknown[0]!r}: name its axes 'dp' (replicas, which share the "
+                "state) and 'pp' (stages of a pipeline), as in init_device_mesh('cuda', (2, 4), "
+                "mesh_dim_names=('pp', 'dp'))"
+            )
+        groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
+        stages = groups.get("pp")
+        return cls(Ranks(groups.get("dp"), device), Ranks(stages, torch.device("cpu")), stages)
+
+    @classmethod
+    def make(cls, stages: int, device: torch.device) -> Mesh:
+        """Join all ranks in a pipeline of so many stages, each on an equal number of replicas; a
+        collective.
+
+        Raises:
+            ValueError: the ranks cannot be divided so.
+        """
+        size = Ranks().world_size
+        if size % stages:
+            raise ValueError(f"{size} ranks are not divisible into {stages} stages")
+        shape = (stages, size // stages)
+        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES), device)

@@ -1,0 +1,178 @@
+"""Pipelines against one process with the same microbatches, bit for bit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import offloadtrain as ot
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.model.loss import cross_entropy
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.prove import prove
+from tests.distributed.conftest import Run
+
+SHAPE = ModelShape(
+    vocab_size=64,
+    num_layers=8,
+    d_model=32,
+    num_heads=2,
+    max_seq_len=16,
+    positions="learned",
+    norm="layernorm",
+    mlp="gelu",
+    bias=True,
+)
+MICROBATCHES, STEPS, ROWS = 4, 3, 2
+
+
+def batches(replicas: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """The tokens and targets of each step, of all replicas."""
+    generator = torch.Generator().manual_seed(7)
+    rows = replicas * MICROBATCHES * ROWS
+    tokens = torch.randint(0, SHAPE.vocab_size, (STEPS, rows, 17), generator=generator)
+    return [(step[:, :-1].contiguous(), step[:, 1:].contiguous()) for step in tokens]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def model_of(seed: int = 1) -> Transformer:
+    return Transformer(SHAPE, seed=seed)
+
+
+Told = dict[str, Any]
+
+
+def of_step(optimizer: ot.OffloadOptimizer, losses: Tensor) -> tuple[Any, ...]:
+    report = optimizer.last_step
+    assert report is not None
+    told = (report.grad_norm, report.clip_coef, report.loss_scale, report.skipped)
+    return (*told, report.micro_steps, losses.tolist())
+
+
+def one_process(groups: bool = False, **options: Any) -> Told:
+    """A run of one process, or of all ranks as replicas; what it has come to."""
+    model, replicas = model_of(), dist.get_world_size()
+    optimizer = ot.offload(
+        model,
+        ot.AdamW(lr=1e-2),
+        device="cpu",
+        grad_accum_steps=MICROBATCHES,
+        params=decay(model) if groups else None,
+        **options,
+    )
+    steps = []
+    for tokens, targets in batches(replicas):
+        tokens, targets = (x.chunk(replicas)[dist.get_rank()] for x in (tokens, targets))
+        losses = []
+        for x, y in zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+            loss = loss_of(model(x), y)
+            optimizer.backward(loss)
+            losses.append(loss.detach().float())
+        optimizer.step()
+        steps.append(of_step(optimizer, torch.stack(losses)))
+    return {"steps": steps, "masters": masters(optimizer)}
+
+
+def masters(optimizer: ot.OffloadOptimizer) -> dict[str, Any]:
+    found = {name: value.numpy() for name, value in optimizer.master_weights()}
+    optimizer.close()
+    return found
+
+
+def decay(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1]},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def piped(
+    stages: int, schedule: str = "1f1b", groups: bool = False, proof: bool = False, **options: Any
+) -> Told:
+    """The same run on this process's stage."""
+    mesh = init_device_mesh(
+        "cpu", (stages, dist.get_world_size() // stages), mesh_dim_names=("pp", "dp")
+    )
+    model, lanes = model_of(), RecordingLanes(SequentialLanes())
+    with on_lanes(lanes) if proof else nullcontext():
+        pipeline = ot.pipeline(
+            model,
+            mesh,
+            ot.AdamW(lr=1e-2),
+            example=torch.zeros(ROWS, 16, dtype=torch.int64),
+            microbatches=MICROBATCHES,
+            loss_fn=loss_of,
+            schedule=schedule,
+            stages_per_rank=2 if schedule == "interleaved" else 1,
+            params=decay(model) if groups else None,
+            device="cpu",
+            **options,
+        )
+    steps = []
+    replicas = pipeline.replicas
+    for tokens, targets in batches(replicas.size):
+        tokens, targets = (x.chunk(replicas.size)[replicas.rank] for x in (tokens, targets))
+        losses = pipeline.run(tokens, target=targets)
+        pipeline.step()
+        steps.append(of_step(pipeline.optimizers[0], losses))
+    found: dict[str, Any] = {}
+    for optimizer in pipeline.optimizers:
+        found |= masters(optimizer)
+    pipeline.close()
+    return {"steps": steps, "masters": found, "faults": prove(lanes.program) if proof else []}
+
+
+def assert_same(ranks: Run, size: int, replicas: int, *args: Any, **options: Any) -> None:
+    groups = options.get("groups", False)
+    plain = {key: value for key, value in options.items() if key not in ("schedule", "proof")}
+    whole = ranks(replicas, one_process, **plain)
+    of_stages = ranks(size, piped, size // replicas, *args, **options)
+    together: dict[str, Any] = {}
+    for rank, found in enumerate(of_stages):
+        assert found["steps"] == whole[rank % replicas]["steps"], f"rank {rank}, groups {groups}"
+        assert not found["faults"]
+        together |= found["masters"]
+    assert together.keys() == whole[0]["masters"].keys()
+    for name, value in whole[0]["masters"].items():
+        assert (together[name] == value).all(), name
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_same_bits(ranks: Run, schedule: str) -> None:
+    assert_same(ranks, 2, 1, schedule=schedule, clip_norm=0.3)
+
+
+CASES: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"precision": "fp16", "clip_norm": 0.3}),
+    (2, 1, {"precision": "fp32", "groups": True, "state_on": "device"}),
+    (2, 1, {"working": "host", "activation": "recompute", "schedule": "gpipe"}),
+    (2, 1, {"activation": "offload", "working": "host", "device_slots": 1}),
+    (2, 1, {"update": "speculative", "clip_norm": 0.3, "schedule": "interleaved"}),
+    (2, 1, {"update": "delayed", "clip_norm": 0.3}),
+    (2, 1, {"skip_nonfinite": False}),
+    (4, 1, {"clip_norm": 0.3, "state": "split16"}),
+    (4, 1, {"precision": "fp16", "schedule": "interleaved"}),
+    (4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
+    (4, 2, {"clip_norm": 0.3, "zero_stage": 3, "working": "host"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "replicas", "options"), CASES)
+def test_same_bits_everywhere(
+    ranks: Run, size: int, replicas: int, options: dict[str, Any]
+) -> None:
+    """Placements, precisions and modes; the program of each stage has no race."""
+    assert_same(ranks, size, replicas, proof=True, **options)

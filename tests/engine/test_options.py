@@ -14,7 +14,10 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
 
-BESIDES = ("model", "rule", "params", "device", "config", "process_group", "param_init_fn")
+BESIDES = (
+    *("model", "rule", "params", "device", "config"),
+    *("process_group", "mesh", "param_init_fn"),
+)
 """Arguments of `offload` that are no options."""
 
 

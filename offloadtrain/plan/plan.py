@@ -10,9 +10,10 @@ from math import ceil, prod
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
-from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.offload import STATE_PRECISIONS, StateOn
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan import state_share
 from offloadtrain.plan.activations import activations
 from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.placement import Placement, PlanError, place
@@ -222,7 +223,7 @@ class Plan:
 def make(
     job: Config, name: str, machine: Machine, ranks: int = 1, trace: Trace | None = None
 ) -> Plan:
-    """Plan a job for `ranks` ranks.
+    """Plan a job for `ranks` ranks; state_on = "auto" is as much as the device has room for.
 
     Args:
         trace: tells what a microbatch of its model takes; None: the model's shape does.
@@ -235,7 +236,29 @@ def make(
     job = resolved(job, machine)
     if machine.on_cpu and ranks > machine.gpus:
         machine = replace(machine, gpus=ranks)
+    if job.offload.state_on == "auto":
+        on_host = _placed(with_state_on(job, 0.0), name, machine, ranks, trace)
+        job = with_state_on(job, _share_that_fits(on_host))
+    return _placed(job, name, machine, ranks, trace)
+
+
+def with_state_on(job: Config, share: float) -> Config:
+    """Return the job with so large a share of the state on the device."""
+    state_on: StateOn = {"device": share} if share else "host"
+    return replace(job, offload=replace(job.offload, state_on=state_on))
+
+
+def _placed(job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None) -> Plan:
     return Plan(job, name, machine, place(shared(job, ranks), ranks, trace=trace))
+
+
+def _share_that_fits(plan: Plan) -> float:
+    """Return the largest share of the state that the device has room for; none on a CPU, whose
+    device has the host's memory."""
+    if plan.machine.on_cpu:
+        return 0.0
+    beside = sum(plan.device.values()) - sum(plan.placed.device().values()) + UPDATE_BYTES
+    return state_share.most(plan.placed, int(plan.device_room * state_share.FULL) - beside)
 
 
 def resolved(job: Config, machine: Machine) -> Config:

@@ -10,6 +10,9 @@ from offloadtrain.config.batch_split import explain
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
+from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.state_tiers import device_share
+from offloadtrain.step.tiers import Tier
 
 LANES = {
     "compute": "forward and backward",
@@ -46,6 +49,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "params": plan.job.num_params,
         "batch_tokens": plan.job.batch_tokens,
         "streamed_blocks": len(spec.streamed),
+        "state_on_device": device_share(spec),
         "device_bytes": plan.device,
         "device_room_bytes": plan.device_room,
         "host_bytes": plan.host,
@@ -111,10 +115,19 @@ def _head(plan: Plan) -> str:
         lines.append(_of_hf(plan))
     if spec.ranks > 1:
         lines.append(f"{explain(job, config, spec.ranks)}; ZeRO stage {spec.zero_stage}")
+    if spec.has_state_on(Tier.DEVICE):
+        lines.append(_of_state(spec))
     if spec.streamed:
         where = "the host" if config.offload.working == "host" else "shards on the devices"
         lines.append(f"{len(spec.streamed)} blocks are streamed from {where}")
     return "\n".join(lines)
+
+
+def _of_state(spec: StepSpec) -> str:
+    """Say how much of the state is on the device."""
+    there = {spec.block_of[bucket.name].name for bucket in spec.buckets_on(Tier.DEVICE)}
+    share = 100 * device_share(spec)
+    return f"{share:.0f} % of the state on the device: {len(there)} of {len(spec.blocks)} blocks"
 
 
 def _memory(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -11,10 +11,11 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan import state_share
 from offloadtrain.plan.layout import moments_of
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
-from offloadtrain.plan.plan import Plan, make, resolved
+from offloadtrain.plan.plan import Plan, make, resolved, with_state_on
 from offloadtrain.step.formats import FORMATS
 
 SIMULATED = 12
@@ -41,7 +42,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+        return " ".join(f"{key}={_text(value)}" for key, value in self.keys.items())
 
 
 def nearest(
@@ -76,7 +77,7 @@ def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> l
     largest: dict[tuple[Any, ...], Change] = {}
     as_it_is = Change({}, make(job, name, machine, ranks))
     for one in (as_it_is, *_candidates(job, name, machine, ranks)):
-        where = tuple(_value(one.plan.job, key) for key in OFFLOAD)
+        where = tuple(str(_value(one.plan.job, key)) for key in OFFLOAD)
         size = one.plan.job.train.micro_batch
         if one.plan.fits and (
             where not in largest or size > largest[where].plan.job.train.micro_batch
@@ -117,15 +118,18 @@ def automatic(
 def settled(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> Config:
-    """Return the job with "auto" placement resolved for this machine.
+    """Return the job with "auto" placement, and "auto" state_on, resolved for this machine.
 
     Raises:
-        PlanError: none fits.
+        PlanError: no placement fits.
     """
-    if job.device.placement != "auto":
+    if job.device.placement == "auto":
+        found = automatic(resolved(job, machine), name, machine, ranks, trace)
+        job = _consistent(job, found.keys)
+    if job.offload.state_on != "auto":
         return job
-    found = automatic(resolved(job, machine), name, machine, ranks, trace)
-    return _consistent(job, found.keys)
+    plan = make(job, name, machine, ranks, trace)
+    return with_state_on(job, state_share.enough(plan.placed, machine) if plan.fits else 0.0)
 
 
 def settled_or_asked(
@@ -258,7 +262,7 @@ def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]
         "offload.working": ("device", "host"),
         "offload.activation": policies,
         "offload.state": tuple(states),
-        "offload.state_on": tuple(dict.fromkeys((job.offload.state_on, "host"))),
+        "offload.state_on": _distinct(job.offload.state_on, "host"),
         "train.micro_batch": _smaller(job),
     }
 
@@ -285,6 +289,17 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     if changed.offload.working == "device" and changed.offload.resident_blocks:
         changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
     return changed
+
+
+def _distinct(*values: Any) -> tuple[Any, ...]:
+    return tuple(one for at, one in enumerate(values) if one not in values[:at])
+
+
+def _text(value: Any) -> str:
+    """Return a value as `--set` takes it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}={share}' for key, share in value.items())}}}"
+    return str(value)
 
 
 def _value(job: Config, dotted: str) -> Any:

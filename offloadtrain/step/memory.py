@@ -100,7 +100,7 @@ def lay_out(
     spec = StepSpec(tuple(blocks), config, ranks, num_tensors)
     streamed = frozenset(_streamed(spec))
     held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
-    spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), _device_bytes)
+    spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), device_bytes)
     return spec if available_bytes is None else with_second_copies(spec, available_bytes)
 
 
@@ -293,7 +293,8 @@ def device_owners(spec: StepSpec) -> dict[str, int]:
     return owners
 
 
-def _device_bytes(spec: StepSpec) -> int:
+def device_bytes(spec: StepSpec) -> int:
+    """Count the bytes of one device, without activations."""
     return sum(device_owners(spec).values())
 
 

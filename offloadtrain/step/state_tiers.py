@@ -21,6 +21,9 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.step.spec import BucketSpec, StepSpec
 from offloadtrain.step.tiers import Tier
 
+SHARES = 10_000
+"""Steps of a share that a plan names."""
+
 DeviceBytes = Callable[[StepSpec], int]
 """Counts what a spec takes of one device."""
 
@@ -73,9 +76,10 @@ def filled(spec: StepSpec, limit: int, device_bytes: DeviceBytes) -> StepSpec:
 
 
 def device_share(spec: StepSpec) -> float:
-    """Return the share that asks for the spec's tiers, rounded to what a job shows."""
+    """Return the share that asks for the spec's tiers, rounded down to what a job shows."""
     total = sum(bucket.numel for bucket in spec.buckets)
-    return round(sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE)) / total, 4)
+    found = sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE))
+    return SHARES * found // total / SHARES
 
 
 def _asked(spec: StepSpec) -> int:

@@ -1,0 +1,119 @@
+"""What a plan keeps on the device where `state_on` is "auto": what fits, and no more than helps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import offloadtrain as ot
+from offloadtrain.config.job import Config, load
+from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan import report
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.state_share import FULL
+from offloadtrain.plan.suggest import settled
+from offloadtrain.plan.times import CODEC_BYTES
+from offloadtrain.runtime.kernels import Layout
+from offloadtrain.step.formats import ADAM_MOMENTS, FORMATS
+from offloadtrain.step.state_tiers import device_share
+from offloadtrain.step.tiers import Tier
+from offloadtrain.train.dry_run import check
+
+JOB = "examples/gpt_13b_32gb.toml"
+H100 = find("h100")[1]
+
+
+def job(*overrides: str) -> Config:
+    small = ("train.global_batch_tokens=4096", "offload.state=fp32", "offload.state_on=auto")
+    return load(JOB, [*small, *overrides])
+
+
+def planned(machine: Machine = H100, *overrides: str, ranks: int = 1) -> Plan:
+    return make(settled(job(*overrides), "h100", machine, ranks), "h100", machine, ranks)
+
+
+def seconds_of(plan: Plan, share: float) -> float:
+    offload = replace(plan.job.offload, state_on={"device": share})
+    return make(replace(plan.job, offload=offload), "", plan.machine).prediction.seconds
+
+
+def test_an_empty_device_is_filled_and_the_step_is_faster() -> None:
+    found = planned()
+    used, share = sum(found.device.values()), device_share(found.placed.spec)
+    assert 0.2 < share < 0.35 and found.job.offload.state_on == {"device": share}
+    one_layer = max(bucket.numel for bucket in found.placed.spec.buckets) * 14
+    assert found.device_room * FULL - one_layer < used <= found.device_room * FULL
+    assert found.fits and found.prediction.seconds < 0.9 * seconds_of(found, 0.0)
+    assert "of the state on the device: 18 of 68 blocks" in report.text(found)
+    assert report.as_json(found)["state_on_device"] == share
+
+
+@pytest.mark.slow
+def test_no_more_is_kept_than_makes_the_step_faster() -> None:
+    """With many tokens the forward hides most of Adam: the last share makes no difference."""
+    tokens = "train.global_batch_tokens=16384", "train.micro_batch=16"
+    found, filled = planned(H100, *tokens), make(job(*tokens), "h100", H100)
+    assert device_share(found.placed.spec) < 0.95 * device_share(filled.placed.spec)
+    assert found.prediction.seconds <= 1.003 * filled.prediction.seconds
+
+
+def test_a_limit_bounds_it() -> None:
+    limit = 40 << 30
+    found = planned(H100, f"offload.device_memory_limit={limit}")
+    held = sum(found.placed.device().values())
+    assert limit - (3 << 30) < held <= limit and found.placed.spec.has_state_on(Tier.DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides"),
+    [
+        ("rtx5090", ()),  # its 32 GB are full of weights
+        ("h100", ("offload.state=int8",)),  # decoded in plain torch there, slower than on the host
+    ],
+)
+def test_where_there_is_no_room_or_no_gain_all_is_on_the_host(
+    machine: str, overrides: tuple[str, ...]
+) -> None:
+    assert planned(find(machine)[1], *overrides).job.offload.state_on == "host"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_engine_lays_out_what_was_planned_and_its_program_is_proved(ranks: int) -> None:
+    """13B at its real size."""
+    found = planned(ranks=ranks)
+    assert 0 < device_share(found.placed.spec) <= 1
+    assert "free of races" in check(found)
+
+
+class Counted(TorchDispatchMode):
+    """Bytes that operations read and write; views move none."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        out = func(*args, **given)
+        moves = not func.is_view and not str(func).startswith(("aten.empty", "aten.alias"))
+        found = tree_leaves((args, given, out)) if moves else []
+        self.nbytes += sum(x.nbytes for x in found if isinstance(x, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("name", CODEC_BYTES)
+def test_bytes_of_a_narrow_update_on_the_device_are_those_of_its_operations(name: str) -> None:
+    state_format, numel, rule = FORMATS[name], 1 << 17, ot.AdamW()
+    state = tuple(
+        torch.zeros(field.numel(numel), dtype=getattr(torch, field.dtype or "bfloat16"))
+        for field in state_format.fields(ADAM_MOMENTS)
+    )
+    scalars = rule.scalars(rule.defaults(), step=1, grad_scale=1.0, seed=0)
+    grad, layout = torch.randn(numel).bfloat16(), Layout.of_one(numel)
+    with Counted() as counted:
+        rule._update_by_codec(state_format, state, grad, None, layout, scalars, None)
+    assert counted.nbytes / numel == pytest.approx(CODEC_BYTES[name], rel=0.05)

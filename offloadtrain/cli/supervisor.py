@@ -45,8 +45,15 @@ Command = Callable[[str], Sequence[str]]
 class _Rank:
     """The process of one rank, as its launcher sees it."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], link: Link, limit_s: float):
-        self.rank, self.process, self.link = rank, process, link
+    def __init__(
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes],
+        link: Link,
+        limit_s: float,
+        role: str = "",
+    ) -> None:
+        self.rank, self.process, self.link, self._role = rank, process, link, role
         self.end = os.pidfd_open(process.pid)
         self.said = Pulse(
             phase="starting", silent_s=0.0, limit_s=limit_s, collectives=0, waits=False
@@ -56,7 +63,8 @@ class _Rank:
         self._cpu_s, self._stale_s = 0.0, 0.0
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.process.pid})"
+        role = f"{self._role}, " if self._role else ""
+        return f"rank {self.rank} ({role}pid {self.process.pid})"
 
     @property
     def pulse(self) -> Pulse:
@@ -139,8 +147,14 @@ class Supervisor:
         max_restarts: int = 0,
         least_limit_s: float = 0.0,
         environ: Mapping[str, str] = os.environ,
+        roles: Sequence[str] = (),
     ) -> None:
-        """`least_limit_s`: least silence of a rank in seconds that is a hang; 0: none is."""
+        """
+        Args:
+            least_limit_s: least silence of a rank in seconds that is a hang; 0: none is.
+            roles: what each rank is in a pipeline, for messages; empty without one.
+        """
+        self._roles = roles or [""] * ranks
         self._size, self._command, self._max_restarts = ranks, command, max_restarts
         self._least_limit_s = least_limit_s or NEVER_S
         self._environ = environ
@@ -212,7 +226,7 @@ class Supervisor:
             )
         if process.stdout is not None:
             os.set_blocking(process.stdout.fileno(), False)
-        return _Rank(rank, process, Link(ours), self._least_limit_s)
+        return _Rank(rank, process, Link(ours), self._least_limit_s, self._roles[rank])
 
     # ---- the loop
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from offloadtrain.config import toml
 
 Form = Literal["text", "chat", "completion"]
 """What a record is: see `data/encode.py`."""
@@ -49,3 +52,25 @@ class DataConfig:
     val_fraction: float = 0.05
     seq_len: int = 256
     packing: Packing = "stream"
+
+
+def contradictions(data: DataConfig, *, evaluates: int) -> Iterator[str]:
+    """Yield a sentence for each contradiction; `evaluates`: `train.eval_every`."""
+    if data.source and (data.train or data.val):
+        yield (
+            f"data.source = {toml.shown(data.source)} and data.train or data.val are both set; "
+            "leave one of them out"
+        )
+    elif data.val and not data.train:
+        yield "data.train is missing: data.val is set, but is used only with data.train"
+    elif not data.source and not data.train:
+        yield (
+            "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
+            "data.train to a token file made by `offloadtrain prepare`"
+        )
+    elif not data.source and data.chat_template:
+        yield "data.chat_template is set, but is used only to prepare data.source"
+    if evaluates and data.train and not data.val:
+        yield f"data.val is missing: train.eval_every = {evaluates} needs it"
+    if evaluates and data.source and not data.val_fraction:
+        yield "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then"

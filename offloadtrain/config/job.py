@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from offloadtrain.config import command_hooks, optim_options, toml
+from offloadtrain.config import command_hooks, data_options, optim_options, ranks_options, toml
 from offloadtrain.config.data_options import DataConfig
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel
@@ -25,6 +25,7 @@ from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.overrides import settle
+from offloadtrain.config.ranks_options import RanksConfig, Stage
 from offloadtrain.config.units import parse_bytes
 
 __all__ = [
@@ -127,7 +128,7 @@ class TrainConfig:
     deterministic: bool = False
 
 
-DATA, LOG, OPTIM = DataConfig(), LogConfig(), OptimConfig()
+DATA, LOG, OPTIM, RANKS = DataConfig(), LogConfig(), OptimConfig(), RanksConfig()
 OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
@@ -144,6 +145,7 @@ class Config:
         hf: the model of transformers to train instead.
         offload: what `offload` takes. Its `grad_accum_steps`, `seed` and `checkpoint_spill` are
             always those of `train`, which describes batches and the run.
+        stage: the stage of a pipeline that `model` is; None: the whole model. No key of a job.
     """
 
     name: str
@@ -154,8 +156,10 @@ class Config:
     offload: OffloadConfig = OFFLOAD
     device: DeviceConfig = DeviceConfig()
     log: LogConfig = LOG
+    ranks: RanksConfig = RANKS
     train: TrainConfig
     runs_dir: str = "runs"
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
@@ -193,6 +197,7 @@ _SECTIONS: dict[str, type] = {
     "offload": OffloadConfig,
     "device": DeviceConfig,
     "log": LogConfig,
+    "ranks": RanksConfig,
     "train": TrainConfig,
 }
 _PLAIN = {"name": str, "runs_dir": str}
@@ -281,6 +286,7 @@ def _emit(tables: toml.Table) -> str:
 def as_tables(config: Config) -> toml.Table:
     """Return every key of the job with its value, once, section by section."""
     tables = asdict(config)
+    del tables["stage"]
     if (hf := tables.pop("hf")) is not None:
         kept = {key: hf[key] for key in HF_KEYS if hf[key] is not None}
         tables["model"] = kept
@@ -416,6 +422,7 @@ _RULES: dict[str, _Rule] = {
     "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
     "device.process_memory_limit": _SIZE,
     "device.machine": _PATH_OR_NONE,
+    "ranks.pipeline": _at_least(1),
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
     "train.global_batch_tokens": _NOT_NEGATIVE,
@@ -448,31 +455,15 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
-    yield from _data_contradictions(config)
+    yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
     yield from optim_options.contradictions(config.optim, config.offload)
+    yield from ranks_options.contradictions(
+        config.ranks,
+        config.model,
+        is_own=config.hf is None,
+        samples=config.train.sample_tokens > 0,
+    )
     yield from _contradictions(config)
-
-
-def _data_contradictions(config: Config) -> Iterator[str]:
-    data, evaluates = config.data, config.train.eval_every > 0
-    if data.source and (data.train or data.val):
-        yield (
-            f"data.source = {toml.shown(data.source)} and data.train or data.val are both set; "
-            "leave one of them out"
-        )
-    elif data.val and not data.train:
-        yield "data.train is missing: data.val is set, but is used only with data.train"
-    elif not data.source and not data.train:
-        yield (
-            "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
-            "data.train to a token file made by `offloadtrain prepare`"
-        )
-    elif not data.source and data.chat_template:
-        yield "data.chat_template is set, but is used only to prepare data.source"
-    if evaluates and data.train and not data.val:
-        yield f"data.val is missing: train.eval_every = {config.train.eval_every} needs it"
-    if evaluates and data.source and not data.val_fraction:
-        yield "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then"
 
 
 def _contradictions(config: Config) -> Iterator[str]:

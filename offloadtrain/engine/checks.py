@@ -162,6 +162,12 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
     yield lazy, "is not initialised: run one forward of the model first"
     if lazy:
         return
+    # The class itself would import all of torch.distributed.tensor.
+    yield (
+        hasattr(param, "placements") and hasattr(param, "device_mesh"),
+        "is a DTensor, which parallelize_module or FSDP have made: tensor parallelism is not "
+        "supported, and shards of data parallelism are the engine's own (zero_stage)",
+    )
     yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
     yield (
         param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16),

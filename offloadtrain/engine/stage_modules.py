@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import Stage
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.checks import keeps_fp32
 from offloadtrain.engine.load_weights import ParamInit, materialise
@@ -42,8 +43,8 @@ def divide(model: nn.Module, stages: int) -> list[list[Part]]:
             "ModuleList or Sequential, and each stage needs one. Take fewer stages"
         )
     _check_nesting(parts)
-    cuts = [layers[len(layers) * stage // stages] for stage in range(1, stages)]
-    bounds = [0, *cuts, len(parts)]
+    firsts = [Stage.of(index, stages, len(layers)).first_layer for index in range(1, stages)]
+    bounds = [0, *(layers[first] for first in firsts), len(parts)]
     found = [parts[lo:hi] for lo, hi in pairwise(bounds)]
     _check_tied(found)
     return found

@@ -25,7 +25,10 @@ def activations(placed: Placement, *, on_cpu: bool) -> Activations:
     has looked at all moments."""
     if placed.traced is not None:
         return placed.traced.activations
-    return max(_at_loss(placed, on_cpu), _in_backward(placed, on_cpu), key=lambda a: a.total)
+    in_backward, stage = _in_backward(placed, on_cpu), placed.config.stage
+    if stage is not None and not stage.is_last:
+        return in_backward
+    return max(_at_loss(placed, on_cpu), in_backward, key=lambda a: a.total)
 
 
 def _at_loss(placed: Placement, on_cpu: bool) -> Activations:
@@ -85,9 +88,9 @@ def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
 def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
     layers, policy = placed.config.model.num_layers, placed.config.offload.activation
     if policy == "keep" or layers == 1:
-        return layers * _layer_bytes(placed, on_cpu)
+        return layers * _layer_bytes(placed, on_cpu) * placed.in_flight
     if policy == "recompute":
-        return layers * placed.input_bytes
+        return layers * placed.input_bytes * placed.in_flight
     return min(layers, 3) * placed.input_bytes  # in flight to or from the host
 
 

@@ -15,6 +15,7 @@ from offloadtrain.config.hf_model import ParamShape, PartShape
 from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS
+from offloadtrain.config.ranks_options import Stage
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.spec import BlockSpec, BucketSpec, MatrixSpec, padded, placed
 
@@ -54,30 +55,42 @@ def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
 def parts_of(config: Config) -> tuple[PartShape, ...]:
     """Return every parameter of the job's model, in registration order; a tied one once."""
     if config.hf is None:
-        return _parts_of_shape(config.model)
+        return _parts_of_shape(config.model, config.stage)
     assert config.hf.parts is not None, "integrations.hf_job.described comes first"
     return config.hf.parts
 
 
 def num_tensors(config: Config) -> int:
-    """Return the number of parameter tensors; a tied one counts once."""
-    return sum(len(part.params) for part in parts_of(config))
+    """Return the number of parameter tensors; a tied one counts once. Of a stage of a pipeline
+    those of earlier stages count, too: norms have their place in the whole model."""
+    own = sum(len(part.params) for part in parts_of(config))
+    if config.stage is None or config.stage.is_first:
+        return own
+    tables = 2 if config.model.positions == "learned" else 1
+    return own + tables + config.stage.first_layer * sum(map(len, _layer(config.model).values()))
 
 
 @lru_cache(maxsize=16)
-def _parts_of_shape(shape: ModelShape) -> tuple[PartShape, ...]:
+def _parts_of_shape(shape: ModelShape, stage: Stage | None) -> tuple[PartShape, ...]:
     """Kept, as a search asks for the same shape in many placements."""
-    return tuple(_parts(shape))
+    first = 0 if stage is None else stage.first_layer
+    found = [*_layers(shape, range(first, first + shape.num_layers))]
+    if stage is None or stage.is_first:
+        found = [*_tables(shape), *found]
+    return tuple([*found, *_end(shape)] if stage is None or stage.is_last else found)
 
 
-def _parts(shape: ModelShape) -> Iterator[PartShape]:
+def _tables(shape: ModelShape) -> Iterator[PartShape]:
     table = (shape.vocab_size, shape.d_model)
     yield PartShape("embedding", (ParamShape("embedding.weight", table),))
     if shape.positions == "learned":
         learned = (shape.max_seq_len, shape.d_model)
         yield PartShape("positions", (ParamShape("positions.weight", learned),))
+
+
+def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
     sizes_of = _layer(shape)
-    for number in range(shape.num_layers):
+    for number in numbers:
         layer = {f"blocks.{number}.{name}": sizes for name, sizes in sizes_of.items()}
         listed = shape.num_layers > 1
         modules = {name: _named(name, sizes, listed=listed) for name, sizes in layer.items()}
@@ -86,9 +99,12 @@ def _parts(shape: ModelShape) -> Iterator[PartShape]:
         else:
             params = tuple(one for many in modules.values() for one in many)
             yield PartShape(f"blocks.{number}", params, repeated=True)
+
+
+def _end(shape: ModelShape) -> Iterator[PartShape]:
     yield PartShape("norm", _named("norm", _norm(shape)))
     if not shape.tie_embeddings:
-        yield PartShape("head", (ParamShape("head.weight", table),))
+        yield PartShape("head", (ParamShape("head.weight", (shape.vocab_size, shape.d_model)),))
 
 
 def _named(

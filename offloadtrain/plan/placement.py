@@ -47,6 +47,14 @@ class Placement:
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
 
     @property
+    def in_flight(self) -> int:
+        """Microbatches whose activations are held at once: several on a stage of a pipeline."""
+        if self.config.stage is None:
+            return 1
+        count, schedule = self.config.train.grad_accum_steps, self.config.ranks.schedule
+        return self.config.stage.in_flight(count, schedule)
+
+    @property
     def repeated(self) -> int:
         """Number of repeated blocks."""
         return sum(block.repeated for block in self.spec.blocks)
@@ -58,7 +66,7 @@ class Placement:
             return ()
         if self.traced is not None:
             return self.traced.block_inputs
-        return (self.input_bytes,) * self.repeated
+        return (self.input_bytes,) * self.repeated * self.in_flight
 
     @property
     def input_bytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
-from offloadtrain.config.batch_split import shared
+from offloadtrain.config.batch_split import of_stage, replicas, shared
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
 from offloadtrain.config.offload import STATE_PRECISIONS, StateOn
@@ -15,11 +15,13 @@ from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
 from offloadtrain.plan.activations import activations
+from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import Prediction, predict
 from offloadtrain.step.memory import with_second_copies
+from offloadtrain.step.spec import BlockSpec
 from offloadtrain.step.tiers import Tier
 
 PROCESS = "Python, torch"
@@ -52,12 +54,17 @@ class Plan:
     placed: Placement
 
     @property
+    def ranks(self) -> int:
+        """All ranks, those of other stages of a pipeline too."""
+        return self.placed.spec.ranks * self.job.ranks.pipeline
+
+    @property
     def hosts(self) -> int:
-        return ceil(self.placed.spec.ranks / self.machine.gpus)
+        return ceil(self.ranks / self.machine.gpus)
 
     @property
     def local_ranks(self) -> int:
-        return min(self.placed.spec.ranks, self.machine.gpus)
+        return min(self.ranks, self.machine.gpus)
 
     @cached_property
     def activations(self) -> Activations:
@@ -150,15 +157,24 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of all ranks, but for buffers."""
-        spec = self.placed.spec
+        blocks = self._all_blocks
+        buckets = [bucket for block in blocks for bucket in block.buckets]
         trained = sum(
             field.nbytes(bucket.numel, bucket.weight_bytes)
-            for bucket in spec.buckets
+            for bucket in buckets
             for field in bucket.format.fields(bucket.moments)
         )
-        in_use = sum(bucket.nbytes for bucket in spec.buckets) if spec.is_delayed else 0
-        frozen = sum(bucket.nbytes for block in spec.blocks for bucket in block.frozen)
+        in_use = sum(bucket.nbytes for bucket in buckets) if self.placed.spec.is_delayed else 0
+        frozen = sum(bucket.nbytes for block in blocks for bucket in block.frozen)
         return trained + in_use + frozen + self.placed.frozen_bytes
+
+    @property
+    def _all_blocks(self) -> tuple[BlockSpec, ...]:
+        """The blocks of every stage of a pipeline."""
+        spec, part = self.placed.spec, self.placed.config
+        if part.stage is None:
+            return spec.blocks
+        return blocks_of(replace(part, stage=None, model=self.job.model), spec.ranks)
 
     @property
     def spill_bytes(self) -> int:
@@ -221,12 +237,18 @@ class Plan:
 
 
 def make(
-    job: Config, name: str, machine: Machine, ranks: int = 1, trace: Trace | None = None
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int = 1,
+    trace: Trace | None = None,
+    stage: int | None = None,
 ) -> Plan:
     """Plan a job for `ranks` ranks; state_on = "auto" is as much as the device has room for.
 
     Args:
         trace: tells what a microbatch of its model takes; None: the model's shape does.
+        stage: the stage of a pipeline to plan; None: the one that needs the most memory.
 
     Raises:
         PlanError: the machine cannot run it whatever its memory, or the placement contradicts
@@ -237,9 +259,9 @@ def make(
     if machine.on_cpu and ranks > machine.gpus:
         machine = replace(machine, gpus=ranks)
     if job.offload.state_on == "auto":
-        on_host = _placed(with_state_on(job, 0.0), name, machine, ranks, trace)
+        on_host = _placed(with_state_on(job, 0.0), name, machine, ranks, trace, stage)
         job = with_state_on(job, _share_that_fits(on_host))
-    return _placed(job, name, machine, ranks, trace)
+    return _placed(job, name, machine, ranks, trace, stage)
 
 
 def with_state_on(job: Config, share: float) -> Config:
@@ -248,8 +270,15 @@ def with_state_on(job: Config, share: float) -> Config:
     return replace(job, offload=replace(job.offload, state_on=state_on))
 
 
-def _placed(job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None) -> Plan:
-    return Plan(job, name, machine, place(shared(job, ranks), ranks, trace=trace))
+def _placed(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None, stage: int | None
+) -> Plan:
+    part, count = shared(job, ranks), replicas(job, ranks)
+    if job.ranks.pipeline == 1:
+        return Plan(job, name, machine, place(part, count, trace=trace))
+    stages = range(job.ranks.pipeline) if stage is None else (stage,)
+    plans = [Plan(job, name, machine, place(of_stage(part, one), count)) for one in stages]
+    return max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
 
 
 def _share_that_fits(plan: Plan) -> float:

@@ -41,7 +41,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
     return {
         "job": plan.job.name,
         "machine": plan.name,
-        "ranks": spec.ranks,
+        "ranks": plan.ranks,
+        "stage": None if plan.placed.config.stage is None else plan.placed.config.stage.name,
         "hosts": plan.hosts,
         "zero_stage": spec.zero_stage,
         "precision": plan.job.offload.precision,
@@ -102,7 +103,7 @@ def _change_json(change: Change) -> dict[str, Any]:
 def _head(plan: Plan) -> str:
     job, config, spec = plan.job, plan.placed.config, plan.placed.spec
     device = "the CPU" if plan.machine.on_cpu else plan.machine.gpu
-    ranks = f"{spec.ranks} x {device}" if spec.ranks > 1 else device
+    ranks = f"{plan.ranks} x {device}" if plan.ranks > 1 else device
     hosts = f" on {plan.hosts} hosts" if plan.hosts > 1 else ""
     train = job.train
     lines = [
@@ -113,8 +114,14 @@ def _head(plan: Plan) -> str:
     ]
     if job.hf is not None:
         lines.append(_of_hf(plan))
-    if spec.ranks > 1:
-        lines.append(f"{explain(job, config, spec.ranks)}; ZeRO stage {spec.zero_stage}")
+    if plan.ranks > 1:
+        lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
+    if config.stage is not None:
+        bubble = 100 * (config.stage.slowdown(config.train.grad_accum_steps) - 1)
+        lines.append(
+            f"planned: {config.stage.name}, which needs the most memory; the bubble makes a step "
+            f"{bubble:.0f} % longer"
+        )
     if spec.has_state_on(Tier.DEVICE):
         lines.append(_of_state(spec))
     if spec.streamed:
@@ -131,7 +138,7 @@ def _of_state(spec: StepSpec) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    each = " of each rank" if plan.placed.spec.ranks > 1 else ""
+    each = " of each rank" if plan.ranks > 1 else ""
     lines = [f"device{each}: {_sum(plan.device)}" + _of(plan)]
     lines += _rows(plan.device)
     lines += [f"host{each}: {_sum(plan.host)}"]

@@ -122,9 +122,10 @@ def _with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
 
 
 def _prediction(costs: _Costs, found: Steady) -> Prediction:
-    placed, machine, seconds = costs.placed, costs.machine, found.seconds
-    tokens = placed.config.batch_tokens
+    placed, machine = costs.placed, costs.machine
+    tokens, stage = placed.config.batch_tokens, placed.config.stage
     micro_steps = placed.config.train.grad_accum_steps
+    seconds = found.seconds * (1.0 if stage is None else stage.slowdown(micro_steps))
     flops, again = costs.flops * micro_steps, costs.recomputed_flops * micro_steps
     down, up, sent = costs.moved_bytes
     peak = machine.peak_tflops * 1e12

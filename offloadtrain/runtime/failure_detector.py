@@ -51,6 +51,7 @@ class RankInfo:
 
     Attributes:
         attempt: number of restarts.
+        roles: what each rank is in a pipeline, for messages; empty without one.
     """
 
     rank: int = 0
@@ -58,6 +59,12 @@ class RankInfo:
     local_rank: int = 0
     local_size: int = 1
     attempt: int = 0
+    roles: tuple[str, ...] = ()
+
+    def described(self, rank: int, pid: int, host: str = "") -> str:
+        """Return a rank's name for messages; `host`: if it is another one."""
+        role, where = f"{self.roles[rank]}, " if self.roles else "", f" on {host}" if host else ""
+        return f"rank {rank} ({role}pid {pid}{where})"
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankInfo:
@@ -195,7 +202,7 @@ class FailureDetector:
             cause = said or (lost and (self._said() or lost[0])) or None
             return cause or (self._hung(pulse) if pulse is not None else None)
         except Exception as error:
-            ended = [f"{_name(peer)} has ended" for peer in self._peers if _has_ended(peer)]
+            ended = [f"{self._name(peer)} has ended" for peer in self._peers if _has_ended(peer)]
             keeper = "rank 0, or the launcher that hosts it, has ended"
             return ended[0] if ended else f"the ranks' store does not answer: {keeper} ({error})"
 
@@ -214,8 +221,8 @@ class FailureDetector:
             return ""
         silent_s = self._listen(peer)
         if peer.life is not None:
-            return f"{_name(peer)} has ended" if _has_ended(peer) else ""
-        return f"{_name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
+            return f"{self._name(peer)} has ended" if _has_ended(peer) else ""
+        return f"{self._name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
 
     def _listen(self, peer: _Peer) -> float:
         """Read the peer's heartbeat; return the seconds since the last new one."""
@@ -225,14 +232,19 @@ class FailureDetector:
             peer.beat, peer.heard_s = beat, self._clock()
         return self._clock() - peer.heard_s
 
+    def _name(self, peer: _Peer) -> str:
+        host = peer.host if peer.life is None else ""
+        return self._rank_info.described(peer.rank, peer.pid, host)
+
     def _hung(self, own: Pulse) -> str | None:
         """Return which rank hangs, if one does: every rank finds the same."""
         pulses = {self._rank_info.rank: own}
-        names = {self._rank_info.rank: f"rank {self._rank_info.rank} (pid {os.getpid()})"}
+        own_rank = self._rank_info.rank
+        names = {own_rank: self._rank_info.described(own_rank, os.getpid())}
         for peer in self._peers:
             if peer.beat and not self._store.check([f"done{peer.rank}"]):
                 pulses[peer.rank] = _pulse(peer, self._clock())
-                names[peer.rank] = _name(peer)
+                names[peer.rank] = self._name(peer)
         if not (hung := judge(pulses)):
             return None
         self._hangs, pulse = True, pulses[hung[0]]
@@ -250,7 +262,8 @@ def say_stopped_early(store: Store, rank_info: RankInfo, message: str) -> None:
 def _report(store: Store, rank_info: RankInfo, message: str) -> None:
     with suppress(Exception):  # the store may have ended with the rank that hosts it
         if not store.check([_FAILED]):
-            store.set(_FAILED, f"rank {rank_info.rank}: {message}")
+            role = f" ({rank_info.roles[rank_info.rank]})" if any(rank_info.roles) else ""
+            store.set(_FAILED, f"rank {rank_info.rank}{role}: {message}")
             time.sleep(3 * LOOK_EVERY_S)  # it may host the store: let the others read it
 
 
@@ -265,11 +278,6 @@ def _pulse(peer: _Peer, now_s: float) -> Pulse:
 
 def _has_ended(peer: _Peer) -> bool:
     return peer.life is not None and bool(select.select([peer.life], [], [], 0)[0])
-
-
-def _name(peer: _Peer) -> str:
-    where = f" on {peer.host}" if peer.life is None else ""
-    return f"rank {peer.rank} (pid {peer.pid}{where})"
 
 
 def _home() -> list[str]:

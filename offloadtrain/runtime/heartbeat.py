@@ -92,6 +92,20 @@ class Heartbeat:
             self._beats += 1
 
     @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Note that this thread computes, within a `collective` that waits now and then."""
+        thread = threading.get_ident()
+        waited = thread in self._inside
+        self._inside.discard(thread)
+        self._beats += 1
+        try:
+            yield
+        finally:
+            self._beats += 1
+            if waited:
+                self._inside.add(thread)
+
+    @contextmanager
     def outside(self) -> Iterator[None]:
         """Note that something outside takes its time: a paused terminal, a logger's server."""
         self.held_up = True

@@ -73,14 +73,13 @@ class _Stage(PipelineStage):
         self._micro_step = spec.micro_step
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        HEARTBEAT.beat()
-        return super().forward_one_chunk(*args, **kwargs)
+        with HEARTBEAT.computing():
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        HEARTBEAT.beat()
         if not self.has_backward:
             return None
-        with self._micro_step():
+        with HEARTBEAT.computing(), self._micro_step():
             return super().backward_one_chunk(*args, **kwargs)
 
 
@@ -135,7 +134,9 @@ class Schedule:
             target = torch.zeros(self._microbatches)
         labels = target if self._has_loss else None
         try:
-            run(*given, target=labels, return_outputs=False, **more)
+            # Outside of its own forwards and backwards a stage waits for the others.
+            with HEARTBEAT.collective():
+                run(*given, target=labels, return_outputs=False, **more)
         except RuntimeError as error:
             # torch wraps what a forward raises in a description of its inputs.
             if isinstance(error.__cause__, Exception):

@@ -6,13 +6,15 @@ import logging
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offloadtrain import optim
+from offloadtrain.config.batch_split import replicas
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.data.batches import Batches
@@ -34,9 +36,13 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.train import rng
 from offloadtrain.train.resume import ResumedSettings
+
+if TYPE_CHECKING:
+    from offloadtrain.train.pipelined import PipelinedModel
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +52,10 @@ class TrainingContext:
     """Everything the training loop uses.
 
     Attributes:
-        local: the job of this rank, with its part of the global batch.
+        local: the job of this rank, with its part of the global batch, and of the model.
         ranks: the ranks, for the loop's own exchanges.
+        replicas: those that hold the same part of the model; they divide the batch.
+        pipelined: this rank's stage of a pipeline; None: it holds the whole model.
         precision: precision of the working weights, with "auto" resolved.
         why: the reason for the precision, if it was chosen here.
         plan: the plan of this job on this machine.
@@ -56,7 +64,9 @@ class TrainingContext:
 
     local: Config
     ranks: Ranks
+    replicas: Ranks
     model: LanguageModel
+    pipelined: PipelinedModel | None
     optimizer: OffloadOptimizer
     batches: Batches
     train_tokens: TokenFile
@@ -95,7 +105,8 @@ def assemble(
         offload=_checked(replace(job.offload, precision=precision), why),
         device=replace(job.device, kind="auto"),
     )
-    plan = _planned(chosen, device, rank_info, ranks)
+    mesh = _mesh(job, device, ranks)
+    plan = _planned(chosen, device, rank_info, ranks, mesh)
     config = plan.placed.config
     train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
     if rank_info.local_rank == 0:  # once on each host
@@ -105,11 +116,13 @@ def assemble(
     _check_same_job(job, train_tokens, ranks)
     _check_tokenizer(config, train_tokens, val_tokens)
     _check_sampling(job, train_tokens)
-    model, optimizer = _offloaded(config, device)
+    model, optimizer, pipelined = _offloaded(config, job.model, device, mesh)
     return TrainingContext(
         local=config,
         ranks=ranks,
+        replicas=mesh.replicas,
         model=model,
+        pipelined=pipelined,
         optimizer=optimizer,
         batches=Batches(
             train_tokens,
@@ -117,8 +130,8 @@ def assemble(
             seq_len=config.data.seq_len,
             packing=config.data.packing,
             seed=config.train.seed,
-            rank=ranks.rank,
-            world=ranks.size,
+            rank=mesh.replicas.rank,
+            world=mesh.replicas.size,
         ),
         train_tokens=train_tokens,
         val_tokens=val_tokens,
@@ -126,6 +139,18 @@ def assemble(
         why=why,
         plan=plan,
     )
+
+
+def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
+    """Divide the ranks into stages of a pipeline and replicas; without a pipeline all are replicas.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    replicas(job, ranks.size)
+    if job.ranks.pipeline == 1:
+        return Mesh(replicas=ranks)
+    return Mesh.make(job.ranks.pipeline, device)
 
 
 def _precision(
@@ -156,12 +181,19 @@ def described(job: Config) -> Config:
     return replace(job, hf=hf_job.described(job.hf))
 
 
-def _offloaded(config: Config, device: torch.device) -> tuple[LanguageModel, OffloadOptimizer]:
+def _offloaded(
+    config: Config, shape: ModelShape, device: torch.device, mesh: Mesh
+) -> tuple[LanguageModel, OffloadOptimizer, PipelinedModel | None]:
+    """Build and offload the model, or this rank's stage of it.
+
+    Args:
+        shape: of the whole model.
+    """
     train, terms = config.train, None
     if train.chunked_loss:
         terms = LossTerms(train.label_smoothing, train.z_loss)
     if config.hf is not None:
-        return hf_job.build(
+        found, optimizer = hf_job.build(
             config.hf,
             update_rule(config),
             lambda model: decay_groups(model, config),
@@ -171,10 +203,18 @@ def _offloaded(config: Config, device: torch.device) -> tuple[LanguageModel, Off
             terms=terms,
             isolated=config.data.packing == "isolated",
         )
+        return found, optimizer, None
     with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
-        model = Transformer(config.model)
+        model = Transformer(shape)
     model.chunked_loss = terms
-    return OwnModel(model), offload_job(model, config, device)
+    if config.stage is None:
+        return OwnModel(model), offload_job(model, config, device), None
+    # torch's schedules take seconds to import, which other jobs do not need.
+    from offloadtrain.train.pipelined import offload_stage
+
+    groups = decay_groups(model, config)
+    stage = offload_stage(model, update_rule(config), groups, config, mesh, device)
+    return stage, stage.pipeline.optimizers[0], stage
 
 
 def empty_model(config: Config) -> torch.nn.Module:
@@ -322,7 +362,9 @@ def _share(rank_info: RankInfo) -> int:
     return max(1, usable // rank_info.local_size)
 
 
-def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: Ranks) -> Plan:
+def _planned(
+    config: Config, device: torch.device, rank_info: RankInfo, ranks: Ranks, mesh: Mesh
+) -> Plan:
     """Refuse a job that does not fit before the first byte is allocated.
 
     Raises:
@@ -336,7 +378,7 @@ def _planned(config: Config, device: torch.device, rank_info: RankInfo, ranks: R
     options = asdict(settled(config, name, machine, ranks.size).offload)
     # By rank 0's memory.
     chosen = replace(config, offload=OffloadConfig(**ranks.broadcast_object(options)))
-    found = make(chosen, name, machine, ranks.size)
+    found = make(chosen, name, machine, ranks.size, stage=mesh.stages.rank)
     if problems := found.certain_problems:
         raise PlanError(
             f"{config.name} does not fit: {' '.join(problems)}. What to change: offloadtrain plan"

@@ -17,6 +17,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
+from offloadtrain.engine.stage_modules import cut, divide
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -71,17 +72,29 @@ def laid_out(plan: Plan) -> Ledger:
     config, planned = plan.placed.config, plan.copied.spec
     ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
     ranks = Ranks.fake(planned.ranks)
-    model = empty_model(config)
+    model, first = _stage_of(plan)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)
     rules = [rule_of(rule, group) for group in groups]
-    blocks, _ = make_blocks(partition(model), model, groups, rules, config.offload, ranks, lanes)
-    spec = lay_out(model, blocks, config.offload, ranks, plan.second_copy_budget)
+    parts = partition(model)
+    blocks, _ = make_blocks(parts, model, groups, rules, config.offload, ranks, lanes, first)
+    spec = lay_out(model, blocks, config.offload, ranks, plan.second_copy_budget, first=first)
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     map_memory(blocks, spec, device, arena=MetaArena(ledger), ledger=ledger)
     _compare(ledger, spec)
     return ledger
+
+
+def _stage_of(plan: Plan) -> tuple[torch.nn.Module, int]:
+    """Return the planned part of the model on the meta device, and its first parameter's number."""
+    model, stage = empty_model(plan.job), plan.placed.config.stage
+    if stage is None:
+        return model, 0
+    names = [[part.name for part in parts] for parts in divide(model, stage.count)]
+    numbers = {param: number for number, param in enumerate(model.parameters())}
+    cut(model, names[stage.index], [name for own in names for name in own])
+    return model, min(numbers[param] for param in model.parameters())
 
 
 def _first_difference(spec: StepSpec, planned: StepSpec) -> str:

@@ -47,7 +47,7 @@ class Emergency:
         self, config: Config, context: TrainingContext, saving: Saving, log: RunLog
     ) -> None:
         self._config, self._optimizer = config, context.optimizer
-        self._saving, self._log = saving, log
+        self._saving, self._log, self._ranks = saving, log, context.ranks
         self.step_ended()
 
     def step_ended(self) -> None:
@@ -95,9 +95,9 @@ class Emergency:
         Raises:
             DeviceFailedError, SalvageError, CheckpointError: it cannot be.
         """
-        if not self._optimizer.ranks.is_single:
+        if not self._ranks.is_single:
             raise DeviceFailedError(
-                f"the state is in shards on {self._optimizer.ranks.size} ranks, and the others "
+                f"the state is in parts on {self._ranks.size} ranks, and the others "
                 "cannot be asked any more"
             )
         step = self._optimizer.salvage(failure)

@@ -88,10 +88,15 @@ class StepStats:
     written: bool
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[float]]) -> StepStats:
-        """Combine (loss, step_ms, comm_ms, stop, asks, saves, written) of each rank."""
+    def of(cls, rows: Iterable[Sequence[float]], *, replicas: int) -> StepStats:
+        """Combine (loss, step_ms, comm_ms, stop, asks, saves, written) of each rank.
+
+        Args:
+            replicas: the first so many ranks have the losses of all; others are further stages of
+                the same batches.
+        """
         columns = zip(*(map(float, row) for row in rows), strict=True)
         losses, steps, comms, _, asks, saves, written = columns
         least = min(comms)
         own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
-        return cls(sum(losses) / len(losses), own, any(asks), any(saves), all(written))
+        return cls(sum(losses[:replicas]) / replicas, own, any(asks), any(saves), all(written))

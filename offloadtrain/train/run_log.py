@@ -204,6 +204,8 @@ class RunLog:
             self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
             plan["calibrated_gbps"] = self._alerts.calibrated_gbps
         rule = type(update_rule(self._config)).__name__
+        if (stage := context.local.stage) is not None:
+            plan["stage"] = stage.name
         return plan | plan_facts(context.plan) | {"update_rule": rule}
 
     def _introduce(

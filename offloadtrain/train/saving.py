@@ -68,7 +68,7 @@ class Saving:
         self._hf_config = None if config.hf is None else read_config(config.hf.folder)
         self._tokens = context.train_tokens.header
         self._saved_step = -1
-        self.spikes = Spikes(config.train, context.ranks)
+        self.spikes = Spikes(config.train, context.replicas)
         self.untrained = Untrained(self._model, self._optimizer)
         self.saved_untrained: Versions = {}
         """What was not trained, as the newest checkpoint has it."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -40,6 +40,9 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
+
+if TYPE_CHECKING:
+    from offloadtrain.train.pipelined import PipelinedModel
 
 MAX_SKIPS = 20
 SAMPLE_TEMPERATURE = 0.8
@@ -68,6 +71,7 @@ class Trainer:
         """`run`: must have begun when `train` is called."""
         self.config = config
         self._local, self._ranks = context.local, context.ranks
+        self._replicas, self._pipelined = context.replicas, context.pipelined
         self.language_model, self.optimizer = context.model, context.optimizer
         self.model = context.model.module
         self.optimizer.warns_of_skips = False  # the run log reports each one
@@ -162,7 +166,7 @@ class Trainer:
         row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
         of_ranks = self._ranks.all_gather_host([*row, self.saving.written])
         self._all_stop = bool(of_ranks[:, 3].any())
-        return StepStats.of(of_ranks)
+        return StepStats.of(of_ranks, replicas=self._replicas.size)
 
     def _stops(self, stop: StopRequests) -> bool:
         """Return whether the run ends here: all ranks end after the same step."""
@@ -188,7 +192,10 @@ class Trainer:
         """Forward and backward of every microbatch; `_loss` gets the step's, of this rank."""
         count = self._local.train.grad_accum_steps
         total = torch.zeros((), device=self.optimizer.device)
-        divisor = loss_divisor(self.batches, count, self._ranks.size)
+        divisor = loss_divisor(self.batches, count, self._replicas.size)
+        if self._pipelined is not None:
+            self._run_pipeline(self._pipelined, clock, count, divisor)
+            return
         for number in range(count):
             HEARTBEAT.enter(f"forward of step {self.progress.step + 1}")
             batch = to_device(self.batches.next(), self.optimizer.device)
@@ -201,6 +208,20 @@ class Trainer:
             HEARTBEAT.enter(f"backward of step {self.progress.step + 1}")
             self.optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
+
+    def _run_pipeline(
+        self, stage: PipelinedModel, clock: StepClock, count: int, divisor: float | None
+    ) -> None:
+        """Run this rank's stage; forwards and backwards alternate, and count as "backward"."""
+        HEARTBEAT.enter(f"forward and backward of step {self.progress.step + 1}")
+        device = self.optimizer.device
+        batches = [to_device(self.batches.next(), device) for _ in range(count)]
+        clock.lap("data")
+        total = torch.zeros(())
+        for loss in stage.run(batches, divisor):
+            total += loss
+        self._loss.launch(total / count if divisor is None else total)
+        clock.lap("backward")
 
     def _check_step(self, number: int, report: StepReport, loss: float, spike: str) -> None:
         """Report a step that was skipped; `spike`: what was wrong with its loss, if that was
@@ -274,7 +295,8 @@ class Trainer:
             return
         self._log.doing("validation")
         clock = StepClock()
-        batch, seq_len, ranks = self._local.train.micro_batch, self.config.data.seq_len, self._ranks
+        batch, seq_len = self._local.train.micro_batch, self.config.data.seq_len
+        ranks = self._replicas
         batches = Batches(
             self.val_tokens,
             batch=batch,

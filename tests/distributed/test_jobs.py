@@ -267,7 +267,8 @@ def test_who_arrives_last_is_seen() -> None:
             [1.0, 100.0, 40.0, 0, 0, 0, 1],
             [2.0, 100.0, 38.0, 0, 1, 0, 0],
             [3.0, 100.0, 5.0, 0, 0, 1, 1],
-        ]
+        ],
+        replicas=3,
     )
     assert told.loss == 2.0 and told.asks and told.saves and not told.written
     assert told.own_ms == (65.0, 67.0, 100.0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from offloadtrain.engine.saved_state import FlatState, OwnState, Piece, StateWriter, whole
-from offloadtrain.runtime.process_group import Extent
+from offloadtrain.runtime.process_group import Extent, Ranks
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -32,6 +32,8 @@ class ToyState:
 
     def __init__(self, model: torch.nn.Module, rank: int = 0, num_ranks: int = 1) -> None:
         self._rank, self._num_ranks = rank, num_ranks
+        self.ranks = Ranks()
+        self.ranks.rank = rank
         self.param_groups: list[dict[str, Any]] = [{"lr": 1e-3}]
         self.tensors = {
             name: {kind: torch.zeros(param.shape) for kind in KINDS}

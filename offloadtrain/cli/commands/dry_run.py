@@ -46,7 +46,7 @@ def _formats(plan: Plan) -> str:
     for state, precisions in STATE_PRECISIONS.items():
         if precision in precisions:
             other = replace(job, offload=replace(job.offload, state=state))
-            found = make(other, plan.name, plan.machine, plan.placed.spec.ranks)
+            found = make(other, plan.name, plan.machine, plan.ranks)
             needs[state] = max(found.host_peaks.values())
     told = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
     return f"a host needs, by state format: {told}"

@@ -17,12 +17,14 @@ def launch(
     arguments: Sequence[str],
     opening: Sequence[str],
     least_limit_s: float,
+    roles: Sequence[str] = (),
 ) -> int:
     """Run `offloadtrain` with these arguments on `ranks` ranks; return the exit code.
 
     Args:
         opening: arguments that choose the run folder; restarted ranks go on in the one that began.
         least_limit_s: `train.hang_timeout_s` of the job.
+        roles: what each rank is in a pipeline, for messages.
     """
 
     def command(run: str) -> list[str]:
@@ -36,5 +38,6 @@ def launch(
         max_restarts=max_restarts,
         least_limit_s=least_limit_s,
         environ=environ,
+        roles=roles,
     )
     return supervisor.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,6 +70,7 @@ def train(
         of a step free of races, and print the resolved job. Exit code 4 if the job does not fit.
     """
     from offloadtrain.config import job as jobs
+    from offloadtrain.config.batch_split import roles
     from offloadtrain.config.log_options import check_packages
 
     link = launcher_link.attach()
@@ -76,6 +78,8 @@ def train(
     rank_info = RankInfo.of(os.environ)
     say = say_on_stderr if rank_info.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
     config = jobs.load(path, overrides, say)
+    if rank_info.size > 1:
+        rank_info = replace(rank_info, roles=roles(config, rank_info.size))
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
     if rank_info.rank == 0:
@@ -91,7 +95,8 @@ def train(
         arguments = ["train", str(path), *(["--set", *overrides] if overrides else [])]
         opening = ["--resume", resume, *(["--run-dir", str(run_dir)] if run_dir else [])]
         count, timeout_s = _ranks_wanted(nproc, config), config.train.hang_timeout_s
-        return launch(count, max_restarts, arguments, opening, timeout_s)
+        named = roles(config, count)
+        return launch(count, max_restarts, arguments, opening, timeout_s, named)
     if rank_info.size == 1 and max_restarts:
         raise ConfigError("--max-restarts restarts ranks: it needs --nproc")
     text = toml.read(path)

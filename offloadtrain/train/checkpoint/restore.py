@@ -40,7 +40,8 @@ def restore(
             checkpoint is restored.
     """
     own, others = optimizer.own_states(), untrained(model, optimizer)
-    _check_same_model(found, own, {name: tuple(x.shape) for name, x in others.items()}, optimizer)
+    shapes = {name: tuple(x.shape) for name, x in others.items()}
+    _check_same_model(found, own, shapes, optimizer, ranks)
     in_use = [entry for entry in found.manifest.entries if entry.kind == WORKING]
     pieces = _by_name(entry for entry in found.manifest.entries if entry.kind != WORKING)
     weights = optimizer.own_weights() if in_use else {}
@@ -137,10 +138,15 @@ def _check_same_model(
     own: Mapping[str, OwnState],
     others: Mapping[str, tuple[int, ...]],
     optimizer: OffloadedState,
+    ranks: Ranks,
 ) -> None:
-    """Raises CheckpointError if names, shapes or what is trained differ."""
-    mine = {name: tuple(extent.shape) for name, extent in optimizer.extents().items()}
-    mine |= others
+    """Raises CheckpointError if names, shapes or what is trained differ; every rank calls this, as
+    the model may be divided among them."""
+    held = {name: tuple(extent.shape) for name, extent in optimizer.extents().items()}
+    held |= others
+    trained_own = [name for name, state in own.items() if UNTRAINED not in state.fields]
+    of_ranks = ranks.gather((list(held.items()), trained_own))
+    mine = {name: tuple(shape) for shapes, _ in of_ranks for name, shape in shapes}
     saved = found.manifest.shapes()
     names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
     if names:
@@ -151,7 +157,7 @@ def _check_same_model(
             + "\n".join(shown[:5] + more)
         )
     trained = {entry.name for entry in found.manifest.entries if entry.kind != UNTRAINED}
-    trained_here = {name for name, state in own.items() if UNTRAINED not in state.fields}
+    trained_here = {name for _, names in of_ranks for name in names}
     for name in sorted(trained ^ trained_here):
         before, now = ("is", "was not") if name in trained_here else ("is not", "was")
         raise CheckpointError(

@@ -47,6 +47,11 @@ class OffloadedState(Protocol):
 
     param_groups: list[dict[str, Any]]
 
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share its state; their first one saves what is not trained."""
+        ...
+
     def extents(self) -> Mapping[str, Extent]: ...
     def flat_states(self) -> Sequence[FlatState]: ...
     def write_state(self, writer: StateWriter) -> None: ...
@@ -111,7 +116,7 @@ class Save:
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
         self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
-        others = untrained(model, optimizer) if ranks.rank == 0 else {}
+        others = untrained(model, optimizer) if optimizer.ranks.rank == 0 else {}
         params = dict(model.named_parameters())
         self._frozen = {name: tensor for name, tensor in others.items() if name in params}
         self._regions = lay_out(self._file, optimizer.flat_states(), others)
@@ -229,7 +234,7 @@ def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
 
 def num_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
     """Return the bytes that this rank writes into a checkpoint."""
-    others = untrained(model, optimizer) if ranks.rank == 0 else {}
+    others = untrained(model, optimizer) if optimizer.ranks.rank == 0 else {}
     regions: Sequence[Region] = lay_out("", optimizer.flat_states(), others)
     return regions[-1].end if regions else 0
 

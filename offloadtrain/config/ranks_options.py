@@ -1,0 +1,103 @@
+"""How the ranks of a job divide its model: the section [ranks], and one stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from offloadtrain.config.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksConfig:
+    """What ranks divide besides the batch.
+
+    Attributes:
+        pipeline: number of stages that the layers are divided into; the ranks must be divisible by
+            it, and those of one stage divide the batch.
+        schedule: order of microbatches: "1f1b" has at most as many in flight as stages, "gpipe" all
+            of them.
+    """
+
+    pipeline: int = 1
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        first_layer: number of its first layer in the whole model.
+        layers: number of its layers.
+    """
+
+    index: int
+    count: int
+    first_layer: int
+    layers: int
+
+    @classmethod
+    def of(cls, index: int, count: int, layers: int) -> Stage:
+        """Return a stage of a model of so many layers, which are divided evenly."""
+        first, end = (layers * number // count for number in (index, index + 1))
+        return cls(index, count, first, end - first)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    @property
+    def number(self) -> str:
+        """Its number, counted from 1."""
+        return f"stage {self.index + 1} of {self.count}"
+
+    @property
+    def name(self) -> str:
+        """Its number, and what it holds."""
+        embedding, head = "embedding, " if self.is_first else "", ", head" if self.is_last else ""
+        last = self.first_layer + self.layers - 1
+        held = f"{embedding}layers {self.first_layer} to {last}{head}"
+        return f"{self.number} ({held})"
+
+    def in_flight(self, microbatches: int, schedule: str) -> int:
+        """Return the microbatches whose activations it holds at once."""
+        return microbatches if schedule == "gpipe" else min(microbatches, self.count - self.index)
+
+    def slowdown(self, microbatches: int) -> float:
+        """Return the factor by which the bubble makes a step longer: stages fill and drain once."""
+        return (microbatches + self.count - 1) / microbatches
+
+
+def contradictions(
+    ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool
+) -> Iterator[str]:
+    """Yield a sentence for each thing that a pipeline cannot do.
+
+    Args:
+        is_own: the model is our transformer.
+        samples: text is generated at the end.
+    """
+    if ranks.pipeline == 1:
+        return
+    asked = f"ranks.pipeline = {ranks.pipeline}"
+    if not is_own:
+        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
+        return
+    if 2 * ranks.pipeline > model.num_layers:
+        yield (
+            f"{asked} and model.num_layers = {model.num_layers}: each stage needs 2 layers; set it "
+            f"to at most {max(model.num_layers // 2, 1)}"
+        )
+    if model.tie_embeddings:
+        yield f"{asked} would divide tied embeddings: set model.tie_embeddings = false"
+    if samples:
+        yield (
+            f"{asked} and train.sample_tokens: no process holds the whole model. Set "
+            "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
+        )

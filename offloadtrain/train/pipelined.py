@@ -1,0 +1,110 @@
+"""A stage of a pipeline as the trainer sees it: a whole step at once, and losses of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.ranks_options import Stage
+from offloadtrain.data.batches import Batch
+from offloadtrain.engine.pipeline import Pipeline, pipeline
+from offloadtrain.model.language_model import Sampling
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import AnyRule
+from offloadtrain.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinedModel:
+    """This rank's stage, and the others behind it, as a `LanguageModel`."""
+
+    pipeline: Pipeline
+    stage: Stage
+    max_seq_len: int
+    vocab_size: int
+
+    @property
+    def module(self) -> nn.Module:
+        return self.pipeline.optimizers[0].model
+
+    def run(self, batches: Sequence[Batch], divisor: float | None) -> Tensor:
+        """Forward and backward of a step; returns (microbatches,) fp32 losses on the host.
+
+        Args:
+            batches: its microbatches, the same on every stage.
+            divisor: see `losses.loss_divisor`.
+        """
+        columns = zip(*batches, strict=True)
+        tokens_BT, targets_BT, positions_BT = (_joined(column) for column in columns)
+        assert tokens_BT is not None
+        more = self._more(targets_BT, positions_BT, divisor)
+        return self.pipeline.run(tokens_BT, divide=divisor is None, **more)
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        divisor: float | None = None,
+    ) -> Tensor:
+        """Return the loss without gradients, on every stage; see `LanguageModel.loss`."""
+        more = self._more(targets_BT, positions_BT, divisor)
+        return self.pipeline.evaluate(tokens_BT, **more)
+
+    def _more(
+        self, targets_BT: Tensor | None, positions_BT: Tensor | None, divisor: float | None
+    ) -> dict[str, Any]:
+        """Return what this stage's forward gets besides its first argument."""
+        more: dict[str, Any] = {"positions_BT": positions_BT}
+        if self.stage.is_last:
+            more |= {"targets_BT": targets_BT, "divisor": divisor}
+        return {name: value for name, value in more.items() if value is not None}
+
+    def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
+        """Refused: no process holds the whole model."""
+        raise ConfigError(
+            f"{self.stage.name} cannot generate text: use offloadtrain generate RUN, which loads "
+            "the whole model from a checkpoint"
+        )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    whole = [part for part in parts if part is not None]
+    return torch.cat(whole) if whole else None
+
+
+def offload_stage(
+    model: Transformer,
+    rule: AnyRule,
+    groups: Sequence[dict[str, Any]],
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+) -> PipelinedModel:
+    """Offload this rank's stage of a model on the meta device.
+
+    Args:
+        config: the rank's part of the job, whose `stage` it is.
+    """
+    assert config.stage is not None
+    shape = (config.train.micro_batch, config.data.seq_len)
+    made = pipeline(
+        model,
+        mesh,
+        rule,
+        example=torch.empty(shape, dtype=torch.int64, device="meta"),
+        microbatches=config.train.grad_accum_steps,
+        schedule=config.ranks.schedule,
+        params=groups,
+        device=device,
+        config=config.offload,
+        param_init_fn=model.initializer(config.train.seed),
+    )
+    return PipelinedModel(made, config.stage, model.shape.max_seq_len, model.shape.vocab_size)

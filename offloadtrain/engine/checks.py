@@ -268,7 +268,7 @@ class ParameterGuard:
     def __init__(self, model: nn.Module, moving: Collection[nn.Parameter] = ()) -> None:
         """`moving`: parameters whose address the engine changes, those of streamed blocks."""
         self._model = model
-        self._moving = set(moving)
+        self._moving = set(map(id, moving))
         self._names = [name for name, _ in model.named_parameters()]
         self._params = list(model.parameters())
         self._walked = _parameters(model)
@@ -284,7 +284,7 @@ class ParameterGuard:
         self._seals = [self._seal(param) for param in self._params]
 
     def _seal(self, param: nn.Parameter) -> _Seal:
-        address = 0 if param in self._moving else param.data_ptr()
+        address = 0 if id(param) in self._moving else param.data_ptr()
         return (param._version, address, param.requires_grad)
 
     def check(self) -> None:
@@ -312,16 +312,18 @@ class ParameterGuard:
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the model's parameters once each, module by module. Every step calls it; it is faster
     than `model.parameters()`, with a generator per level and a name for each."""
-    found: dict[nn.Parameter | None, None] = {}
-    modules, seen = [model], {model}
+    # By id: a tensor's own hash is a function of Python.
+    found: dict[int, nn.Parameter | None] = {}
+    modules, seen = [model], {id(model)}
     # The list grows while it is walked.
     for module in modules:
-        found.update(dict.fromkeys(module._parameters.values()))
+        for param in module._parameters.values():
+            found[id(param)] = param
         for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
                 modules.append(child)
-    return [param for param in found if param is not None]
+    return [param for param in found.values() if param is not None]
 
 
 def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:

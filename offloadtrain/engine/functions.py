@@ -55,19 +55,32 @@ class Functions:
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._reduce_scatter,
-            Kind.ACCUMULATE: self._accumulate,
-            Kind.NORM: self._norm,
             Kind.DIRECTION: self._direction,
             Kind.ORTHOGONALIZE: self._orthogonalize,
             Kind.ADAM: self._adam,
             Kind.ALL_GATHER: self._all_gather,
             Kind.WRITE: self._write,
         }
+        self._made_once: dict[Kind, Callable[[Launch], Operation]] = {
+            Kind.ACCUMULATE: self._accumulate,
+            Kind.NORM: self._norm,
+            Kind.NO_GRADIENT: lambda _: KernelCalls(kernels.zero, keeps=True),
+            Kind.CAST: lambda _: KernelCalls(kernels.cast, keeps=True),
+            Kind.PUBLISH: lambda _: KernelCalls(kernels.copy, keeps=True),
+        }
+        self._kept: dict[tuple[Kind, str, bool, int], Operation] = {}
+        """The functions of `_made_once`, which keep their captured calls."""
 
     def of(self, op: Launch) -> Operation:
         """Return the function of this launch."""
-        make = self._made.get(op.kind)
-        return _ALIKE[op.kind] if make is None else make(op)
+        if alike := _ALIKE.get(op.kind):
+            return alike
+        if make := self._made.get(op.kind):
+            return make(op)
+        key = (op.kind, op.owner, op.first, len(op.writes))
+        if key not in self._kept:
+            self._kept[key] = self._made_once[op.kind](op)
+        return self._kept[key]
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return those of every group, as they are now."""
@@ -129,7 +142,7 @@ class Functions:
         def measure(staged: Tensor, total: Tensor, squares: Tensor) -> None:
             kernels.accumulate_squares(total, staged, first, layout, squares)
 
-        return KernelCalls(measure if len(op.writes) > 1 else accumulate)
+        return KernelCalls(measure if len(op.writes) > 1 else accumulate, keeps=True)
 
     def _norm(self, op: Launch) -> Operation:
         layout = self._buckets[op.owner].layout
@@ -137,7 +150,7 @@ class Functions:
         def measure(flat: Tensor, squares: Tensor) -> None:
             kernels.sum_squares_many(flat, layout, squares)
 
-        return KernelCalls(measure)
+        return KernelCalls(measure, keeps=True)
 
     def _adam(self, op: Launch) -> Operation:
         bucket, update = self._buckets[op.owner], op.update
@@ -241,12 +254,9 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.GRAD_DOWN: copy,
     Kind.COPY: copy,
     Kind.ADD: _add,
-    Kind.NO_GRADIENT: KernelCalls(kernels.zero),
-    Kind.CAST: KernelCalls(kernels.cast),
     Kind.MATRIX_UP: copy,
     Kind.MATRIX_DOWN: copy,
     Kind.WEIGHTS_UP: copy,
-    Kind.PUBLISH: KernelCalls(kernels.copy),
     Kind.SPILL: KernelCalls(_spill),
     Kind.LOAD: copy,
     Kind.ACTIVATION_DOWN: copy,

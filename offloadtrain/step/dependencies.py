@@ -76,8 +76,9 @@ class Dependencies:
             late: the event behind it is recorded when a wait needs it, or never.
         """
         uses, lane = self._uses, op.lane
-        reads = [uses[ref[:3]] for ref in op.reads]
-        writes = [uses[ref[:3]] for ref in op.writes]
+        # The fields of a state are one cell: it is asked once.
+        reads = [uses[cell] for cell in {ref[:3]: None for ref in op.reads}]
+        writes = [uses[cell] for cell in {ref[:3]: None for ref in op.writes}]
         self._wait_for(lane, reads, writes, op)
         # Behind the waits: an earlier operation may still use this memory until then.
         if fresh is not None:

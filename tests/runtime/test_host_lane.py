@@ -201,6 +201,29 @@ def test_a_lane_that_nobody_ends_ends_when_it_is_dropped() -> None:
 
 
 @needs_native
+def test_calls_over_the_same_memory_are_captured_once() -> None:
+    """And over other memory anew."""
+    made: list[Tensor] = []
+
+    def zero(x: Tensor) -> None:
+        made.append(x)
+        kernels.zero(x)
+
+    one, other = torch.ones(1000), torch.ones(1000)
+    with kernels.use(BACKENDS["native"]):
+        lane, operation = make_host_lane(Failure()), KernelCalls(zero, keeps=True)
+        for operands in ([one], [other], [one], [other]):
+            operands[0].fill_(1)
+            lane.compute("zero", operation, operands)
+            done = lane.make_flag()
+            lane.set(done)
+            done.wait()
+            assert operands[0].eq(0).all()
+        lane.end()
+    assert [x is one for x in made] == [True, False]
+
+
+@needs_native
 def test_what_is_queued_is_kept_alive_and_then_let_go() -> None:
     with kernels.use(BACKENDS["native"]):
         lane = make_host_lane(Failure())

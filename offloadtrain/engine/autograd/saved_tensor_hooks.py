@@ -3,7 +3,7 @@
 [Note: Handles]
 Autograd saves weights for backward and does not notice that an upload replaced them: the version
 counter of a parameter that views a flat buffer does not change. So every saved tensor that lies in
-a block's flat buffer is replaced by a handle that knows the block's generation; unpacking an old
+a block's flat buffer is replaced by an object that knows the block's generation; unpacking an old
 one raises an error. The hooks are pushed by each block's own pre-forward hook, innermost, and
 chained to the hooks that are active (recompute pushes its own). Pushed once around the whole
 forward, they would miss all that runs again in backward.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -40,11 +39,12 @@ from offloadtrain.step.streaming import StreamError
 # The public context manager cannot be chained: it hides the outer hooks.
 _autograd = torch._C._autograd
 
+_Kept = tuple[Tensor, "int | _Reading"]
+"""Stands for a tensor where it is: with its version, or for weights of a block that stays on the
+device with their reading. A tuple and no class: a graph has twenty of them for each layer."""
+
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Owner = tuple[Block, Bucket]
-
-_UNPACK = methodcaller("unpack")
-"""Every class here that stands for a tensor has the method."""
 
 
 class ChangedInPlaceError(OffloadTrainError):
@@ -82,7 +82,7 @@ class _Reading:
 
 
 class Handle:
-    """Stands for a saved view of a block's weights in a graph."""
+    """Stands for a saved view of a streamed block's weights in a graph."""
 
     __slots__ = ("_bucket", "_offset", "_reading", "_shape", "_stride")
 
@@ -99,28 +99,6 @@ class Handle:
         self._reading.begin()
         # Behind the use: only then is `working` the slot of this use.
         return self._bucket.working.strided(self._shape, self._stride, self._offset)
-
-
-class SavedTensor:
-    """Stands for a saved tensor that is no weight."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached: an operation that saves its own result would keep itself alive.
-        self._tensor = tensor.detach() if tensor.requires_grad else tensor
-        self._version = tensor._version
-
-    def unpack(self) -> Tensor:
-        """Return the tensor; raises ChangedInPlaceError if it was changed since."""
-        if self._tensor._version != self._version:
-            raise ChangedInPlaceError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in "
-                f"place after it was saved: it is at version {self._tensor._version}, and was at "
-                f"{self._version}. Write x = x + y in place of x += y; "
-                "torch.autograd.set_detect_anomaly(True) tells where it was saved"
-            )
-        return self._tensor
 
 
 class PassedOn:
@@ -145,7 +123,7 @@ class WhileStreaming:
 
     def __init__(
         self,
-        packed: SavedTensor | PassedOn | OffloadedActivation,
+        packed: _Kept | PassedOn | OffloadedActivation,
         residency: Residency,
         readings: Sequence[_Reading],
         clock: int,
@@ -160,7 +138,7 @@ class WhileStreaming:
         self._residency.passed(self._clock)
         # Before the block's own use, since it may run other blocks again, which need slots too.
         with self._residency.unpacking():
-            tensor = self._packed.unpack()
+            tensor = _unpack(self._packed)
         for reading in self._readings:
             reading.begin()
         return tensor
@@ -180,14 +158,14 @@ class SavedTensors:
         self._readings: dict[Block, _Reading] = {}
         """Those of the running forward: all that it saves shares them."""
         self._readings_within: tuple[_Reading, ...] | None = None
-        self._owners: AddressMap[Callable[[Tensor], _Owner | None]] = AddressMap()
-        """Tells the owner of a tensor that lies in the buffer."""
+        self._owners: AddressMap[_Owner | Callable[[Tensor], _Owner | None]] = AddressMap()
+        """The owner of what lies in a buffer, or what tells it of a tensor."""
         self._residency: Residency | None = None
 
     def register(self, block: Block) -> None:
         """Add a block that stays on the device."""
         for bucket in block.buckets:
-            self._owners.add(bucket.working.flat, partial(_itself, (block, bucket)))
+            self._owners.add(bucket.working.flat, (block, bucket))
 
     def register_streamed(self, residency: Residency) -> None:
         """Add the streamed blocks, whose memory on the device changes."""
@@ -204,9 +182,12 @@ class SavedTensors:
         Raises:
             StreamError: if they are not on the device.
         """
-        find = self._owners.find(tensor)
-        found = None if find is None else find(tensor)
+        found = self._owner(tensor)
         return found[0] if found else None
+
+    def _owner(self, tensor: Tensor) -> _Owner | None:
+        found = self._owners.find(tensor)
+        return found if found is None or isinstance(found, tuple) else found(tensor)
 
     def push(self, offloader: ActivationOffloader | None = None) -> bool:
         """Make the hooks the innermost of this thread; returns False if they are already, or not
@@ -217,7 +198,7 @@ class SavedTensors:
         if own is not None and own.offloader is offloader:
             return False
         chain = _Chain(self, outer, offloader)
-        _autograd._push_saved_tensors_default_hooks(chain.pack, _UNPACK)
+        _autograd._push_saved_tensors_default_hooks(chain.pack, _unpack)
         return True
 
     @staticmethod
@@ -248,14 +229,27 @@ class SavedTensors:
     ) -> Any:
         """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
         active before."""
-        find = self._owners.find(tensor)
-        if find is not None and (found := find(tensor)) and tensor.dtype is found[1].dtype:
-            return Handle(self._reading(found[0]), found[1], tensor)
-        packed: SavedTensor | PassedOn | OffloadedActivation
+        owner = self._owner(tensor)
+        if owner is not None and tensor.dtype is owner[1].dtype:
+            reading = self._reading(owner[0])
+            # Autograd does not notice that an upload replaces the weights: the reading does.
+            return (
+                Handle(reading, owner[1], tensor)
+                if owner[0].streamed
+                else (
+                    tensor.detach(),
+                    reading,
+                )
+            )
+        packed: _Kept | PassedOn | OffloadedActivation
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)
+        elif outer is not None:
+            packed = PassedOn(outer, tensor)
         else:
-            packed = SavedTensor(tensor) if outer is None else PassedOn(outer, tensor)
+            # Detached: an operation that saves its own result would keep itself alive.
+            kept = tensor.detach() if tensor.requires_grad else tensor
+            packed = (kept, kept._version)
         if self._residency is None:
             return packed
         return WhileStreaming(packed, self._residency, self._all_within(), self._clock)
@@ -272,8 +266,28 @@ class SavedTensors:
         return self._readings_within
 
 
-def _itself(owner: _Owner, _: Tensor) -> _Owner:
-    return owner
+def _unpack(packed: Any) -> Tensor:
+    """Return the tensor that `packed` stands for.
+
+    Raises:
+        StaleGraphError: weights were replaced since the graph was built.
+        ChangedInPlaceError: another tensor was changed since.
+    """
+    if type(packed) is not tuple:
+        unpacked: Tensor = packed.unpack()
+        return unpacked
+    tensor: Tensor = packed[0]
+    guard: int | _Reading = packed[1]
+    if isinstance(guard, _Reading):
+        guard.begin()
+    elif tensor._version != guard:
+        raise ChangedInPlaceError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
+            f"after it was saved: it is at version {tensor._version}, and was at {guard}. Write "
+            "x = x + y in place of x += y; torch.autograd.set_detect_anomaly(True) tells where "
+            "it was saved"
+        )
+    return tensor
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:

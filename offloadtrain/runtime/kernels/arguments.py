@@ -15,6 +15,10 @@ from offloadtrain.step.formats import Field, StateFormat
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FP32 = (torch.float32,)
 
+_RIGHT: set[tuple[object, ...]] = set()
+"""Operands of updates that were found right: each bucket's are checked once, not in every step."""
+_RIGHT_KEPT = 4096
+
 
 def check_update(
     state: State,
@@ -25,6 +29,41 @@ def check_update(
     scalars: Scalars,
 ) -> None:
     """Raises TypeError or ValueError for operands that `kernels.update` does not take."""
+    if scalars.step < 1:
+        raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
+    key = (type(state), type(out), out is state, scalars.moments, layout and layout.extent)
+    tensors = [*state, grad] if out is state else [*state, grad, *out]
+    if working is not None:
+        tensors.append(working)
+    try:
+        form = (key, len(state), working is None, *map(_form, tensors))
+    # No dense tensor, or none at all: the check says what is wrong.
+    except (AttributeError, RuntimeError):
+        _check_update(state, out, grad, working, layout, scalars)
+        return
+    if form not in _RIGHT:
+        _check_update(state, out, grad, working, layout, scalars)
+        # A run has as many as it has buckets; one with more pays for the check.
+        if len(_RIGHT) >= _RIGHT_KEPT:
+            _RIGHT.clear()
+        _RIGHT.add(form)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """Return all that the checks ask of a tensor: what was right in this form is right again."""
+    extent = tensor.data_ptr(), tensor.numel(), tensor.storage_offset()
+    own = tensor.untyped_storage().nbytes(), tensor.dtype, tensor.is_cpu
+    return (*extent, *own, tensor.dim(), tensor.is_contiguous())
+
+
+def _check_update(
+    state: State,
+    out: State,
+    grad: Tensor,
+    working: Tensor | None,
+    layout: Layout | None,
+    scalars: Scalars,
+) -> None:
     if not isinstance(state, State) or type(out) is not type(state):
         raise TypeError(f"state and out must be one kind of state, not {type(state)}, {type(out)}")
     check_operand("grad", grad, _FLOATS)
@@ -43,8 +82,6 @@ def check_update(
         operands["working"] = working
     if state.format.holds_weight:
         _check_layout(layout, numel)
-    if scalars.step < 1:
-        raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
     check_disjoint(operands)
 
 

@@ -22,13 +22,29 @@ from offloadtrain.runtime.kernels.selection import active_backend
 class KernelCalls:
     """An operation that only calls kernels, and reads no value that they write."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_captured", "_keeps")
 
-    def __init__(self, call: Callable[..., object]) -> None:
+    def __init__(self, call: Callable[..., object], *, keeps: bool = False) -> None:
+        """`keeps`: it is launched again and again over a few sets of operands, and never stands for
+        other calls: they are captured once, and the operands stay alive as long as it does."""
         self._call = call
+        self._keeps = keeps
+        self._captured: dict[tuple[int, ...], tuple[Native, Sequence[Tensor], Any]] = {}
+        """Ids of operands → the kernels, the operands, which keep the ids theirs, and the calls."""
 
     def __call__(self, *operands: Tensor) -> None:
         self._call(*operands)
+
+    def captured(self, kernels: Native, operands: Sequence[Tensor]) -> Any:
+        """Return its calls over these operands."""
+        if not self._keeps:
+            return kernels.capture(lambda: self._call(*operands))
+        key = tuple(map(id, operands))
+        found = self._captured.get(key)
+        if found is None or found[0] is not kernels:
+            calls = kernels.capture(lambda: self._call(*operands))
+            found = self._captured[key] = (kernels, operands, calls)
+        return found[2]
 
 
 def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any | None:
@@ -37,7 +53,7 @@ def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any
     kernels = active_backend()
     if not (isinstance(operation, KernelCalls) and isinstance(kernels, Native)):
         return None
-    return kernels.capture(lambda: operation(*operands))
+    return operation.captured(kernels, operands)
 
 
 def native_lane() -> Native | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,12 +130,26 @@ def test_first_touch_refuses_strides() -> None:
         kernels.first_touch(ones(2 * N, torch.uint8)[::2])
 
 
+def test_operands_that_were_right_are_looked_at_again() -> None:
+    given: dict[str, Any] = operands()
+    fused_adam(**given, scalars=SCALARS)
+    for changed in (ones(2 * N, torch.bfloat16)[::2], ones(N - 1, torch.bfloat16), ones()):
+        given["working"].data = changed
+        wanted = given["working"].dtype is torch.float32
+        with pytest.raises(ValueError) if not wanted else contextlib.nullcontext():
+            fused_adam(**given, scalars=SCALARS)
+    given["grad"].data = given["master"].data
+    with pytest.raises(ValueError, match="overlap"):
+        fused_adam(**given, scalars=SCALARS)
+
+
 def test_a_freed_buffer_is_refused() -> None:
     code = """
 import torch
 from offloadtrain.runtime import kernels
 from tests.runtime.kernels.kernel_cases import SCALARS, fused_adam, random_state
 state = random_state(1 << 16, torch.float32, None)
+state.step()  # right so far: not a reason to ask less
 state.grad.untyped_storage().resize_(0)
 try:
     state.step()

@@ -334,7 +334,10 @@ UNKNOWN_KEYS = [
     ("device.slots", "; did you mean offload.device_slots? (known in [device]: kind, threads, "),
     ("device.memory_limit", "; did you mean offload.device_memory_limit? (known in [device]: "),
     ("device.host_memory_limit", "; did you mean offload.host_memory_limit? (known in [device]"),
-    ("ranks.zero_stage", "; did you mean offload.zero_stage? (known in [ranks]: pipeline, schedule)"),
+    (
+        "ranks.zero_stage",
+        "; did you mean offload.zero_stage? (known in [ranks]: pipeline, schedule)",
+    ),
     (
         "optim.delay_warmup_steps",
         "; did you mean optim.warmup_steps or offload.warmup_steps? (known in [optim]: ",

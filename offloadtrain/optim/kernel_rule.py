@@ -82,8 +82,9 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
     ) -> None:
         """Update one bucket; see `UpdateRule.update`."""
         scalars = self.scalars(group, step=step, grad_scale=grad_scale, seed=seed)
-        # On a GPU the kernels are of fp32 values: narrow state is decoded and encoded in torch.
-        if format.name not in kernels.STATES or (grad.is_cuda and format.holds_weight):
+        # On a GPU not every rule has a kernel for narrow state: torch decodes and encodes it then.
+        slow = grad.is_cuda and format.holds_weight and not kernels.compiles(scalars)
+        if format.name not in kernels.STATES or slow:
             self._update_by_codec(format, state, grad, working, layout, scalars, out)
             return
         target = None if out is None else _packed(format, out)

@@ -148,8 +148,9 @@ KERNELS = Kernels()
 """What jobs compute with: eager operations and flash attention."""
 
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
-"""Narrow state → bytes that an update on the device moves per parameter: plain torch decodes and
-encodes it, an operation after the other. Counted by `tests/plan/test_state_share.py`."""
+"""Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
+which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
+by `tests/plan/test_state_share.py`."""
 
 _NEWTON_SCHULZ_STEPS = 5
 """Those of Muon in a job."""
@@ -326,7 +327,7 @@ class _Costs:
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )
             return 1e9 * measured * (of_adam / moved) / self._local
-        if bucket.state_tier is Tier.DEVICE:
+        if bucket.state_tier is Tier.DEVICE and bucket.moments != ADAM_MOMENTS:
             moved = CODEC_BYTES.get(bucket.format.name, moved)
         return self._memory_of(bucket) / moved
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels import codec, on_device
+from offloadtrain.runtime.kernels import codec, on_device, on_device_narrow
 from offloadtrain.runtime.kernels.arguments import (
     check_alive,
     check_disjoint,
@@ -41,6 +41,7 @@ from offloadtrain.runtime.kernels.formats import (
     update_by_codec,
 )
 from offloadtrain.runtime.kernels.matrices import blend, subtract
+from offloadtrain.runtime.kernels.on_device_narrow import compiles
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,
@@ -103,6 +104,7 @@ __all__ = [
     "blocks",
     "capture",
     "cast",
+    "compiles",
     "convert_by_codec",
     "copy",
     "cut",
@@ -160,13 +162,24 @@ def update(
         TypeError, ValueError: nothing has been written.
     """
     if grad.is_cuda:
-        if not isinstance(state, Fp32State) or out is not None:
-            raise TypeError("on a GPU the state is Fp32State, updated in place")
-        on_device.update(state, grad, working, scalars)
+        if out is not None:
+            raise TypeError("on a GPU the state is updated in place")
+        _update_on_device(state, grad, working, layout, scalars)
         return
     target = state if out is None else out
     check_update(state, target, grad, working, layout, scalars)
     active_backend().update(state, target, grad, working, layout, scalars)
+
+
+def _update_on_device(
+    state: State, grad: Tensor, working: Tensor | None, layout: Layout | None, scalars: Scalars
+) -> None:
+    if isinstance(state, Fp32State):
+        on_device.update(state, grad, working, scalars)
+    elif isinstance(scalars, AdamScalars) and layout is not None:
+        on_device_narrow.update(state, grad, layout, scalars)
+    else:
+        raise TypeError(f"on a GPU {type(scalars).__name__} is for Fp32State")
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:

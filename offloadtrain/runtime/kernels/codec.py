@@ -64,9 +64,14 @@ def random_bits(key: int, elements: Tensor) -> Tensor:
     Args:
         elements: (n,) int64 in [0, 2^32).
     """
-    x = elements ^ (key & _U32)
+    return hashed(elements, key & _U32, key >> 32)
+
+
+def hashed(elements: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
+    """`random_bits`, of a key in two halves."""
+    x = elements ^ low
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _U32
-    x = x ^ (key >> 32)
+    x = x ^ high
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _U32
     return x ^ (x >> 16)
 
@@ -171,11 +176,11 @@ class Minifloat:
     def shift(self) -> int:
         return 23 - self.mantissa
 
-    @property
-    def top(self) -> Tensor:
-        """t of the largest code, fp32."""
-        largest = torch.tensor([self.largest], device="cpu")
-        return self.decode(largest, torch.ones(1, device="cpu"))[0]
+    def top(self, device: torch.device) -> Tensor:
+        """t of the largest code, () fp32."""
+        steps = 1 << self.mantissa
+        exponent, fraction = divmod(self.largest, steps)
+        return torch.full((), 2.0**exponent * (1 + fraction / steps) - 1, device=device)
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         """t * scale, rounded once."""
@@ -191,9 +196,9 @@ class Minifloat:
     def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
         """(blocks,) fp32 largest magnitudes → (scale, its inverse); NaN and 0 if not finite."""
         finite = largest.isfinite()
-        bound = largest.clamp(min=2.0**-80)
-        scale = torch.where(finite, bound * (1.0 / self.top), torch.nan)
-        return scale, torch.where(finite, self.top / bound, 0.0)
+        bound, top = largest.clamp(min=2.0**-80), self.top(largest.device)
+        scale = torch.where(finite, bound * (1.0 / top), torch.nan)
+        return scale, torch.where(finite, top / bound, 0.0)
 
 
 SIGNED = Minifloat(mantissa=3, largest=127)

@@ -176,10 +176,10 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def pieces(numel: int, first: int = 0) -> Iterator[tuple[int, int]]:
+def pieces(numel: int, first: int = 0, size: int = _PIECE) -> Iterator[tuple[int, int]]:
     """Cut where the element's number, counted from `first`, is a multiple of the piece's size."""
     lo = 0
     while lo < numel:
-        hi = min(lo + _PIECE - (first + lo) % _PIECE, numel)
+        hi = min(lo + size - (first + lo) % size, numel)
         yield lo, hi
         lo = hi

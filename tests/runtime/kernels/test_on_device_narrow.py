@@ -1,0 +1,108 @@
+"""The update of narrow state that a GPU compiles, on the CPU: the host's values and random bits."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import AdamScalars, LionScalars, State, on_device_narrow
+from offloadtrain.runtime.kernels.formats import CODECS
+from offloadtrain.runtime.kernels.state import STATES, Layout
+from offloadtrain.step.formats import ADAM_MOMENTS
+
+LAYOUT = Layout([0, 512], [500, 70_000], [3, 1], [0, 1280])
+"""Two parameters, the second from its element 1280 on; padding between them."""
+NUMEL = 512 + 70_016
+
+
+def made(name: str) -> State:
+    torch.manual_seed(0)
+    kind = STATES[name]
+    fields = (
+        torch.zeros(field.numel(NUMEL), dtype=getattr(torch, field.dtype or "bfloat16"))
+        for field in kind.format.fields(ADAM_MOMENTS)
+    )
+    state = kind(*fields)
+    values = torch.randn(NUMEL) * 0.02, torch.randn(NUMEL) * 1e-3, torch.rand(NUMEL) * 1e-5
+    CODECS[name].store(state, values, None)
+    return state
+
+
+def scalars(*, decoupled: bool = True, beta1: float = 0.9) -> AdamScalars:
+    return AdamScalars(
+        1e-2, beta1, 0.95, 1e-8, 0.1, step=3, grad_scale=0.5, seed=7, decoupled=decoupled
+    )
+
+
+def compare(name: str, one: AdamScalars) -> float:
+    """Update both ways; returns the share of bytes that differ."""
+    host, device = made(name), made(name)
+    grad = torch.randn(NUMEL).bfloat16()
+    kernels.update(host, grad, one, layout=LAYOUT)
+    on_device_narrow.update(device, grad, LAYOUT, one)
+    pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(host, device, strict=True)]
+    codec = CODECS[name]
+    for mine, theirs in zip(codec.load(host), codec.load(device), strict=True):
+        scale = theirs.abs().max().item()
+        # A code that is rounded from the other side of a boundary is the next one: 1/8 of a binade.
+        assert torch.allclose(mine, theirs, rtol=0.13, atol=1e-6 * scale)
+    return sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+
+
+@pytest.mark.parametrize("name", ["split16", "int8"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        scalars(),
+        pytest.param(scalars(decoupled=False), marks=pytest.mark.slow),
+        pytest.param(scalars(beta1=0.3), marks=pytest.mark.slow),
+    ],
+    ids=["adamw", "adam", "towards the gradient"],
+)
+def test_it_is_the_hosts_update_to_the_rounding_of_fp32(
+    name: str, one: AdamScalars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_device_narrow, "_compiled", lambda: on_device_narrow.adam)
+    monkeypatch.setattr(on_device_narrow, "_PIECE", 1 << 14)
+    assert compare(name, one) < 0.05
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("name", ["split16", "int8"])
+def test_compiled_it_is_the_same(name: str) -> None:
+    """By torch's compiler for the CPU."""
+    assert compare(name, scalars()) < 0.05
+
+
+def test_without_triton_that_is_said_once_and_torch_does_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_device_narrow._has_compiler.cache_clear()
+    monkeypatch.setattr(on_device_narrow, "has_triton", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        assert [on_device_narrow.compiles(scalars()) for _ in range(2)] == [False, False]
+    on_device_narrow._has_compiler.cache_clear()
+    assert len(caplog.records) == 1 and "Triton is missing" in caplog.text
+
+
+def test_other_rules_have_no_kernel() -> None:
+    assert not on_device_narrow.compiles(
+        LionScalars(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, step=1)
+    )
+
+
+def differs(one: Tensor, other: Tensor) -> bool:
+    return not torch.equal(one, other)
+
+
+def test_what_is_outside_of_the_layout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device_narrow, "_compiled", lambda: on_device_narrow.adam)
+    before, after = made("split16"), made("split16")
+    on_device_narrow.update(after, torch.randn(NUMEL).bfloat16(), LAYOUT, scalars())
+    for mine, theirs in zip(before, after, strict=True):
+        assert torch.equal(mine[500:512], theirs[500:512]) and differs(mine[:500], theirs[:500])

@@ -90,6 +90,25 @@ def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> l
     return [*near, *ordered[len(near) :]]
 
 
+def single_changes(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> list[Change]:
+    """Return every other value of one key that fits: placements, formats, update modes, and the
+    number of microbatches that the tokens of a step are cut into."""
+    choices = _choices(job, traced=trace is not None) | {
+        "offload.state_on": _distinct("auto", "host"),
+        "offload.update": ("exact", "speculative", "delayed"),
+        "train.micro_batch": (*_smaller(job), *_larger(job)),
+    }
+    found = (
+        _changed(job, {key: value}, name, machine, ranks, trace)
+        for key, values in choices.items()
+        for value in values
+        if value != _value(job, key)
+    )
+    return [one for one in found if one is not None and one.plan.fits]
+
+
 def automatic(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> Change:
@@ -233,17 +252,28 @@ def _candidates(
             for key, value in zip(choices, values, strict=True)
             if value != _value(job, key)
         }
-        if not keys:
-            continue
-        if "train.micro_batch" in keys and not job.train.global_batch_tokens:
-            keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
-        changed = _consistent(job, keys)
-        if any(changed.offload.problems()) or any(contradictions(changed.optim, changed.offload)):
-            continue
-        try:
-            yield Change(keys, make(changed, name, machine, ranks, trace))
-        except PlanError:
-            continue
+        if keys and (found := _changed(job, keys, name, machine, ranks, trace)):
+            yield found
+
+
+def _changed(
+    job: Config,
+    keys: dict[str, Any],
+    name: str,
+    machine: Machine,
+    ranks: int,
+    trace: Trace | None,
+) -> Change | None:
+    """Return the plan with other values of keys; None for a contradiction."""
+    if "train.micro_batch" in keys and not job.train.global_batch_tokens:
+        keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
+    changed = _consistent(job, keys)
+    if any(changed.offload.problems()) or any(contradictions(changed.optim, changed.offload)):
+        return None
+    try:
+        return Change(keys, make(changed, name, machine, ranks, trace))
+    except PlanError:
+        return None
 
 
 def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]:
@@ -273,6 +303,12 @@ def _smaller(job: Config) -> tuple[int, ...]:
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
     return tuple(sizes)
+
+
+def _larger(job: Config) -> tuple[int, ...]:
+    """Return the doubled microbatch, in half the number, if that is whole."""
+    whole = job.train.grad_accum_steps % 2 == 0
+    return (2 * job.train.micro_batch,) if whole else ()
 
 
 def _more(job: Config, micro_batch: int) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offloadtrain.plan.microbatch import Trace
     from offloadtrain.plan.plan import Plan
     from offloadtrain.plan.suggest import Change
+    from offloadtrain.plan.why import Why
 
 _HF_JOB = """
 name = "fine-tune"
@@ -63,6 +64,7 @@ def plan(
     compare: Annotated[bool, Parameter(negative=())] = False,
     sweep: str = "",
     plot: str = "",
+    why: Annotated[bool, Parameter(negative=())] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
     """Print the memory of a job by owner, the time of a step, and whether the job fits.
@@ -106,6 +108,8 @@ def plan(
         job, with the optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
     plot
         With --sweep: also plot the result into this file, .svg or .png.
+    why
+        Also print what bounds the step, and the three changes of one key that gain most.
     as_json
         Print one JSON object.
     """
@@ -113,6 +117,7 @@ def plan(
     from offloadtrain.plan import compare as beside
     from offloadtrain.plan import suggest
     from offloadtrain.plan.plan import make
+    from offloadtrain.plan.why import why as explain
 
     parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
@@ -139,22 +144,35 @@ def plan(
     found = make(config, name, target, gpus, trace)
     rows = beside.compare(found, trace) if compare else []
     other = [] if found.fits else suggest.nearest(config, name, target, gpus, trace=trace)
-    _print(found, other, rows, as_json=as_json)
+    reasons = explain(found, trace) if why and found.fits else None
+    _print(found, other, rows, reasons, as_json=as_json)
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def _print(found: Plan, other: Sequence[Change], rows: Sequence[Row], *, as_json: bool) -> None:
-    """`rows`: of --compare; empty without it."""
+def _print(
+    found: Plan,
+    other: Sequence[Change],
+    rows: Sequence[Row],
+    reasons: Why | None,
+    *,
+    as_json: bool,
+) -> None:
+    """`rows`: of --compare; empty without it. `reasons`: of --why."""
     from offloadtrain.plan import compare as beside
     from offloadtrain.plan import report
+    from offloadtrain.plan import why as answers
 
     if as_json:
         told = report.as_json(found, other)
-        print(json.dumps(told | {"compare": beside.as_json(rows)} if rows else told))
+        told |= {"compare": beside.as_json(rows)} if rows else {}
+        told |= {} if reasons is None else {"why": answers.as_json(reasons)}
+        print(json.dumps(told))
         return
     print(report.text(found, other))
     if rows:
         print(f"\n{beside.table(rows, found)}")
+    if reasons is not None:
+        print(f"\n{answers.text(reasons)}")
 
 
 def _check_alone(
@@ -216,7 +234,7 @@ def _fine_tune(
     other = found[1:6] if found else suggest.nearest(job, name, machine, ranks)
     if not as_json:
         print(question.verdict(job, size, found, asked))
-    _print(plan, other, beside.compare(plan) if compare else [], as_json=as_json)
+    _print(plan, other, beside.compare(plan) if compare else [], None, as_json=as_json)
     if other and found and not as_json:
         print(f"\n{report.alternatives(other)}")
     return 0 if found else DOES_NOT_FIT

@@ -1,0 +1,53 @@
+"""What bounds a step, as the simulation answers it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.exposure import planned
+from offloadtrain.cli.main import main
+from offloadtrain.plan.plan import make
+from offloadtrain.plan.times import predict
+from offloadtrain.plan.why import as_json, text, why
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_for_adam_is_bound_by_the_hosts_memory() -> None:
+    plan = planned("fp32", 4096, "host")
+    found = why(plan)
+    assert next(iter(found.gains)) == "the host's memory"
+    wider = replace(plan.machine, dram_gbps=2 * plan.machine.dram_gbps)
+    faster = plan.prediction.seconds / predict(plan.copied, wider).seconds - 1
+    assert found.gains["the host's memory"] == pytest.approx(faster)
+    told = text(found)
+    assert told.startswith("what bounds the step: the host's memory; twice as fast saves ")
+    assert "offload.state_on=auto\n" in told and "offload.update=delayed (one step of " in told
+
+
+@pytest.mark.slow
+def test_the_gain_of_a_change_is_that_of_its_plan() -> None:
+    plan = planned("fp32", 4096, "host")
+    found = {change.text: gain for change, gain in why(plan).changes}
+    job = replace(plan.job, offload=replace(plan.job.offload, state_on="auto"))
+    changed = make(job, plan.name, plan.machine)
+    gain = plan.prediction.seconds / changed.prediction.seconds - 1
+    assert found["offload.state_on=auto"] == pytest.approx(gain) and gain > 0.15
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+@pytest.mark.slow
+def test_a_step_that_computes_is_bound_by_arithmetic() -> None:
+    found = why(planned("int8", 65536 // 2, "host"))
+    assert next(iter(found.gains)) == "the GPU's arithmetic"
+    assert "nothing that keeps the numbers of the run gains" in text(found)
+    assert as_json(found)["gains_of_twice"]["the links between ranks"] == 0.0
+
+
+@pytest.mark.slow
+def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "demo", "--machine", "cpu2", "--why", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["why"]
+    assert set(said) == {"gains_of_twice", "changes"}

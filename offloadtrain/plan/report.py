@@ -24,6 +24,8 @@ LANES = {
     "ortho": "matrices of updates",
     "update": "state on the device",
     "write": "checkpoints",
+    "disk_read": "state from the disk",
+    "disk_write": "state to the disk",
 }
 _WIDTH = 26
 SUMS = "gradient sums"

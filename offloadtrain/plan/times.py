@@ -304,7 +304,7 @@ class _Costs:
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
     def _memory_of(self, bucket: BucketSpec) -> float:
-        """The bandwidth of the memory that the bucket's state is in."""
+        """The bandwidth of the memory that the bucket's state is updated in."""
         if bucket.state_tier is Tier.DEVICE:
             return 1e9 * self.machine.hbm_gbps
         return self._dram
@@ -321,7 +321,7 @@ class _Costs:
         rules than Adam, which was measured, by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         moved = self._traffic(Kind.ADAM, bucket)
-        if measured and bucket.state_tier is Tier.HOST and not bucket.matrices:
+        if measured and bucket.update_tier is Tier.HOST and not bucket.matrices:
             of_adam = bucket.format.traffic_per_param(
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )

@@ -127,10 +127,12 @@ class DirectFile:
 
     def _retried(self, call: Callable[[], int]) -> int:
         """Call; without O_DIRECT again where a device refuses this memory or length."""
+        # Read before the call: another thread's may be refused, too, and end O_DIRECT meanwhile.
+        direct = self.direct
         try:
             return call()
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
         self._set_direct(False)
         return call()

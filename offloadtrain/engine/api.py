@@ -279,8 +279,8 @@ def _check_scratch(config: OffloadConfig) -> None:
     """Raises OptionError for state on the disk without a folder for it, which a job has."""
     if config.disk_share and not config.scratch_dir:
         raise OptionError(
-            f"state_on = {shown(config.state_on)} without scratch_dir: set it to a folder on a local drive, best an "
-            "NVMe one, which holds the state while the run lasts"
+            f"state_on = {shown(config.state_on)} without scratch_dir: set it to a folder on a "
+            "local drive, best an NVMe one, which holds the state while the run lasts"
         )
 
 

@@ -217,6 +217,15 @@ bench.command(
         "offloadtrain bench scale --ranks 1,2,4,8 --json > scale.json",
     ),
 )
+bench.command(
+    "offloadtrain.cli.commands.bench:disk",
+    name="disk",
+    help="Compare an update of state on the disk with the drive's own speed.",
+    help_epilogue=_examples(
+        "offloadtrain bench disk",
+        "offloadtrain bench disk --folder /nvme --size 4GiB --json > disk.json",
+    ),
+)
 app.command(bench)
 app.command(
     "offloadtrain.cli.commands.report:report",

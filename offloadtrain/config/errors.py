@@ -23,5 +23,9 @@ class HostMemoryError(OffloadTrainError):
     """The host does not have the requested memory."""
 
 
+class DiskError(OffloadTrainError):
+    """The disk with the optimizer state has too little space, or fails."""
+
+
 class DeviceMemoryError(OffloadTrainError):
     """The device memory limit is below what the engine needs."""

@@ -164,7 +164,7 @@ class Config:
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
         # Memory for saves beside the next steps, from the host's arena: not where neither is.
-        if not self.train.checkpoint_every or self.offload.state_on == "device":
+        if not self.train.checkpoint_every or self.offload.state_on in ("device", "disk"):
             of_train["checkpoint_spill"] = 0
         object.__setattr__(self, "offload", replace(self.offload, **of_train))
 

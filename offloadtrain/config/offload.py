@@ -11,10 +11,10 @@ from offloadtrain.config.toml import nearest, shown
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
 
-StateOn: TypeAlias = Literal["auto", "host", "device"] | Mapping[str, float]
+StateOn: TypeAlias = Literal["auto", "host", "device", "disk"] | Mapping[str, float]
 """The tier of the state, or tier → share of it; what is left of the shares is on the host."""
 
-STATE_TIERS = ("device", "host")
+STATE_TIERS = ("device", "host", "disk")
 """Tiers that the state may have a share on."""
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -53,6 +53,8 @@ class OffloadConfig:
     precision: Precision = "bf16"
     state: str = "fp32"
     state_on: StateOn = "host"
+    scratch_dir: str | None = None
+    scratch_in_memory: bool = False
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"
     warmup_steps: int = 0
@@ -91,9 +93,17 @@ class OffloadConfig:
     @property
     def device_share(self) -> float:
         """The share of the state that is asked for on the device; 0 for "auto"."""
+        return self._share("device")
+
+    @property
+    def disk_share(self) -> float:
+        """The share of the state that is asked for on the disk."""
+        return self._share("disk")
+
+    def _share(self, tier: str) -> float:
         if isinstance(self.state_on, str):
-            return float(self.state_on == "device")
-        return self.state_on.get("device", 0.0)
+            return float(self.state_on == tier)
+        return self.state_on.get(tier, 0.0)
 
     def zero_stage_among(self, ranks: int) -> int:
         """Return the ZeRO stage on `ranks` ranks; 0: one rank.
@@ -189,6 +199,13 @@ class OffloadConfig:
             )
         if self.state_on == "device":
             yield from self._contradictions_of_resident()
+        if self.disk_share:
+            yield from self._contradictions_of_disk()
+        elif self.scratch_dir is not None:
+            yield (
+                f"scratch_dir = {self.scratch_dir!r} is for state on the disk, and state_on = "
+                f"{shown(self.state_on)}: leave it out, or set state_on = 'disk'"
+            )
 
     def _contradictions_of_resident(self) -> Iterator[str]:
         """Yield a sentence for each option that requires state on the host."""
@@ -201,6 +218,20 @@ class OffloadConfig:
             yield (
                 f"checkpoint_spill = {self.checkpoint_spill} is host memory for state on the host, "
                 "and with state_on = 'device' none is there: leave it out"
+            )
+
+    def _contradictions_of_disk(self) -> Iterator[str]:
+        """Yield a sentence for each option that requires state in memory."""
+        if self.update == "speculative":
+            yield (
+                f"update = 'speculative' and state_on = {shown(self.state_on)}: speculation "
+                "updates a second copy of the state in host memory: use update = 'exact' or "
+                "'delayed'"
+            )
+        if self.checkpoint_spill and self.state_on == "disk":
+            yield (
+                f"checkpoint_spill = {self.checkpoint_spill} copies state on the host, and with "
+                "state_on = 'disk' none is there: leave it out"
             )
 
 

@@ -13,11 +13,13 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.memory_map import Staging
 from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.step.memory import (
     MemoryRequest,
     Role,
+    disk_requests,
     kept_requests,
     matrix_requests,
     staging_requests,
@@ -49,6 +51,14 @@ def map_state(
             else:
                 norms[tier] = buffer
     return norms
+
+
+def map_disk(arena: DiskArena, blocks: Sequence[Block], spec: StepSpec) -> None:
+    """Make the file for all state on the disk."""
+    buckets = {bucket.name: bucket for block in blocks for bucket in block.buckets}
+    requests = disk_requests(spec)
+    for request, tensor in zip(requests, arena.map(requests), strict=True):
+        give(buckets[request.bucket], request, Buffer(request.name, tensor))
 
 
 def give(bucket: Bucket, request: MemoryRequest, buffer: Buffer) -> None:

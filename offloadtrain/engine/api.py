@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, OptionError
+from offloadtrain.config.toml import shown
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
@@ -46,6 +47,8 @@ def offload(
     precision: str = "bf16",
     state: str = "fp32",
     state_on: str | Mapping[str, float] = "host",
+    scratch_dir: str | None = None,
+    scratch_in_memory: bool = False,
     seed: int = 0,
     update: str = "exact",
     warmup_steps: int = 0,
@@ -112,7 +115,12 @@ def offload(
             is offloaded; a share such as {"device": 0.3}: that of the first blocks of the forward
             is on the device, and the next forward runs over them while the host updates the
             others; "auto": the largest share that `device_memory_limit` holds. Streamed weights
-            (working = "host") have their state on the host. The same bits everywhere on the CPU.
+            (working = "host") have their state on the host. "disk", or a share: masters and moments
+            are in a file, and a few buckets of them on the host while it updates them; for update
+            modes "exact" and "delayed". The same bits everywhere on the CPU.
+        scratch_dir: folder of the file for state on the disk, on a local drive. The file has no
+            name and ends with the process.
+        scratch_in_memory: accept a `scratch_dir` on tmpfs, which is host memory: for tests.
         seed: seed of stochastic rounding in "split16" and "int8".
         update: update mode. "exact": the update of a resident run. "speculative": the same bits;
             Adam runs inside backward on the assumption that nothing is clipped or skipped, into a
@@ -167,8 +175,8 @@ def offload(
 
     Raises:
         ModelError: a model that would not train correctly, naming the parameter.
-        HostMemoryError, DeviceMemoryError: before anything is allocated, if a limit or the
-            available memory is too small.
+        HostMemoryError, DeviceMemoryError, DiskError: before anything is allocated, if a limit, the
+            available memory or the space on the disk is too small.
         RankError: ranks differ in model, groups or options.
         ValueError, TypeError: arguments out of range, contradictory or of a wrong type.
     """
@@ -176,6 +184,7 @@ def offload(
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
     chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
+    _check_scratch(chosen)
     on = resolve_device(device, chosen.precision)
     if mesh is None:
         return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
@@ -266,6 +275,15 @@ def _named_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
+def _check_scratch(config: OffloadConfig) -> None:
+    """Raises OptionError for state on the disk without a folder for it, which a job has."""
+    if config.disk_share and not config.scratch_dir:
+        raise OptionError(
+            f"state_on = {shown(config.state_on)} without scratch_dir: set it to a folder on a "
+            "local drive, best an NVMe one, which holds the state while the run lasts"
+        )
+
+
 def _place_kernels(device: torch.device) -> None:
     """Bind kernels and host memory to the GPU's NUMA node, whose ranks share its cores."""
     if device.type != "cuda":
@@ -308,7 +326,7 @@ def _check_same(
                 raise RankError(f"rank {rank} and rank 0 differ in {what}: {_first(one, first)}")
 
 
-_OF_ONE_HOST = ("pin_memory", "host_memory_limit")
+_OF_ONE_HOST = ("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory")
 _OF_ONE_STAGE = (*_OF_ONE_HOST, "device_memory_limit", "resident_blocks", "checkpoint_spill")
 
 

@@ -67,7 +67,8 @@ class Bucket:
             For a streamed block: in the slot that it has, or had last.
         layout: the elements of its slots that are in the shard, as the kernels know them.
         device_shard: device, working dtype: the shard of a block that is gathered for its use.
-        state: host: the format's fields, master weights first; none for frozen weights.
+        state: host: the format's fields, master weights first; none for frozen weights. Where it
+            is on the disk: views of the mapped file, to be used while the lanes are empty.
         other: host: a second copy of `state`, which speculative updates are written into.
         pending: host, working dtype: the rounded new weights until their upload, where they wait
             longer than the gradient's memory is free.
@@ -142,7 +143,7 @@ class Bucket:
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
-        buffer = self.device_shard or self.snapshot or self.host_weight or self.pending
+        buffer = self.device_shard or self.snapshot or self.pending or self.host_weight
         assert buffer is not None
         return buffer
 

@@ -14,6 +14,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.allocation import (
     DeviceMemory,
     check_room,
+    map_disk,
     map_staging,
     map_state,
     map_weights,
@@ -35,11 +36,12 @@ from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule, LossScaler
 from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
-from offloadtrain.step.memory import MemoryRequest, slot_requests
+from offloadtrain.step.memory import MemoryRequest, slot_requests, state_slot_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import BlockSpec, StepSpec
@@ -58,27 +60,26 @@ def build(
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
+    disk: DiskArena,
     ledger: Ledger,
     adopt: Adopt = adopt_weights,
 ) -> tuple[Engine, list[Block]]:
     """Partition the model, move its weights into flat buffers, make the engine.
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
-    arena. Frozen parameters and buffers are on the device, except the frozen parameters of streamed
-    blocks, which are in the arena. `rules`: that of each group. `adopt`: moves the weights; another
-    one only where there are none.
+    arena, or on the disk. Frozen parameters and buffers are on the device, except the frozen
+    parameters of streamed blocks, which are in the arena. `rules`: that of each group. `adopt`:
+    moves the weights; another one only where there are none.
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
     spec = lay_out(model, blocks, config, ranks, available_bytes(), first=place.first)
-    laid = map_memory(blocks, spec, device, arena=arena, ledger=ledger)
+    laid = map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
     laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, config)
     block_inputs = BlockInputs(device)
-    memory_map = MemoryMap(
-        blocks, norms=laid.norms, slots=laid.slots, staging=laid.staging, inputs=block_inputs
-    )
+    memory_map = laid.named(blocks, block_inputs)
     program = Program(spec, ranks.rank)
-    functions = Functions(blocks, lanes, ranks, rules, groups, seed=config.seed)
+    functions = Functions(blocks, lanes, ranks, rules, groups, disk, seed=config.seed)
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     norms = list(laid.norms.values())
@@ -125,7 +126,19 @@ class MappedMemory:
 
     norms: dict[Tier, Buffer]
     slots: list[Tensor]
+    state_slots: list[Tensor]
     staging: dict[Memory, Staging]
+
+    def named(self, blocks: Sequence[Block], inputs: BlockInputs) -> MemoryMap:
+        """Return the memory by the program's refs."""
+        return MemoryMap(
+            blocks,
+            norms=self.norms,
+            slots=self.slots,
+            state_slots=self.state_slots,
+            staging=self.staging,
+            inputs=inputs,
+        )
 
 
 def lay_out(
@@ -177,16 +190,20 @@ def map_memory(
     device: torch.device,
     *,
     arena: Arena,
+    disk: DiskArena,
     ledger: Ledger,
 ) -> MappedMemory:
     """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
     on_device = DeviceMemory(ledger, device)
+    # First: the space of the disk is checked before a hundred GiB are page-locked.
+    map_disk(disk, blocks, spec)
     norms = map_state(arena, on_device, blocks, spec)
+    state_slots = arena.map(state_slot_requests(spec))
     map_weights(on_device, blocks, spec)
     slots = on_device.map(slot_requests(spec))
     staging = map_staging(on_device, spec)
     staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
-    return MappedMemory(norms, slots, staging)
+    return MappedMemory(norms, slots, state_slots, staging)
 
 
 def make_blocks(

@@ -269,11 +269,11 @@ class Engine:
         Raises:
             SalvageError: the state is between two steps, or not on the host.
         """
-        lost = len(self.program.spec.buckets_on(Tier.DEVICE))
-        if lost:
+        spec = self.program.spec
+        if lost := [one for one in spec.buckets if one.state_tier is not Tier.HOST]:
             raise SalvageError(
-                f"the state of {lost} of {len(self.program.spec.buckets)} buckets was on the "
-                "device (offload.state_on)"
+                f"the state of {len(lost)} of {len(spec.buckets)} buckets was on the "
+                f"{lost[0].state_tier} (offload.state_on)"
             )
         self._interpreter.salvage(failure)
         self._update_scale()

@@ -15,6 +15,7 @@ from offloadtrain.engine.gather import Delivered, Targets, fill, targets_of
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
+from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
 from offloadtrain.runtime.process_group import Ranks
@@ -37,10 +38,12 @@ class Functions:
         ranks: Ranks,
         rules: Sequence[AnyRule],
         groups: Sequence[Mapping[str, Any]],
+        disk: DiskArena,
         *,
         seed: int,
     ) -> None:
-        """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew."""
+        """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew.
+        `disk`: moves state between its file and host memory."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
@@ -60,6 +63,8 @@ class Functions:
             Kind.ADAM: self._adam,
             Kind.ALL_GATHER: self._all_gather,
             Kind.WRITE: self._write,
+            Kind.READ_STATE: lambda op: disk.read,
+            Kind.WRITE_STATE: lambda op: disk.write,
         }
         self._made_once: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.ACCUMULATE: self._accumulate,

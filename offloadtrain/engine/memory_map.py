@@ -10,6 +10,7 @@ from torch import Tensor
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import Buffer, Range
+from offloadtrain.step.memory import slot_offsets
 from offloadtrain.step.operations import Memory, Ref
 from offloadtrain.step.tiers import Tier
 
@@ -83,14 +84,17 @@ class MemoryMap(dict[Ref, Range]):
         *,
         norms: Mapping[Tier, Buffer],
         slots: Sequence[Tensor],
+        state_slots: Sequence[Tensor],
         staging: Mapping[Memory, Staging],
         inputs: BlockInputs,
     ) -> None:
-        """`norms`: of each tier that holds state, (number of parameters,) fp64. `slots`: device
-        memory that streamed blocks share, each (n,) uint8."""
+        """`norms`: of each tier that updates state, (number of parameters,) fp64. `slots`: device
+        memory that streamed blocks share, each (n,) uint8. `state_slots`: host memory that buckets
+        share whose state is on the disk, each (n,) uint8."""
         super().__init__()
         self._norms = norms
         self.slots = slots
+        self._state_slots = state_slots
         self._staging = staging
         self._inputs = inputs
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
@@ -128,7 +132,9 @@ class MemoryMap(dict[Ref, Range]):
             name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
             return Buffer(name, memory.view(_dtype(ref)))
         bucket = self._buckets[str(ref.owner)]
-        if ref.memory is Memory.STATE:
+        if ref.memory is Memory.STATE and bucket.spec.is_on_disk:
+            return self._in_state_slot(bucket, ref)
+        if ref.memory is Memory.STATE or ref.memory is Memory.STATE_FILE:
             return self._copies[bucket.name][ref.copy][ref.field]
         if ref.memory is Memory.WORKING and bucket.streamed:
             return self._slice(bucket, ref.copy)
@@ -138,6 +144,11 @@ class MemoryMap(dict[Ref, Range]):
         # fields of the state lie one behind the other in bytes.
         own = found.flat.dtype == _dtype(ref)
         return found if own else Buffer(found.name, found.flat.view(_dtype(ref)))
+
+    def _in_state_slot(self, bucket: Bucket, ref: Ref) -> Buffer:
+        file, lo = bucket.state[ref.field], slot_offsets(bucket.spec)[ref.field]
+        memory = self._state_slots[ref.copy][lo : lo + file.flat.nbytes]
+        return Buffer(f"slot {ref.copy}: {file.name}", memory.view(file.flat.dtype))
 
     def _slice(self, bucket: Bucket, slot: int) -> Buffer:
         lo = self._offsets[bucket.name]

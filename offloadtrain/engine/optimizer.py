@@ -34,6 +34,7 @@ from offloadtrain.engine.state_io import StateIO
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import ALONE, Ranks
@@ -68,9 +69,10 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self.working_dtype = dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
+        disk = DiskArena(self.ledger, config.scratch_dir, in_memory=config.scratch_in_memory)
         lanes.loads_cross_bus = config.working == "host"
         # Dropped without close(): drains the lanes, then gives back the memory that they use.
-        self._finalizer = weakref.finalize(self, _release, lanes, self._arena)
+        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, disk)
         try:
             self._engine, self._blocks = build(
                 model,
@@ -83,6 +85,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
+                disk=disk,
                 ledger=self.ledger,
             )
         except BaseException:
@@ -463,7 +466,8 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             self.state[slot.param] = {"step": self._step_tensor, **kept}
 
 
-def _release(lanes: Lanes, arena: Arena) -> None:
-    # Drains first: copies and kernels in flight use the arena's memory.
+def _release(lanes: Lanes, arena: Arena, disk: DiskArena) -> None:
+    # Drains first: copies and kernels in flight use the arena's memory and the file.
     lanes.close()
     arena.close()
+    disk.close()

@@ -15,7 +15,10 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
 from offloadtrain.events.schema import WAIT, LaneSpan, Record, Step
 
-LANES = ("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm", "ortho", "update", "write")
+LANES = (
+    *("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
+    *("write", "disk_read", "disk_write"),
+)
 """Threads in display order; other lanes come after."""
 
 _COUNTERS = ("loss", "tokens_per_s", "exposed_ms")

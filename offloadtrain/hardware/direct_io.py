@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,17 +49,19 @@ class DirectFile:
             OSError: the disk is full or failing; the file may remain.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = cls(os.open(path, flags, 0o600))
-        try:
-            # Behind the open: a file system that refuses O_DIRECT at once has made the file.
-            file._set_direct(True)
-            if num_bytes:
-                # One extent where possible, and a full disk is noticed before the first byte.
-                os.posix_fallocate(file._fd, 0, num_bytes)
-        except BaseException:
-            file.close()
-            raise
-        return file
+        return cls(os.open(path, flags, 0o600))._reserved(num_bytes)
+
+    @classmethod
+    def scratch(cls, folder: Path, num_bytes: int) -> DirectFile:
+        """Make a file to read and write that has no name: it ends with its last descriptor and
+        mapping. Its space is reserved.
+
+        Raises:
+            OSError: the disk is full or failing.
+        """
+        fd, name = tempfile.mkstemp(prefix=".offloadtrain-", dir=folder)
+        os.unlink(name)
+        return cls(fd)._reserved(num_bytes)
 
     @classmethod
     def open(cls, path: Path) -> DirectFile:
@@ -66,6 +69,10 @@ class DirectFile:
         file = cls(open_descriptor(path))
         file._set_direct(True)
         return file
+
+    def mapped(self) -> memoryview:
+        """Map all of a scratch file, to read and write, shared with it."""
+        return memoryview(mmap.mmap(self._fd, self.num_bytes))
 
     @property
     def num_bytes(self) -> int:
@@ -106,12 +113,26 @@ class DirectFile:
         if fd >= 0:
             os.close(fd)
 
+    def _reserved(self, num_bytes: int) -> DirectFile:
+        try:
+            # Behind the open: a file system that refuses O_DIRECT at once has made the file.
+            self._set_direct(True)
+            if num_bytes:
+                # One extent where possible, and a full disk is noticed before the first byte.
+                os.posix_fallocate(self._fd, 0, num_bytes)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
     def _retried(self, call: Callable[[], int]) -> int:
         """Call; without O_DIRECT again where a device refuses this memory or length."""
+        # Read before the call: another thread's may be refused, too, and end O_DIRECT meanwhile.
+        direct = self.direct
         try:
             return call()
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
         self._set_direct(False)
         return call()
@@ -141,9 +162,9 @@ def _behind(memories: Sequence[memoryview], count: int) -> list[memoryview]:
     return left
 
 
-def aligned_buffer() -> memoryview:
-    """Return a window of memory, aligned to pages."""
-    return memoryview(mmap.mmap(-1, WINDOW_BYTES))
+def aligned_buffer(num_bytes: int = WINDOW_BYTES) -> memoryview:
+    """Return memory, a window by default, aligned to pages."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def windows(lo: int, hi: int) -> Iterator[tuple[int, int]]:

@@ -59,6 +59,10 @@ class Machine:
         fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
             parameters per second; 0: derived from `dram_gbps`.
         disk_gbps: write speed of a checkpoint; 0: unknown.
+        disk_read_gbps, disk_write_gbps: of the drive for state on the disk, each alone, past the
+            page cache; 0: unknown.
+        disk_both_gbps: of both at once, together; 0: each keeps its own.
+        disk_tbw: rating of that drive, in 10^12 bytes written; 0: unknown.
     """
 
     gpu: str = ""
@@ -89,6 +93,10 @@ class Machine:
     split16_gparams: float = 0.0
     int8_gparams: float = 0.0
     disk_gbps: float = 0.0
+    disk_read_gbps: float = 0.0
+    disk_write_gbps: float = 0.0
+    disk_both_gbps: float = 0.0
+    disk_tbw: float = 0.0
 
     @property
     def gpu_memory_bytes(self) -> int:

@@ -15,12 +15,13 @@ from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
 from offloadtrain.plan.activations import activations
+from offloadtrain.plan.disk import Wear, wear
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import Prediction, predict
-from offloadtrain.step.memory import with_second_copies
+from offloadtrain.step.memory import disk_owners, with_second_copies
 from offloadtrain.step.spec import BlockSpec
 from offloadtrain.step.tiers import Tier
 
@@ -107,6 +108,17 @@ class Plan:
     def needed(self) -> dict[str, int]:
         """The same without optional second copies."""
         return self.placed.host() | {PROCESS: self.process_bytes}
+
+    @cached_property
+    def disk(self) -> dict[str, int]:
+        """Owner → bytes of one rank on the disk."""
+        return disk_owners(self.copied.spec)
+
+    @property
+    def wear(self) -> Wear:
+        """What all ranks of a host write to its drive."""
+        found = self.prediction
+        return wear(found.disk, self.machine, self.local_ranks, found.seconds)
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -24,6 +24,8 @@ LANES = {
     "ortho": "matrices of updates",
     "update": "state on the device",
     "write": "checkpoints",
+    "disk_read": "state from the disk",
+    "disk_write": "state to the disk",
 }
 _WIDTH = 26
 SUMS = "gradient sums"
@@ -56,6 +58,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "host_bytes": plan.host,
         "host_peak_bytes": dict(plan.host_peaks),
         "host_room_bytes": plan.host_room,
+        "disk_bytes": plan.disk,
+        "wear": asdict(plan.wear),
         "fits": plan.fits,
         "problems": plan.problems,
         "step": asdict(plan.prediction),
@@ -143,6 +147,8 @@ def _memory(plan: Plan) -> str:
     lines += _rows(plan.device)
     lines += [f"host{each}: {_sum(plan.host)}"]
     lines += _rows(plan.host)
+    if plan.disk:
+        lines += [f"disk{each}: {_sum(plan.disk)}", *_rows(plan.disk)]
     peaks = ", ".join(f"{moment} {format_bytes(n)}" for moment, n in plan.host_peaks.items())
     many = f", {plan.local_ranks} ranks" if plan.local_ranks > 1 else ""
     beside = ", including the device's bytes" if plan.machine.on_cpu else ""
@@ -194,8 +200,37 @@ def _step(plan: Plan) -> str:
         f"DRAM: {format_bytes(found.dram_bytes)} by the host's kernels"
         + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if ranks > 1 else "")
     )
+    if plan.disk:
+        lines += [_disk(plan), _wear(plan)]
     lines.append(_checkpoint(plan))
     return "\n".join(lines)
+
+
+def _disk(plan: Plan) -> str:
+    """Say what a step moves, how fast, and what bounds it."""
+    load, machine = plan.prediction.disk, plan.machine
+    rates = f"{load.read_rate / 1e9:.3g} and {load.write_rate / 1e9:.3g} GB/s"
+    if machine.disk_both_gbps:
+        rates += f", which share {machine.disk_both_gbps:g} GB/s"
+    if load.assumed:
+        rates += ", assumed: set disk_read_gbps and disk_write_gbps in the machine file"
+    bound_s, lane = plan.prediction.bound
+    return (
+        f"disk: {format_bytes(load.read_bytes)} read, {format_bytes(load.written_bytes)} written "
+        f"per step and rank, at {rates}; no schedule is faster than {format_seconds(bound_s)} "
+        f"({lane}), this one takes {plan.prediction.seconds / bound_s:.2f} x that"
+    )
+
+
+def _wear(plan: Plan) -> str:
+    found = plan.wear
+    until = "its rating is unknown (disk_tbw in the machine file)"
+    if found.days is not None:
+        until = f"its rating of {plan.machine.disk_tbw:g} TB is reached in {found.days:.3g} days"
+    return (
+        f"wear of a host's drive: {format_bytes(found.per_step)} per step, "
+        f"{found.per_day / 1e12:.3g} TB per day; {until}"
+    )
 
 
 def _checkpoint(plan: Plan) -> str:

@@ -11,7 +11,8 @@ Every launch of the program (`step.program`) gets a duration:
   ranks of a host; Adam as measured, if it was. Where the state is on the device, over the rate of
   the device's memory;
 * orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
-  or down: bytes over the link.
+  or down: bytes over the link;
+* read state, write state: bytes over the drive's rate, divided by the ranks of a host.
 Launches of copies and collectives are free, and lanes do not slow each other.
 """
 
@@ -31,6 +32,7 @@ from offloadtrain.plan.device_time import (
     head_seconds,
     traced_seconds,
 )
+from offloadtrain.plan.disk import DiskLoad, disk_load
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
@@ -52,6 +54,7 @@ class Prediction:
         mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
         d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
         dram_bytes: memory traffic of one rank's host work.
+        disk: what one rank asks of its drive.
     """
 
     seconds: float
@@ -65,10 +68,16 @@ class Prediction:
     h2d_bytes: int
     comm_bytes: int
     dram_bytes: int
+    disk: DiskLoad
 
     @property
     def exposed(self) -> float:
         return sum(self.exposed_s.values())
+
+    @property
+    def bound(self) -> tuple[float, str]:
+        """The busiest lane and its seconds: no schedule is faster."""
+        return max((busy, lane) for lane, busy in self.busy_s.items())
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:
@@ -141,6 +150,7 @@ def _prediction(costs: _Costs, found: Steady) -> Prediction:
         h2d_bytes=up,
         comm_bytes=sent,
         dram_bytes=round(costs.dram_bytes),
+        disk=costs.disk,
     )
 
 
@@ -176,6 +186,7 @@ class _Costs:
                 f"{self.spec.ranks} GPUs were requested, but the machine has {machine.gpus} on its "
                 "only host: use fewer, or a --machine file with more GPUs or with node_link_gbps"
             )
+        self.disk = disk_load(self.spec, machine, self._local)
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
         self._precision = config.offload.precision
@@ -203,6 +214,8 @@ class _Costs:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
                 return self._orthogonalized_s(self._buckets[op.owner], op.lo)
+            case Kind.READ_STATE | Kind.WRITE_STATE:
+                return self.disk.seconds(op)
         key = op.kind, op.owner
         if (found := self._moved.get(key)) is None:
             found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
@@ -305,7 +318,7 @@ class _Costs:
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
     def _memory_of(self, bucket: BucketSpec) -> float:
-        """The bandwidth of the memory that the bucket's state is in."""
+        """The bandwidth of the memory that the bucket's state is updated in."""
         if bucket.state_tier is Tier.DEVICE:
             return 1e9 * self.machine.hbm_gbps
         return self._dram
@@ -322,7 +335,7 @@ class _Costs:
         rules than Adam, which was measured, by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         moved = self._traffic(Kind.ADAM, bucket)
-        if measured and bucket.state_tier is Tier.HOST and not bucket.matrices:
+        if measured and bucket.update_tier is Tier.HOST and not bucket.matrices:
             of_adam = bucket.format.traffic_per_param(
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )

@@ -40,6 +40,7 @@ from offloadtrain.engine.partition import Part, partition
 from offloadtrain.optim import AdamW, AnyRule
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
+from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
@@ -129,6 +130,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         param_init_fn=None,
         lanes=InertLanes(meter),
         arena=host,
+        disk=MetaDiskArena(ledger),
         ledger=ledger,
         adopt=_view_weights,
     )

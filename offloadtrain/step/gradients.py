@@ -176,4 +176,4 @@ class GradientPath:
         bucket.normed = True
 
     def _norms_of(self, bucket: BucketRefs) -> Ref:
-        return self._norms[bucket.spec.state_tier]
+        return self._norms[bucket.spec.update_tier]

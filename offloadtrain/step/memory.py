@@ -140,15 +140,17 @@ def check_host_limit(spec: StepSpec) -> None:
 
 
 def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Yield all that one arena holds: `kept_requests`, then `host_staging` where microbatches are
-    summed."""
+    """Yield all that one arena holds: `kept_requests`, `state_slot_requests`, then `host_staging`
+    where microbatches are summed."""
     yield from kept_requests(spec)
+    yield from state_slot_requests(spec)
     if spec.sums_on_host:
         yield from host_staging(spec)
 
 
 def state_requests(spec: StepSpec, tier: Tier) -> Iterator[MemoryRequest]:
-    """Yield sums of squares, then all that is kept bucket by bucket, of the state on a tier."""
+    """Yield sums of squares, then all that is kept bucket by bucket, of the state that is updated
+    on a tier."""
     if spec.has_state_on(tier):
         yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
     for bucket in spec.buckets_on(tier):
@@ -170,23 +172,13 @@ def host_staging(spec: StepSpec) -> list[MemoryRequest]:
 
 
 def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterator[MemoryRequest]:
-    """Yield state, gradient or its sum, pending weights, the snapshot that loads read, and the
-    spill of saves.
+    """Yield the state unless it is on the disk, gradient or its sum, pending weights, the snapshot
+    that loads read, and the spill of saves.
 
     Args:
         copied: with a second copy of the state.
     """
-    state = [
-        MemoryRequest(
-            OWNERS.get(field.name, field.name),
-            field.numel(bucket.shard_numel),
-            field.dtype or bucket.dtype,
-            f"{field.name} {bucket.name}",
-            bucket.name,
-            Role.STATE,
-        )
-        for field in bucket.format.fields(bucket.moments)
-    ]
+    state = [] if bucket.is_on_disk else field_requests(bucket)
     yield from state
     if spec.accumulates:
         yield _shard("gradient sums", bucket, "float32", Role.GRADIENT, "gradient")
@@ -202,6 +194,40 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
     for one in state if copied else ():
         other = "other copy of the state"
         yield replace(one, owner=other, name=f"other {one.name}", role=Role.OTHER)
+
+
+def field_requests(bucket: BucketSpec) -> list[MemoryRequest]:
+    """List the fields of a bucket's state, on whichever tier they are."""
+    return [
+        MemoryRequest(
+            OWNERS.get(field.name, field.name),
+            field.numel(bucket.shard_numel),
+            field.dtype or bucket.dtype,
+            f"{field.name} {bucket.name}",
+            bucket.name,
+            Role.STATE,
+        )
+        for field in bucket.format.fields(bucket.moments)
+    ]
+
+
+def state_slot_requests(spec: StepSpec) -> list[MemoryRequest]:
+    """List the slots for state on the disk, each of the size of the largest bucket's."""
+    on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
+    largest = max((span_bytes(field_requests(bucket)) for bucket in on_disk), default=0)
+    return [MemoryRequest("state slots", largest, "uint8", "state slot")] * spec.state_slots
+
+
+def slot_offsets(bucket: BucketSpec) -> list[int]:
+    """List where each field of the state begins in a slot, in bytes."""
+    spans = [request.span_bytes for request in field_requests(bucket)]
+    return [sum(spans[:number]) for number in range(len(spans))]
+
+
+def disk_requests(spec: StepSpec) -> list[MemoryRequest]:
+    """List the state on the disk, bucket by bucket."""
+    on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
+    return [request for bucket in on_disk for request in field_requests(bucket)]
 
 
 def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "") -> MemoryRequest:
@@ -283,6 +309,11 @@ def host_owners(spec: StepSpec) -> dict[str, int]:
     if requests:
         owners["padding"] = span_bytes(requests) - sum(owners.values())
     return owners
+
+
+def disk_owners(spec: StepSpec) -> dict[str, int]:
+    """Owner → bytes of one rank's state on the disk, without what fills whole blocks."""
+    return by_owner(disk_requests(spec))
 
 
 def device_owners(spec: StepSpec) -> dict[str, int]:

@@ -34,6 +34,10 @@ class Lane(StrEnum):
     UPDATE = "update"
     """The device's work on gradients and state that lie there: sums, norms, Adam. Not on compute,
     whose next forward waits for the update of its own block only."""
+    DISK_READ = "disk_read"
+    """State from its file: that of the next bucket while the host updates another."""
+    DISK_WRITE = "disk_write"
+    """New state to its file. Not on disk_read, whose next read would wait for it."""
 
 
 class Kind(StrEnum):
@@ -94,6 +98,10 @@ class Kind(StrEnum):
     COPY = "copy"
     """update: within the device, of a bucket whose state is there: its gradient out of a staging
     slot, or new weights to where compute, or loads, read them."""
+    READ_STATE = "read state"
+    """disk_read: a bucket's state from its file into a slot."""
+    WRITE_STATE = "write state"
+    """disk_write: a bucket's new state from its slot to its file."""
 
 
 class Memory(StrEnum):
@@ -121,7 +129,10 @@ class Memory(StrEnum):
     SNAPSHOT = "snapshot"
     """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
     STATE = "state"
-    """Host or device: the fields of a bucket's state; the master weights come first."""
+    """Host or device: the fields of a bucket's state, the master weights first; in a slot of the
+    host where the state is on the disk."""
+    STATE_FILE = "state file"
+    """Disk: the fields of a bucket's state."""
     SPILL = "checkpoint spill"
     """Host: state that was copied, until it is written into a checkpoint."""
     NORMS = "norms"
@@ -139,10 +150,10 @@ class Ref(NamedTuple):
     Attributes:
         owner: a bucket's name; for staging, the number of its ring slot; for norms, the tier; for a
             block's input or its host buffer, that one's number.
-        copy: for `STATE`, the number of the copy; for `WORKING` of a streamed block, the number of
-            the device slot; otherwise 0.
+        copy: for `STATE`, the number of the copy, or, where the state is on the disk, of the host
+            slot; for `WORKING` of a streamed block, that of the device slot; otherwise 0.
         dtype: torch's name of it.
-        field: for `STATE` and `SPILL`, the number of the tensor.
+        field: for `STATE`, `STATE_FILE` and `SPILL`, the number of the tensor.
     """
 
     memory: Memory

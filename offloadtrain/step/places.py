@@ -19,7 +19,10 @@ class BucketRefs:
         on_device: its gradient and state are there.
         lane: what measures its gradient and updates its state.
         pieces: [lo, hi) of the shard that its gradient goes down in.
-        copy: the number of the copy that is the state.
+        copy: the number of the copy that is the state; where it is on the disk, the host slot that
+            it has, or had last.
+        is_on_disk: the state is in a file.
+        state_file: all fields of the state there.
         gradient: the gradient that Adam reads.
         directions: of matrices, what takes its place; None for other buckets.
         matrices: those in this rank's shard, as elements of it.
@@ -49,7 +52,12 @@ class BucketRefs:
         self.has_second_copy = step.has_second_copy(spec)
         self.accumulates = step.accumulates
         self.reduces_wide = step.reduced_bytes(spec) != spec.weight_bytes
-        self.state_copies = tuple(self._state(copy, spec.moments) for copy in (0, 1))
+        self.is_on_disk = spec.is_on_disk
+        copies = step.state_slots if self.is_on_disk else 2
+        self.state_copies = tuple(self._state(copy, spec.moments) for copy in range(copies))
+        self.state_file = tuple(
+            ref._replace(memory=Memory.STATE_FILE) for ref in self.state_copies[0]
+        )
         dtype = "float32" if self.accumulates else spec.dtype
         self.gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
         lo = rank * spec.shard_numel
@@ -101,10 +109,10 @@ class BucketRefs:
     def waiting(self, *, other: bool = False) -> Ref | None:
         """Return where new weights wait for their upload, or where they are used if they need not
         wait; None for a slot of host staging."""
-        if self.spec.format.holds_weight:
-            return self.state(other=other)[0]
         if self.has_pending:
             return self._of(Memory.PENDING)
+        if self.spec.format.holds_weight:
+            return self.state(other=other)[0]
         if self._writes_through:
             return self.upload_target
         # Adam has read the gradient when it writes the weights over it; no staging is needed.

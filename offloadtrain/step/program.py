@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.disk import DiskPath
 from offloadtrain.step.gradients import GradientPath
 from offloadtrain.step.modes import BlockRefs, Decision, Speculation, mode_of
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
@@ -64,9 +65,10 @@ class Program:
         # One ring for both ways: gradients on their way down, weights on their way up.
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
         self._gradients = GradientPath(spec, rank, self._order, host_ring)
-        self._updates = UpdatePath(spec, self._order, host_ring, self.streaming)
+        self._disk = DiskPath(spec, self._order)
+        self._updates = UpdatePath(spec, self._order, host_ring, self.streaming, self._disk)
         self._activations = ActivationPath(self._order)
-        self._saves = SavePath(spec, self._order, self.buckets)
+        self._saves = SavePath(spec, self._order, self.buckets, self._disk)
         self._mode = mode_of(spec, self._updates)
 
     @property
@@ -230,13 +232,15 @@ class Program:
         return self._order.take()
 
     def synchronized(self) -> None:
-        """The launching thread has seen every lane empty."""
+        """The launching thread has seen every lane empty. It may change the state from here on."""
         self._order.synchronized()
+        self._disk.forget()
 
     def reset(self) -> None:
         """Operations other than updates were lost; the lanes are empty. Afterwards nothing is on
         its way and no streamed block has a slot."""
         self._order.reset()
+        self._disk.forget()
         self.streaming.reset()
         self._activations.reset()
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.memory import slot_offsets
 from offloadtrain.step.operations import (
     Event,
     HostWait,
@@ -127,12 +128,14 @@ def trace(spec: StepSpec, operations: Iterable[Operation]) -> list[Entry]:
 
 
 class _Addresses:
-    """Gives every piece of memory its own addresses; blocks in one slot share them."""
+    """Gives every piece of memory its own addresses; what shares a slot shares them."""
 
     def __init__(self, spec: StepSpec) -> None:
         self._streamed = spec.streamed
         self._block_of = spec.block_of
         self._offsets: dict[str, int] = {}
+        self._in_slot = {b.name: slot_offsets(b) for b in spec.buckets if b.is_on_disk}
+        """Bucket whose state is on the disk → where its fields begin in a slot."""
         for block in spec.blocks:
             offset = 0
             for bucket in block.held:
@@ -151,4 +154,6 @@ class _Addresses:
         offset = 0
         if ref.memory is Memory.WORKING and self._block_of[str(ref.owner)].name in self._streamed:
             key, offset = ("slot", ref.copy), self._offsets[str(ref.owner)]
+        if ref.memory is Memory.STATE and ref.owner in self._in_slot:
+            key, offset = ("state slot", ref.copy), self._in_slot[str(ref.owner)][ref.field]
         return self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset

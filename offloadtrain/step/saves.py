@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.disk import DiskPath
 from offloadtrain.step.operations import Kind, Lane, Launch, Ref, Written
 from offloadtrain.step.places import BucketRefs
 from offloadtrain.step.spec import StepSpec
@@ -16,10 +17,15 @@ class SavePath:
     """Writes the state as it is after the updates launched so far."""
 
     def __init__(
-        self, spec: StepSpec, order: Dependencies, buckets: Mapping[str, BucketRefs]
+        self,
+        spec: StepSpec,
+        order: Dependencies,
+        buckets: Mapping[str, BucketRefs],
+        disk: DiskPath,
     ) -> None:
         """`buckets`: by name, frozen ones included."""
         self._order = order
+        self._disk = disk
         self._has_in_use = spec.is_delayed
         self._trained = [buckets[bucket.name] for bucket in spec.save_order]
         self._frozen = [one for one in buckets.values() if not spec.is_trained(one.spec)]
@@ -27,6 +33,7 @@ class SavePath:
     def save(self) -> None:
         """Launch the writes of everything, and the copies of what is written from the spill."""
         for bucket in self._trained:
+            self._disk.read(bucket)
             self._write(bucket.name, self._in_place(bucket))
         spilled = [bucket for bucket in self._trained if bucket.spilled]
         for bucket in spilled:

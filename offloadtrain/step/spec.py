@@ -30,6 +30,9 @@ RING_SLOTS = 2
 STAGING_SLOTS_MOST = 8
 """The largest number of device slots for gathered gradients."""
 
+STATE_SLOTS = 3
+"""Host slots for state on the disk: one is read, one is updated, one is written."""
+
 STAGING_BYTES = 64 << 20
 """Enough for the bus's full speed; staging does not grow with the model."""
 
@@ -72,7 +75,7 @@ class BucketSpec:
         ranks: the number of ranks that share it.
         moments: the state that its update rule keeps besides the master weights.
         matrices: of a rule that needs them whole; each in the shard of one rank.
-        state_tier: where gradient and state lie, and are updated.
+        state_tier: where the state lies.
     """
 
     name: str
@@ -84,6 +87,16 @@ class BucketSpec:
     moments: tuple[str, ...] = ()
     matrices: tuple[MatrixSpec, ...] = ()
     state_tier: Tier = Tier.HOST
+
+    @property
+    def update_tier(self) -> Tier:
+        """Where the gradient lies and the state is updated."""
+        return Tier.HOST if self.is_on_disk else self.state_tier
+
+    @property
+    def is_on_disk(self) -> bool:
+        """The state is in a file, and on the host only while a slot holds it."""
+        return self.state_tier is Tier.DISK
 
     @property
     def shard_numel(self) -> int:
@@ -175,11 +188,12 @@ class StepSpec:
         return self.config.streams_among(self.ranks)
 
     def buckets_on(self, tier: Tier) -> tuple[BucketSpec, ...]:
-        """Return the trained buckets whose gradient and state are on a tier."""
-        return tuple(bucket for bucket in self.buckets if bucket.state_tier is tier)
+        """Return the trained buckets whose gradient is on a tier, where their state is updated."""
+        return tuple(bucket for bucket in self.buckets if bucket.update_tier is tier)
 
     def has_state_on(self, tier: Tier) -> bool:
-        return any(bucket.state_tier is tier for bucket in self.buckets)
+        """Whether state is updated there."""
+        return any(bucket.update_tier is tier for bucket in self.buckets)
 
     @property
     def accumulates(self) -> bool:
@@ -220,6 +234,11 @@ class StepSpec:
     def block_of(self) -> dict[str, BlockSpec]:
         """Bucket → its block, frozen ones included."""
         return {bucket.name: block for block in self.blocks for bucket in block.held}
+
+    @cached_property
+    def state_slots(self) -> int:
+        """The number of host slots for state on the disk."""
+        return min(STATE_SLOTS, sum(bucket.is_on_disk for bucket in self.buckets))
 
     @cached_property
     def _trained(self) -> frozenset[str]:
@@ -273,7 +292,9 @@ class StepSpec:
             copied: the bucket has a second copy of its state; None: as the spec says.
         """
         if bucket.format.holds_weight:
-            return False
+            # They are in the state; its slot may go to another bucket before they are uploaded.
+            waits = self.weights_wait or self.updates_early or self.loads_from_host(bucket)
+            return waits and bucket.is_on_disk
         if self.loads_from_host(bucket) or self._outgrows_host_staging(bucket):
             return True
         if copied is None:
@@ -282,7 +303,7 @@ class StepSpec:
 
     def _outgrows_host_staging(self, bucket: BucketSpec) -> bool:
         shard_bytes = bucket.shard_numel * bucket.weight_bytes
-        on_host = bucket.state_tier is Tier.HOST
+        on_host = bucket.update_tier is Tier.HOST
         return on_host and self.accumulates and shard_bytes > STAGING_BYTES
 
     def has_second_copy(self, bucket: BucketSpec) -> bool:
@@ -330,9 +351,9 @@ class StepSpec:
     @cached_property
     def matrix_bytes(self) -> int:
         """Bytes of the device memory in which one matrix after the other is orthogonalized: the
-        workspace and, where the state is on the host, the matrix itself."""
+        workspace and, where the state is updated on the host, the matrix itself."""
         sizes = (
-            one.workspace_numel + (one.numel if bucket.state_tier is Tier.HOST else 0)
+            one.workspace_numel + (one.numel if bucket.update_tier is Tier.HOST else 0)
             for bucket in self.buckets
             for one in bucket.matrices
         )

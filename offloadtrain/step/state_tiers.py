@@ -1,4 +1,4 @@
-"""Which buckets have their gradient and state on the device.
+"""Which buckets have their gradient and state on the device, and whose state is on the disk.
 
 [Note: State where there is room]
 When the norm is known the device has nothing to do before the first block has its new weights, and
@@ -6,6 +6,9 @@ the host has all of Adam to do. So the first buckets of the forward stay on the 
 updated there at once, and the next forward runs over them while the host updates the later ones.
 No update is stale. A bucket whose weights are streamed from the host has its state there, too,
 since loads read what the host's update has written.
+
+Of the buckets that the host updates, those on the disk are spread evenly: it updates one whose
+state it has while the next is read.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
                 "device_memory_limit, or a share such as {'device': 0.3}"
             )
         return filled(spec, limit, device_bytes)
-    found = first_on_device(spec, _asked(spec))
+    found = _spread_on_disk(first_on_device(spec, _asked(spec)))
     if limit is not None and found.has_state_on(Tier.DEVICE):
         _check_limit(found, limit, device_bytes(found))
     return found
@@ -58,8 +61,12 @@ def first_on_device(spec: StepSpec, count: int) -> StepSpec:
     """Put the state of so many candidates on the device, that of the others on the host."""
     chosen = {bucket.name for bucket in candidates(spec)[:count]}
 
+    return _tiered(spec, lambda one: Tier.DEVICE if one.name in chosen else Tier.HOST)
+
+
+def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
     def placed(bucket: BucketSpec) -> BucketSpec:
-        tier = Tier.DEVICE if bucket.name in chosen else Tier.HOST
+        tier = tier_of(bucket)
         return bucket if bucket.state_tier is tier else replace(bucket, state_tier=tier)
 
     blocks = (replace(one, buckets=tuple(map(placed, one.buckets))) for one in spec.blocks)
@@ -80,6 +87,20 @@ def device_share(spec: StepSpec) -> float:
     total = sum(bucket.numel for bucket in spec.buckets)
     found = sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE))
     return SHARES * found // total / SHARES
+
+
+def _spread_on_disk(spec: StepSpec) -> StepSpec:
+    """Put the share that the config asks for on the disk, of buckets that are on the host."""
+    of_host = spec.buckets_on(Tier.HOST)
+    total, held = (sum(one.numel for one in some) for some in (spec.buckets, of_host))
+    share = min(spec.config.disk_share * total / max(held, 1), 1.0)
+    chosen, wanted, found = set(), 0.0, 0
+    for bucket in of_host:
+        wanted += share * bucket.numel
+        if share and found + bucket.numel / 2 <= wanted:
+            chosen.add(bucket.name)
+            found += bucket.numel
+    return _tiered(spec, lambda one: Tier.DISK if one.name in chosen else one.state_tier)
 
 
 def _asked(spec: StepSpec) -> int:

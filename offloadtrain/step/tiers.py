@@ -6,8 +6,9 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """A kind of memory. The gradient and the state of a bucket lie in one, `state_tier`, and are
-    updated where they lie."""
+    """A kind of memory. The state of a bucket lies in one, `state_tier`. Its gradient lies where
+    the state is updated, `update_tier`: state on the disk comes to the host for it."""
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"

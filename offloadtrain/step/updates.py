@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.disk import DiskPath
 from offloadtrain.step.operations import (
     Event,
     Kind,
@@ -35,23 +36,31 @@ class UpdatePath:
     """Launches the two halves of an update, Adam and upload, when an update mode asks for them."""
 
     def __init__(
-        self, spec: StepSpec, order: Dependencies, host_ring: Ring, streaming: Streaming
+        self,
+        spec: StepSpec,
+        order: Dependencies,
+        host_ring: Ring,
+        streaming: Streaming,
+        disk: DiskPath,
     ) -> None:
         self._is_single = spec.is_single
         self._order = order
         self._host_ring = host_ring
         self._streaming = streaming
+        self._disk = disk
 
     def begin(self, bucket: BucketRefs, update: Update) -> None:
         """Launch what comes before `adam` for matrices: see [Note: Matrices]."""
         if bucket.directions is None:
             return
+        self._disk.read(bucket)
         reads, writes = (bucket.gradient,), (bucket.directions, *bucket.state())
         # Host, beside what the device does with the matrices of the block before. It waits for the
         # last copy down; the first copy up waits for it.
         self._order.launch(
             Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
+        self._disk.write(bucket)
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
 
@@ -80,6 +89,7 @@ class UpdatePath:
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket, of matrices behind `begin`; returns where the new working
         weights are staged."""
+        self._disk.read(bucket)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
         reads = (bucket.directions or bucket.gradient, *(state if update.out_of_place else ()))
@@ -91,7 +101,16 @@ class UpdatePath:
         # down; in-place, for loads of weights from this state. The upload waits for it. On the
         # device it may write the weights themselves: it waits for backward, and forward for it.
         self._order.launch(op, fresh=_in_turn(staged))
+        self._keep_weight(bucket, staged)
+        self._disk.write(bucket)
         return staged
+
+    def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
+        """Copy a new weight out of the state where that may leave the host before its upload."""
+        if bucket.spec.format.holds_weight and bucket.has_pending:
+            # Host, behind its Adam: waits for the last upload, or for loads in flight, of the
+            # weights before.
+            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
     def swap(self, bucket: BucketRefs) -> None:
         """Make the copy that an out-of-place update has written the state."""
@@ -187,11 +206,13 @@ class UpdatePath:
         return place
 
     def _cast(self, bucket: BucketRefs) -> Ref:
+        self._disk.read(bucket)
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
             op = Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,))
             # Host, beside the upload of the bucket before, which waits for its own cast only.
             self._order.launch(op, fresh=_in_turn(staged))
+        self._keep_weight(bucket, staged)
         return staged
 
     def _launch(self, kind: Kind, lane: Lane, bucket: BucketRefs, read: Ref, written: Ref) -> None:

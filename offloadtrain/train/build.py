@@ -102,7 +102,7 @@ def assemble(
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,
-        offload=_checked(replace(job.offload, precision=precision), why),
+        offload=_checked(_on_disk_of(job, replace(job.offload, precision=precision)), why),
         device=replace(job.device, kind="auto"),
     )
     mesh = _mesh(job, device, ranks)
@@ -309,6 +309,13 @@ def open_tokens(
     if made.remark:
         _log.warning(made.remark)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
+
+
+def _on_disk_of(job: Config, offload: OffloadConfig) -> OffloadConfig:
+    """Put state on the disk beside the runs, unless the job names a folder for it."""
+    if not offload.disk_share:
+        return offload
+    return replace(offload, scratch_dir=offload.scratch_dir or job.runs_dir)
 
 
 def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:

@@ -21,6 +21,7 @@ from offloadtrain.engine.stage_modules import cut, divide
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Ledger, MetaArena
+from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
@@ -81,7 +82,8 @@ def laid_out(plan: Plan) -> Ledger:
     spec = lay_out(model, blocks, config.offload, ranks, plan.second_copy_budget, first=first)
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
-    map_memory(blocks, spec, device, arena=MetaArena(ledger), ledger=ledger)
+    arena, disk = MetaArena(ledger), MetaDiskArena(ledger)
+    map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
     _compare(ledger, spec)
     return ledger
 
@@ -111,6 +113,7 @@ def _compare(ledger: Ledger, spec: StepSpec) -> None:
     device = memory.by_owner(memory.device_requests(spec))
     expected = {("device", owner): size for owner, size in device.items()}
     expected |= {("host", owner): size for owner, size in memory.host_owners(spec).items()}
+    expected |= {("disk", owner): size for owner, size in memory.disk_owners(spec).items()}
     booked = {(row.tier, row.owner): row.bytes for row in ledger.rows()}
     for tier, owner in sorted(expected.keys() | booked.keys()):
         said, found = expected.get((tier, owner), 0), booked.get((tier, owner), 0)

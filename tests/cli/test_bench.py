@@ -252,3 +252,21 @@ def test_ranks_beside_their_prediction() -> None:
     rows = [scale._row(case, 2, found, 4) for case in CASES]
     assert [(row.step_ms, row.efficiency) for row in rows] == [(50.0, 1.0)] * len(rows)
     assert all(case in scale.table(rows) for case in CASES)
+
+
+@pytest.mark.slow
+def test_the_disk_against_its_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["bench", "disk", "--folder", str(tmp_path), "--size", "1MiB", "--rounds", "2"]
+    found = json.loads(in_this_process([*small, "--json"], capsys))
+    one_way = 16 * 64 * 64 * 12  # 16 blocks of 64 x 64, fp32 state
+    sizes = [row["num_bytes"] for row in found["disk"]]
+    assert sizes == [one_way, one_way, 2 * one_way, 2 * one_way]
+    assert [row["x_bound"] is None for row in found["disk"]] == [True, True, True, False]
+    assert found["machine"]["cpu"] and list(tmp_path.iterdir()) == []
+    assert "goal: the engine's update at 0.85" in in_this_process(small, capsys)
+
+
+@pytest.mark.slow
+def test_the_disk_of_a_size_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "disk", "--size", "much"]) == USAGE
+    assert "--size much" in capsys.readouterr().err

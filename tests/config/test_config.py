@@ -540,9 +540,10 @@ _NONE = st.just("")
 _SHARES = st.floats(0, 0.5).map(lambda share: {"device": share, "host": 0.25})
 
 
-def _tiers(working: str) -> st.SearchStrategy[Any]:
+def _tiers(update: str, working: str) -> st.SearchStrategy[Any]:
     named = ("auto", "host", "device") if working == "device" else ("auto", "host")
-    return st.sampled_from(named) | _SHARES
+    lasting = ("disk", {"disk": 0.5}) if update != "speculative" else ()
+    return st.sampled_from((*named, *lasting)) | _SHARES
 
 
 _USED = {
@@ -583,11 +584,12 @@ def _configs(draw: st.DrawFn) -> Config:
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
     working = draw(st.sampled_from(("device", "host")))
     skips = precision == "fp16" or draw(st.booleans())
-    state_on = draw(_tiers(working))
+    state_on = draw(_tiers(update, working))
     offload = {
         "precision": st.just(precision),
         "state": st.just(state),
         "state_on": st.just(state_on),
+        "scratch_dir": st.none() | _PATHS if "disk" in state_on else st.none(),
         "update": st.just(update),
         "warmup_steps": st.integers(0, 9 if update == "delayed" else 0),
         "skip_nonfinite": st.just(skips),

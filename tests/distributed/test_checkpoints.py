@@ -108,7 +108,9 @@ STREAMED: dict[str, Any] = {"zero_stage": 3, "working": "host"}
 def test_any_placement_reads_any_other(ranks: Run, tmp_path: Path, options: dict[str, Any]) -> None:
     before = ranks(2, trained_and_saved, tmp_path, "frozen", "fp32", **options)[0]
     resident, half = {"state_on": "device"}, {"state_on": {"device": 0.5}}
-    for size, other in ((1, {}), (2, resident), (2, half), (2, {"zero_stage": 3}), (4, STREAMED)):
+    disk = {"state_on": "disk", "scratch_dir": str(tmp_path / "scratch"), "scratch_in_memory": True}
+    others = ((1, {}), (2, resident), (2, half), (2, {"zero_stage": 3}), (2, disk), (4, STREAMED))
+    for size, other in others:
         assert ranks(size, loaded, tmp_path, "frozen", "fp32", **other) == [before] * size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,17 @@ def test_stages_with_half_of_the_state_on_the_device(
 ) -> None:
     state_on = {"device": 0.5}
     ranks(2, compare, "tied", lanes="threads", zero_stage=stage, state_on=state_on, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", ["threads", "late"])
+@pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3}, {"working": "host"}])
+def test_stages_with_the_state_on_the_disk(
+    ranks: Run, tmp_path: Path, options: dict[str, Any], lanes: str
+) -> None:
+    """Each rank has a file of its own."""
+    disk = {"state_on": "disk", "scratch_dir": str(tmp_path), "scratch_in_memory": True}
+    ranks(2, compare, "tied", lanes=lanes, accum=2, **options, **disk)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from offloadtrain.engine.autograd.activation_offload import ActivationError, Act
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import ALONE
@@ -163,8 +165,8 @@ def offloader(lanes: Lanes) -> ActivationOffloader:
     inputs = BlockInputs(torch.device("cpu"))
     staging: dict[Memory, Any] = {Memory.HOST_ACTIVATION: buffer}
     norms = Buffer("norms", torch.zeros(1))
-    memory = MemoryMap([], norms=norms, slots=[], staging=staging, inputs=inputs)
-    functions = Functions([], lanes, ALONE, ot.AdamW(), [], seed=0)
+    memory = MemoryMap([], norms=norms, slots=[], state_slots=[], staging=staging, inputs=inputs)
+    functions = Functions([], lanes, ALONE, ot.AdamW(), [], MetaDiskArena(Ledger()), seed=0)
     nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
     program = Program(chain(1))
     return ActivationOffloader(program, Interpreter(lanes, memory, functions, nobody), inputs)

@@ -68,7 +68,7 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for row in optimizer.ledger.rows():
         if row.peak_bytes:
-            found[row.tier][row.owner] = row.peak_bytes
+            found.setdefault(row.tier, {})[row.owner] = row.peak_bytes
     optimizer.close()
     return found
 

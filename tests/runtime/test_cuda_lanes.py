@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ STREAMED: dict[str, Any] = {"working": "host"}
 OFFLOADED = {**STREAMED, "activation": "offload"}
 RIGHT = {"update": "speculative", "clip_norm": 1e9}
 RESIDENT = {"state_on": "device"}
+ON_DISK = {"state_on": "disk", "scratch_dir": gettempdir(), "scratch_in_memory": True}
 AMONG = {"among_ranks": True}
 
 CASES = {
@@ -81,6 +83,8 @@ CASES = {
     "recompute": Case({"activation": "recompute"}, model="tied"),
     "offloaded": Case(OFFLOADED, poison=True),
     "offloaded, accumulated": Case({**OFFLOADED, "grad_accum_steps": 2}),
+    "on the disk": Case(ON_DISK, poison=True),
+    "on the disk, int8, streamed": Case({**ON_DISK, **STREAMED, "state": "int8"}),
     "resident": Case(RESIDENT),
     "resident, accumulated": Case({**RESIDENT, "grad_accum_steps": 2}, model="unusual"),
     "resident, offloaded": Case({**RESIDENT, "activation": "offload"}),
@@ -206,7 +210,8 @@ WHOLE_STEPS = [*((case, "queue") for case in CASES), *((case, "thread") for case
 )
 def test_whole_steps(gpu: Gpu, case: str, request: pytest.FixtureRequest) -> None:
     found = compare(gpu, CASES[case])
-    by_the_driver = "queue" in request.node.name and "state_on" not in CASES[case].options
+    on_host = CASES[case].options.get("state_on") != "device"
+    by_the_driver = "queue" in request.node.name and on_host
     assert (gpu.driver_waits > 0) == by_the_driver
     streams = CASES[case].options.get("working") == "host"
     of_host = {"compute", "d2h", "host", "load" if streams else "h2d"}

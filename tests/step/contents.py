@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.memory import slot_offsets
 from offloadtrain.step.operations import Kind, Launch, Memory, Operation, Ref, Undefined
+from offloadtrain.step.places import BucketRefs
 from offloadtrain.step.program import Program
 
 Version = tuple[object, ...]
@@ -62,14 +64,18 @@ class Contents:
         """Of every trained bucket; of frozen ones, the weights that are loaded."""
         trained = {bucket.name for bucket in self._program.spec.buckets}
         for name, bucket in self._program.buckets.items():
-            for ref in bucket.state() if name in trained else (bucket.load_source,):
+            for ref in self._at_rest(bucket) if name in trained else (bucket.load_source,):
                 self.write(ref, version)
 
     def state(self, name: str) -> Value:
         """Of all its fields."""
-        values = {self.one(ref) for ref in self._program.buckets[name].state()}
+        values = {self.one(ref) for ref in self._at_rest(self._program.buckets[name])}
         assert len(values) == 1
         return values.pop()
+
+    def _at_rest(self, bucket: BucketRefs) -> tuple[Ref, ...]:
+        """Where its state is between steps."""
+        return bucket.state_file if bucket.is_on_disk else bucket.state()
 
     def run(self, operations: Iterable[Operation], delivery: int = -1) -> None:
         """`delivery`: the number of the gradients that autograd has left."""
@@ -108,6 +114,9 @@ class Contents:
                 self._copy(op)
             case Kind.PUBLISH | Kind.LOAD:
                 self._copy(op)
+            case Kind.READ_STATE | Kind.WRITE_STATE:
+                for source, target in zip(op.reads, op.writes, strict=True):
+                    self.write(target, self.one(source))
 
     def _copy(self, op: Launch) -> None:
         (source,), (target,) = op.reads, op.writes
@@ -187,4 +196,7 @@ class Contents:
         if ref.memory is Memory.WORKING and spec.block_of[owner].name in spec.streamed:
             offset = self._offsets[owner]
             return ("slot", ref.copy), offset + lo, offset + hi
+        if ref.memory is Memory.STATE and self._program.buckets[owner].is_on_disk:
+            offset = slot_offsets(self._program.buckets[owner].spec)[ref.field]
+            return ("state slot", ref.copy), offset + lo, offset + hi
         return (ref.memory, ref.owner, ref.copy, ref.field), lo, hi

@@ -112,7 +112,10 @@ def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
         given["zero_stage"] = 3
     if given["working"] == "host" or given["zero_stage"] == 3:
         given["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
-    given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
+    if mode != "speculative" and draw(st.integers(0, 3)) == 0:
+        given["state_on"] = draw(st.sampled_from(["disk", {"disk": 0.5}]))
+    if given.get("state_on", "host") not in ("disk", "device"):
+        given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
     given["device_slots"] = draw(st.integers(1, 3))
     given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
     given["reduction"] = draw(st.sampled_from(["working", "fp32"]))

@@ -70,7 +70,9 @@ class Asked:
         self.of: dict[tuple[str, Role | None], list[MemoryRequest]] = defaultdict(list)
         # Where nothing is summed, host staging is mapped with the first second gradient.
         late = () if spec.accumulates else memory.host_staging(spec)
-        for one in (*host_requests(spec), *late, *memory.device_requests(spec)):
+        self._on_disk = {bucket.name: bucket for bucket in spec.buckets if bucket.is_on_disk}
+        on_disk = memory.disk_requests(spec)
+        for one in (*host_requests(spec), *late, *memory.device_requests(spec), *on_disk):
             if one.role is None:
                 self._shared[one.owner].append(one)
             else:
@@ -80,6 +82,12 @@ class Asked:
         owner = str(ref.owner)
         if ref.memory in SHARED:
             self._check_shared(ref)
+        elif ref.memory is Memory.STATE_FILE:
+            _check(ref, self.of[owner, Role.STATE][ref.field])
+        elif ref.memory is Memory.STATE and owner in self._on_disk:
+            slot = self._shared["state slots"][ref.copy]
+            offset = memory.slot_offsets(self._on_disk[owner])[ref.field]
+            assert offset % memory.ARENA_ALIGN == 0 and offset + ref.nbytes <= slot.nbytes
         elif ref.memory is Memory.STATE:
             role = Role.STATE if ref.copy == 0 else Role.OTHER
             _check(ref, self.of[owner, role][ref.field])

@@ -25,7 +25,10 @@ from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.timelines import SAMPLED_STEPS, Timelines
 
-LANES = ("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update", "write")
+LANES = (
+    *("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
+    *("write", "disk_read", "disk_write"),
+)
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",

@@ -15,6 +15,8 @@ _LANES = {
     "ortho": "matrices",
     "update": "GPU state",
     "write": "saving",
+    "disk_read": "disk→CPU",
+    "disk_write": "CPU→disk",
     "data": "data",
 }
 

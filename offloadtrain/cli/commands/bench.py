@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.units import parse_bytes
 
 if TYPE_CHECKING:
     from offloadtrain.cli.bench.report import Row
@@ -166,6 +167,48 @@ def scale(
         print(json.dumps(_machine() | {"rows": [row.as_json() for row in rows]}))
     else:
         print(scaling.table(rows))
+
+
+def disk(
+    *,
+    folder: str = ".",
+    size: str = "1GiB",
+    rounds: int = 5,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Compare an update of state on the disk with what the drive reads and writes at once.
+
+    Four cases alternate in one process: O_DIRECT read, write, both at once, and the update of a
+    model with state in a file there.
+
+    Parameters
+    ----------
+    folder
+        Folder on the drive to measure. The files have no name and end with the process.
+    size
+        Size of the state, such as 4GiB; the drive needs room for twice as much, and every round
+        writes it three times.
+    rounds
+        Number of times every case runs.
+    as_json
+        Print one JSON object instead of the table.
+    """
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: give at least 1")
+    try:
+        num_bytes = parse_bytes(size)
+    except ValueError as error:
+        raise ConfigError(f"--size {size}: {error}") from None
+
+    from offloadtrain.cli.bench import disk as bench
+
+    rows = bench.run(folder, num_bytes, rounds, _say)
+    print(file=sys.stderr)
+    if as_json:
+        print(json.dumps(_machine() | {"disk": [row.as_json() for row in rows]}))
+    else:
+        print(f"medians of {rounds} rounds\n")
+        print(bench.table(rows))
 
 
 def _say(text: str) -> None:

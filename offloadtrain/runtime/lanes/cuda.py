@@ -4,10 +4,10 @@
 * The thread that runs the user's code launches compute and d2h operations straight onto their
   streams (in backward: the device's autograd thread, while the training thread waits inside
   backward).
-* host, h2d, load, comm, ortho, update and write have a thread each; among ranks d2h too, since it
-  waits for comm. The host thread computes, without the interpreter's lock where the kernels are
-  native; the write thread hands memory to the disk. The others launch copies, collectives and the
-  device's part of updates onto their streams.
+* host, h2d, load, comm, ortho, update and the lanes of the disk have a thread each; among ranks d2h
+  too, since it waits for comm. The host thread computes, without the interpreter's lock where the
+  kernels are native; the threads of the disk move memory to it and from it. The others launch
+  copies, collectives and the device's part of updates onto their streams.
 * A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
   never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
   (for lanes without a stream: has happened), then makes its stream wait for the rest.
@@ -48,6 +48,9 @@ from offloadtrain.step.operations import Lane
 
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
+DISK_LANES = (Lane.WRITE, Lane.DISK_READ, Lane.DISK_WRITE)
+"""Lanes between the host and the disk."""
+
 
 class CudaLanes(Lanes):
     """The lanes of one device. Streams live as long as the lanes."""
@@ -70,7 +73,7 @@ class CudaLanes(Lanes):
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._queues: dict[Lane, HostLane] = {
             Lane.HOST: self._host,
-            Lane.WRITE: PythonHostLane(self._failure, begin, Lane.WRITE),
+            **{lane: PythonHostLane(self._failure, begin, lane) for lane in DISK_LANES},
         }
         """Lanes that work on the CPU."""
         self._closed = False

@@ -8,7 +8,10 @@ from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime.lanes.base import Interval
 from offloadtrain.step.operations import Lane
 
-_CAUSES = (Lane.H2D, Lane.HOST, Lane.UPDATE, Lane.ORTHO, Lane.D2H, Lane.COMM, Lane.WRITE)
+_CAUSES = (
+    *(Lane.H2D, Lane.HOST, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE),
+    *(Lane.ORTHO, Lane.D2H, Lane.COMM, Lane.WRITE),
+)
 """Lanes that an idle awaited lane can itself have waited for, the nearest first."""
 
 _Stretch = tuple[float, float]

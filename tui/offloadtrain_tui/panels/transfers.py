@@ -19,9 +19,9 @@ from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.tell import tell
 from offloadtrain_tui.words import lane_word
 
-RARE = ("load", "comm", "ortho", "update", "write")
+RARE = ("load", "comm", "ortho", "update", "write", "disk_read", "disk_write")
 """Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
-device, checkpoints."""
+device, checkpoints, state on the disk."""
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 

@@ -20,6 +20,8 @@ LANE_COLORS = {
     "ortho": "success",
     "update": "accent",
     "write": "primary",
+    "disk_read": "warning",
+    "disk_write": "secondary",
 }
 STATE_COLORS = {
     "starting": "primary",

@@ -1,0 +1,199 @@
+"""Optimizer state in a scratch file: mapped for those who use it at rest, moved past the page cache
+in a step.
+
+[Note: The scratch file]
+The file has no name: it is unlinked as soon as it is open, so it ends with its process however that
+ends, and no later run finds it. Its space is reserved before the first weight is read. Each tensor
+of the state is a view of a shared mapping of the file. Its address also *names* its range of the
+file: operations of a step get such a view and a slot of host memory, and move the bytes between
+file and slot with O_DIRECT, several requests at once, without touching the mapping. Who reads the
+views does so while the lanes are empty: the kernel writes dirty pages before a direct read, and
+drops cached ones behind a direct write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offloadtrain.config.errors import DiskError
+from offloadtrain.config.units import format_bytes
+from offloadtrain.hardware.direct_io import (
+    BLOCK,
+    THREADS,
+    DirectFile,
+    aligned_buffer,
+    padded,
+    windows,
+)
+from offloadtrain.hardware.file_system import IN_MEMORY, free_bytes, kind_of
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.step.memory import MemoryRequest, largest_owners
+from offloadtrain.step.tiers import Tier
+
+_Move = Callable[[DirectFile, memoryview, int], None]
+"""(file, memory, offset in the file) → moves all of the memory's bytes."""
+
+
+class DiskArena:
+    """One rank's scratch file. Closed by its owner after draining the lanes."""
+
+    def __init__(self, ledger: Ledger, folder: str | None, *, in_memory: bool = False) -> None:
+        """`folder`: None: nothing will be mapped. `in_memory`: it may be on a file system in host
+        memory."""
+        self._ledger = ledger
+        self._folder = Path(folder or "")
+        self._in_memory = in_memory
+        self._booked: list[MemoryRequest] = []
+        self._base = 0
+        """The address at which the file is mapped."""
+
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+        """Make the file; return zeroed 1-D tensors, views of it, in the order of the requests.
+
+        Raises:
+            DiskError: the folder is in memory, has too little space, or cannot be written.
+        """
+        if not requests:
+            return []
+        sizes = [padded(request.nbytes) for request in requests]
+        *offsets, whole = accumulate(sizes, initial=0)
+        self._check(requests, whole)
+        try:
+            self._file = DirectFile.scratch(self._folder, whole)
+        except OSError as error:
+            raise self._refused(requests, whole, str(error.strerror)) from error
+        self._threads = ThreadPoolExecutor(2 * THREADS, "offloadtrain-disk")
+        # The memoryview holds the mapping as long as a tensor does.
+        mapped = torch.frombuffer(self._file.mapped(), dtype=torch.uint8)
+        self._base = mapped.data_ptr()
+        self._book(requests, 1)
+        return [
+            mapped[offset : offset + request.nbytes].view(DTYPES[request.dtype])
+            for offset, request in zip(offsets, requests, strict=True)
+        ]
+
+    def read(self, *views: Tensor) -> None:
+        """Fill the second half of the views, host memory, with the ranges of the file that the
+        first half names.
+
+        Raises:
+            DiskError: the disk fails.
+        """
+        half = len(views) // 2
+        self._move("reading", _read, views[:half], views[half:])
+
+    def write(self, *views: Tensor) -> None:
+        """Write the first half of the views, host memory, to the ranges of the file that the second
+        half names.
+
+        Raises:
+            DiskError: the disk is full or fails.
+        """
+        half = len(views) // 2
+        self._move("writing", _write, views[half:], views[:half])
+
+    def close(self) -> None:
+        """Close the file. Its space is free when the last view of it is gone. Idempotent."""
+        if self._booked:
+            self._threads.shutdown()
+            self._file.close()
+            self._book(self._booked, -1)
+            self._booked = []
+
+    def _move(
+        self, verb: str, move: _Move, files: Sequence[Tensor], slots: Sequence[Tensor]
+    ) -> None:
+        pieces = [
+            piece
+            for file, slot in zip(files, slots, strict=True)
+            for piece in _pieces(slot, file.data_ptr() - self._base)
+        ]
+        # This lane's thread waits for all requests: an event behind it stands for the whole bucket.
+        try:
+            list(self._threads.map(lambda piece: move(self._file, *piece), pieces))
+        except OSError as error:
+            nbytes = sum(slot.nbytes for slot in slots)
+            raise self._failed(f"{verb} {format_bytes(nbytes)}", error) from error
+
+    def _check(self, requests: Sequence[MemoryRequest], num_bytes: int) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            free = free_bytes(self._folder)
+        except OSError as error:
+            raise self._refused(requests, num_bytes, str(error.strerror)) from error
+        if (kind := kind_of(self._folder)) in IN_MEMORY and not self._in_memory:
+            raise DiskError(
+                f"scratch_dir = '{self._folder}' is on {kind}, which is host memory: state on it "
+                "saves none. Set scratch_dir to a folder on a drive, or scratch_in_memory = true "
+                "for a test"
+            )
+        if free < num_bytes:
+            raise self._refused(requests, num_bytes, f"{format_bytes(free)} is free")
+
+    def _refused(self, requests: Sequence[MemoryRequest], num_bytes: int, why: str) -> DiskError:
+        return DiskError(
+            f"state_on = 'disk' needs {format_bytes(num_bytes)} in scratch_dir = "
+            f"'{self._folder}': {why}. Largest: {largest_owners(requests)}. Set scratch_dir to a "
+            "folder on a larger drive, or take a narrower state ('split16', 'int8')"
+        )
+
+    def _failed(self, what: str, error: OSError) -> DiskError:
+        name = errno.errorcode.get(error.errno or 0, "")
+        return DiskError(
+            f"{what} of optimizer state in scratch_dir = '{self._folder}' failed: "
+            f"{error.strerror} ({name}); {format_bytes(free_bytes(self._folder))} is free there. "
+            "The state of this run is lost, its checkpoints are intact: resume from the last one, "
+            "with scratch_dir on another drive or with state_on = 'host'"
+        )
+
+    def _book(self, requests: Sequence[MemoryRequest], sign: int) -> None:
+        for request in requests:
+            self._ledger.add(request.owner, Tier.DISK, sign * request.nbytes)
+        self._booked = list(requests)
+
+
+class MetaDiskArena(DiskArena):
+    """Records requests without a file: tensors are on the meta device."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger, None)
+
+    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+        self._book(requests, 1)
+        return [torch.empty(one.numel, dtype=DTYPES[one.dtype], device="meta") for one in requests]
+
+
+def _pieces(slot: Tensor, offset: int) -> Iterator[tuple[memoryview, int]]:
+    """Cut memory into requests, each with its place in the file."""
+    data = slot.view(torch.uint8).numpy().data
+    for lo, hi in windows(offset, offset + len(data)):
+        yield data[lo - offset : hi - offset], lo
+
+
+def _write(file: DirectFile, data: memoryview, offset: int) -> None:
+    whole = len(data) // BLOCK * BLOCK
+    file.write(data[:whole], offset)
+    # The rest of a block would not be aligned: it goes with what fills the block.
+    if rest := data[whole:]:
+        page = aligned_buffer(BLOCK)
+        page[: len(rest)] = rest
+        file.write(page, offset + whole)
+
+
+def _read(file: DirectFile, into: memoryview, offset: int) -> None:
+    whole = len(into) // BLOCK * BLOCK
+    page = aligned_buffer(BLOCK) if len(into) > whole else memoryview(b"")
+    memories = [part for part in (into[:whole], page) if part]
+    found = file.read(memories, offset)
+    if found != whole + len(page):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    into[whole:] = page[: len(into) - whole]

@@ -1,0 +1,59 @@
+"""State on the disk: read into a slot of the host, updated there, written back.
+
+[Note: State on the disk]
+A bucket's state is in a file. A few slots of pinned memory, each as large as the largest bucket's
+state, hold it while it is used. Every use is launched as read, use, write; nothing is launched
+ahead, since lanes run concurrently: disk_read reads the next bucket into another slot as soon as
+that one is written, while the host updates this bucket and disk_write writes the one before. The
+order of use is known, so there is no cache: a slot goes to the next bucket in turn. What waits for
+what follows from the slots and the files that the operations name.
+
+The file always holds what the slot held when its last write was launched, so a slot can be taken
+away at any time. Whoever touches the state past the lanes, between steps, reads and writes the
+file, and the slots are forgotten.
+"""
+
+from __future__ import annotations
+
+from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.operations import Kind, Lane, Launch
+from offloadtrain.step.places import BucketRefs
+from offloadtrain.step.spec import StepSpec
+
+
+class DiskPath:
+    """Gives slots to buckets whose state is on the disk; of others it does nothing."""
+
+    def __init__(self, spec: StepSpec, order: Dependencies) -> None:
+        self._order = order
+        self._slots: list[BucketRefs | None] = [None] * spec.state_slots
+        """The bucket whose state each slot holds."""
+        self._next = 0
+
+    def read(self, bucket: BucketRefs) -> None:
+        """Launch what brings the state into a slot, unless it is in one."""
+        if not bucket.is_on_disk or bucket in self._slots:
+            return
+        slot, self._next = self._next, (self._next + 1) % len(self._slots)
+        before, self._slots[slot] = self._slots[slot], bucket
+        bucket.copy = slot
+        state = bucket.state()
+        # The slot changes hands: the read waits for every use of the bucket before.
+        self._order.reuse(state, () if before is None else before.state())
+        # disk_read, beside the update of the bucket before. It waits until the file has what was
+        # written last; whoever uses the state waits for it.
+        op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_file, state)
+        self._order.launch(op, fresh=state[0])
+
+    def write(self, bucket: BucketRefs) -> None:
+        """Launch what brings new state from its slot to the file."""
+        if not bucket.is_on_disk:
+            return
+        # disk_write, beside the update of the next bucket and its read. It waits for the update;
+        # the slot's next read waits for it.
+        state, file = bucket.state(), bucket.state_file
+        self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
+
+    def forget(self) -> None:
+        """The lanes are empty, and the files may change past them."""
+        self._slots = [None] * len(self._slots)

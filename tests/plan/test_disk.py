@@ -1,0 +1,131 @@
+"""State on the disk in a plan: bytes, seconds, wear; and a job that needs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import pytest
+
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config
+from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan.disk import ASSUMED_GBPS
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.report import text
+from offloadtrain.step import spec
+from offloadtrain.step.formats import ADAM_MOMENTS
+from offloadtrain.train.dry_run import check
+from tests.plan.test_memory import GPT, booked, job
+from tests.plan.test_scaled import SCALE, SIDE, scaled
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DISK: dict[str, Any] = {
+    "offload__state_on": "disk",
+    "offload__scratch_dir": gettempdir(),
+    "offload__scratch_in_memory": True,
+}
+
+
+def example() -> Config:
+    return jobs.load(EXAMPLES / "llama_8b_disk.toml")
+
+
+def nvme(**keys: Any) -> Machine:
+    return replace(find(str(EXAMPLES / "rtx4090_nvme.toml"))[1], **keys)
+
+
+def planned(machine: Machine, **offload: Any) -> Plan:
+    config = example()
+    return make(replace(config, offload=replace(config.offload, **offload)), "nvme", machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_every_owner_to_the_byte(
+    monkeypatch: pytest.MonkeyPatch, accum: int, working: str, state: str
+) -> None:
+    keys = {"offload__state": state, "offload__working": working, "train__grad_accum_steps": accum}
+    config = job(GPT, **keys, **DISK)
+    plan = make(config, "cpu2", find("cpu2")[1])
+    found = booked(config)
+    assert found["disk"] == plan.disk
+    assert found["host"] == plan.placed.host()
+    assert "exp_avg" not in found["host"] and found["host"]["state slots"]
+
+
+def test_8b_with_fp32_state_on_a_host_of_64_gb() -> None:
+    """Planned, laid out and proved at its real size."""
+    plan = planned(nvme())
+    assert plan.fits, plan.problems
+    params = sum(bucket.numel for bucket in plan.placed.spec.buckets)
+    assert sum(plan.disk.values()) == 12 * params > 89 << 30
+    assert sum(plan.host.values()) < 64e9 < 12 * params
+    assert "free of races" in check(plan)
+    assert not planned(nvme(), state_on="host", scratch_dir=None).fits
+
+
+@pytest.mark.slow
+def test_a_thousandth_of_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a thousandth of the planned host memory, and of the disk's."""
+    large = planned(nvme())
+    monkeypatch.setattr(spec, "STAGING_BYTES", spec.STAGING_BYTES // SCALE)
+    small = scaled(example())
+    keys = {"scratch_dir": str(tmp_path), "scratch_in_memory": True, "grad_accum_steps": 1}
+    # Keys and values have as many heads: a quarter of one more of 32 there would be none.
+    model = replace(small.model, num_heads=4, num_kv_heads=1, d_ff=small.model.d_ff // SIDE)
+    small = replace(
+        small,
+        model=model,
+        offload=replace(small.offload, **keys),
+        device=replace(small.device, kind="cpu"),
+        train=replace(small.train, grad_accum_steps=1, micro_batch=1),
+    )
+    found, host = booked(small, steps=2), large.placed.host()
+    for owners in (host, found["host"]):
+        del owners["padding"]  # what separates neighbours has a size of its own
+    assert sum(found["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
+    assert sum(found["disk"].values()) == pytest.approx(sum(large.disk.values()) / SCALE, rel=0.05)
+
+
+def test_seconds_are_bytes_over_the_drives_rates() -> None:
+    prediction = planned(nvme(disk_read_gbps=4.0, disk_write_gbps=2.0)).prediction
+    moved = prediction.disk.read_bytes
+    assert prediction.disk.written_bytes == moved
+    assert prediction.busy_s["disk_read"] == pytest.approx(moved / 4e9)
+    assert prediction.busy_s["disk_write"] == pytest.approx(moved / 2e9)
+    assert prediction.bound == (pytest.approx(moved / 2e9), "disk_write")
+
+
+def test_a_shared_drive_takes_as_long_as_both_at_once() -> None:
+    shared = planned(nvme(disk_both_gbps=6.0)).prediction
+    assert max(shared.busy_s["disk_read"], shared.busy_s["disk_write"]) == pytest.approx(
+        2 * shared.disk.read_bytes / 6e9
+    )
+    apart = planned(nvme(disk_both_gbps=12.0)).prediction
+    assert apart.busy_s["disk_read"] == pytest.approx(apart.disk.read_bytes / 6e9)
+
+
+def test_a_drive_that_was_not_measured_is_assumed_and_said() -> None:
+    plan = planned(nvme(disk_read_gbps=0.0, disk_write_gbps=0.0, disk_tbw=0.0))
+    assert plan.prediction.disk.assumed
+    assert plan.prediction.disk.read_rate == ASSUMED_GBPS * 1e9
+    told = text(plan)
+    assert "assumed: set disk_read_gbps" in told and "its rating is unknown" in told
+    assert "assumed" not in text(planned(nvme()))
+
+
+def test_wear_is_what_all_ranks_of_a_host_write() -> None:
+    plan = planned(nvme())
+    bytes_per_param = plan.placed.spec.buckets[0].format.bytes_per_param(ADAM_MOMENTS, 2)
+    params = sum(bucket.numel for bucket in plan.placed.spec.buckets)
+    assert plan.wear.per_step == bytes_per_param * params
+    per_day = plan.wear.per_step * 86400 / plan.prediction.seconds
+    assert plan.wear.per_day == pytest.approx(per_day)
+    assert plan.wear.days == pytest.approx(1200e12 / per_day)
+    two = make(example(), "nvme", nvme(gpus=2), ranks=2)
+    assert two.wear.per_step == plan.wear.per_step

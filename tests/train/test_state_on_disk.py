@@ -1,0 +1,94 @@
+"""A run with its state on the disk: it stops, goes on anywhere to the bit, survives the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import pytest
+
+from offloadtrain.config.errors import DiskError
+from offloadtrain.runtime.disk_arena import DiskArena
+from offloadtrain.runtime.lanes import LaneError
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.train.checkpoint import checkpoint
+from tests.engine.test_proof import MODES, PLACEMENTS
+from tests.train.bitwise import Case, differ, parted, saving, whole
+from tests.train.small_job import run, small_job, tensor_hashes
+
+DISK: dict[str, Any] = {
+    "state_on": "disk",
+    "scratch_dir": gettempdir(),
+    "scratch_in_memory": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["on the device", "streamed"])
+@pytest.mark.parametrize("mode", ["exact", "early", "delayed"])
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_saves_and_stops_change_no_bit(
+    tmp_path: Path, state: str, mode: str, placement: str
+) -> None:
+    """Of a run on the disk, and of one that goes from the disk to the host and back."""
+    options = {**MODES[mode], "state": state, "precision": "bf16"}
+    there = PLACEMENTS[placement]
+    on_host, on_disk = Case(options, there), Case(options, {**there, **DISK})
+    expected = whole(on_host)
+    threads = replace(on_disk, lanes=lambda: ThreadLanes(longest_delay_ms=0.2))
+    assert differ(saving(threads, tmp_path / "saving"), expected) == []
+    cases = [on_disk, on_host, on_disk]
+    assert differ(parted(cases, tmp_path / "parted"), expected) == []
+
+
+@pytest.mark.slow
+def test_a_job_goes_from_the_disk_to_the_host_and_back(tmp_path: Path) -> None:
+    """The checkpoints are those of the host; the file lies beside the runs and has no name."""
+    disk = ("offload.state_on=disk", "offload.scratch_in_memory=true")
+    placements: dict[str, list[tuple[str, ...]]] = {
+        "host": [(), ()],
+        "from the disk": [disk, ()],
+        "to the disk": [(), disk],
+    }
+    for name, (first, second) in placements.items():
+        path = tmp_path / name
+        assert run(small_job(tmp_path, "train.steps=3", *first), path) == 0
+        assert run(small_job(tmp_path, "train.steps=6", *second), path, resume=str(path)) == 0
+        for step in (3, 6):
+            assert tensor_hashes(path, step) == tensor_hashes(tmp_path / "host", step), name
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failing_disk_ends_the_run_and_leaves_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real, updates = DiskArena.write, []
+
+    def write(arena: DiskArena, *views: Any) -> None:
+        updates.append(views)
+        if len(updates) < 40:  # of five buckets: in the eighth step, behind two saves
+            return real(arena, *views)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pwrite", _failing(code))
+            return real(arena, *views)
+
+    monkeypatch.setattr(DiskArena, "write", write)
+    disk = ("offload.state_on=disk", "offload.scratch_in_memory=true")
+    with pytest.raises((DiskError, LaneError), match=errno.errorcode[code]) as raised:
+        run(small_job(tmp_path, *disk), tmp_path / "run")
+    assert "its checkpoints are intact" in str(raised.value)
+    found = checkpoint.find(tmp_path / "run" / "checkpoints")
+    assert [checkpoint.verify(path).step for path in found]
+
+
+def _failing(code: int) -> Any:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail

@@ -1,10 +1,13 @@
 """Instructions of a step over the lanes of a GPU, where no GPU is.
 
     python -m benchmarks.launch_cost [--layers 24]
+    python -m benchmarks.launch_cost --time [--layers 24]
 
 The real CUDA lanes run over streams and events that do nothing. valgrind counts what two runs of
 different length execute, on all threads; the difference is a step's. A machine that is busy with
 other work changes nothing in it. "plain" is forward and backward of the model without the engine.
+With `--time` all cases take steps in turn in one process, and the training thread's CPU time beyond
+that of the plain step of the same round is told, in milliseconds per layer.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ import argparse
 import ctypes
 import os
 import re
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+WARM, ROUNDS = 8, 25
 SHORT, LONG = 3, 9
-"""Steps of the two runs, after five that are not counted."""
+"""Steps of the two runs, after as many that are not counted as `WARM` says."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "device": {},
     "streamed": {"working": "host"},
@@ -145,20 +151,48 @@ def _count(case: str, layers: int) -> float:
     return (found[1] - found[0]) / (LONG - SHORT) / layers / 1e6
 
 
+def _time(layers: int) -> None:
+    plain = _runs("plain", layers)
+    cases = {case: _runs(case, layers) for case in OPTIONS}
+    plain_s: list[float] = []
+    beyond_s: dict[str, list[float]] = {case: [] for case in cases}
+    for number in range(WARM + ROUNDS):
+        spent = _timed(plain)
+        beyond = {case: _timed(step) - spent for case, step in cases.items()}
+        if number >= WARM:
+            plain_s.append(spent)
+            for case, seconds in beyond.items():
+                beyond_s[case].append(seconds)
+    print(f"{'case':20} {'ms/layer':>12} {'least':>12}")
+    for case, spent_s in {"plain": plain_s, **beyond_s}.items():
+        each = [1e3 * one / layers for one in spent_s]
+        print(f"{case:20} {statistics.median(each):12.3f} {min(each):12.3f}")
+
+
+def _timed(step: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    step()
+    return time.thread_time() - begun
+
+
 def main() -> None:
     """Print a line for each case, or run one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--time", action="store_true", help="CPU time, not instructions")
     parser.add_argument("--run", choices=("plain", *OPTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=1, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.run:
         step = _runs(asked.run, asked.layers)
-        for _ in range(5 + asked.steps):
+        for _ in range(WARM + asked.steps):
             step()
         # Without the interpreter's end, which is not a step's.
         sys.stdout.flush()
         os._exit(0)
+    if asked.time:
+        _time(asked.layers)
+        return
     plain = _count("plain", asked.layers)
     print(f"{'case':20} {'Minstr/layer':>12} {'beyond plain':>12}")
     print(f"{'plain':20} {plain:12.3f}")

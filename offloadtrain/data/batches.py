@@ -128,10 +128,20 @@ class Batches:
         beyond = np.diff(self._ends, prepend=0) - (self._seq_len + 1)
         return int((beyond > 0).sum()), int(beyond[beyond > 0].sum())
 
+    @property
+    def position(self) -> int:
+        """Samples that all ranks have taken so far."""
+        return self._position
+
     def next(self) -> Batch:
         """Return this rank's next batch."""
-        samples = self._position + self._rank + self._world * np.arange(self._batch)
-        self._position += self._batch * self._world
+        batch = self.at(self._position)
+        self.skip(1)
+        return batch
+
+    def at(self, position: int) -> Batch:
+        """Return this rank's batch at a position, without moving; from any thread."""
+        samples = position + self._rank + self._world * np.arange(self._batch)
         index_BS = self._indices(samples)
         window_BS = self._tokens.tokens[index_BS].astype(np.int64)
         targets_BT = window_BS[:, 1:].copy()

@@ -17,6 +17,7 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
+from offloadtrain.engine.eager import eager
 from offloadtrain.engine.foreign_readers import (
     CLIPPING,
     refuse_pipelining,
@@ -291,7 +292,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._fill_state()
         scaler = self._engine.scaler
         kept = {"scaler": scaler.state_dict() if scaler else None, "seed": self._engine.seed}
-        return super().state_dict() | kept
+        return eager(torch.optim.Optimizer.state_dict)(self) | kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over state and hyperparameters; the working weights follow the loaded masters.
@@ -418,7 +419,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         """Refused after `offload()`, which fixes the layout of host memory."""
         if hasattr(self, "_engine"):
             raise ModelError("groups cannot be added after offload(): close() and offload again")
-        super().add_param_group(param_group)
+        eager(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def close(self) -> None:
         """Drain, take the hooks off the model and give the host memory back. Idempotent.

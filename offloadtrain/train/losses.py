@@ -29,6 +29,15 @@ def loss_of(model: LanguageModel, batch: Batch, divisor: float | None) -> Tensor
     )
 
 
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to page-locked memory, where the device wants it; from any thread."""
+    if device.type == "cpu":
+        return batch
+    # Without it a new thread would make a context on the first device.
+    with torch.cuda.device(device):
+        return Batch(*(None if part is None else part.pin_memory() for part in batch))  # type: ignore[arg-type]
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch from pinned memory: asynchronous; torch keeps that memory until it is done."""
     if device.type == "cpu":

@@ -16,7 +16,9 @@ counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a c
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,6 +26,7 @@ import torch
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.data.batches import Batches
+from offloadtrain.data.prefetch import Prefetch
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import StepReport
 from offloadtrain.events.control import Request, Requests
@@ -34,7 +37,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.emergency import Emergency
-from offloadtrain.train.losses import LateLoss, loss_divisor, loss_of, to_device
+from offloadtrain.train.losses import LateLoss, loss_divisor, loss_of, pinned, to_device
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
@@ -64,6 +67,9 @@ class Outcome:
 
 class Trainer:
     """One run, from its first or latest step to its last, or until a stop is requested."""
+
+    _prefetch: Prefetch
+    """The batches, while it trains."""
 
     def __init__(
         self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
@@ -110,7 +116,9 @@ class Trainer:
         # A thread that waits for the device computes nothing, though its processor may spin.
         HEARTBEAT.cpu_counts = self.optimizer.device.type == "cpu"
         self._emergency.step_ended()
-        with self._emergency.guarded(self.progress):
+        ready = partial(pinned, device=self.optimizer.device)
+        prefetch = closing(Prefetch(self.batches, ready))
+        with self._emergency.guarded(self.progress), prefetch as self._prefetch:
             if self.progress.step == 0:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
@@ -198,7 +206,7 @@ class Trainer:
             return
         for number in range(count):
             HEARTBEAT.enter(f"forward of step {self.progress.step + 1}")
-            batch = to_device(self.batches.next(), self.optimizer.device)
+            batch = to_device(self._prefetch.next(), self.optimizer.device)
             clock.lap("data")
             loss = loss_of(self.language_model, batch, divisor)
             total += loss.detach()
@@ -215,7 +223,7 @@ class Trainer:
         """Run this rank's stage; forwards and backwards alternate, and count as "backward"."""
         HEARTBEAT.enter(f"forward and backward of step {self.progress.step + 1}")
         device = self.optimizer.device
-        batches = [to_device(self.batches.next(), device) for _ in range(count)]
+        batches = [to_device(self._prefetch.next(), device) for _ in range(count)]
         clock.lap("data")
         total = torch.zeros(())
         for loss in stage.run(batches, divisor):

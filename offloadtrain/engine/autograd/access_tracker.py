@@ -32,6 +32,12 @@ class AccessTracker(TorchDispatchMode):
     """Active during one forward; calls `missed(module, block)` or `late(module, block)` for such
     reads, once for each pair: late if the module was running when the block was entered."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for torch's compiler, which the wrapper would import: see `engine.eager`. No
+        compiled forward runs under this mode."""
+        return False
+
     def __init__(
         self,
         root: nn.Module,

@@ -21,6 +21,7 @@ from offloadtrain.config.log_options import LogConfig
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
+from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.config.units import format_count
 
 TABLES: dict[str, tuple[type, object | None]] = {
@@ -33,6 +34,7 @@ TABLES: dict[str, tuple[type, object | None]] = {
     "data": (DataConfig, None),
     "train": (TrainConfig, None),
     "log": (LogConfig, None),
+    "ranks": (RanksConfig, None),
 }
 """Table of a job → its class, and an instance with other defaults."""
 

@@ -232,7 +232,9 @@ class SavedTensors:
         return WhileStreaming(packed, self._residency, self.within, self._clock)
 
     def _find(self, tensor: Tensor) -> tuple[Block, Bucket] | None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        # A fake tensor is asked for nothing: each answer is an operation that is dispatched.
+        fake = isinstance(tensor, FakeTensor)
+        if tensor.layout is not torch.strided or (not fake and tensor.is_meta):
             return None
         try:
             address = _address(tensor)

@@ -151,16 +151,17 @@ def settled(
     return with_state_on(job, state_share.enough(plan.placed, machine) if plan.fits else 0.0)
 
 
-def settled_or_asked(
+def planned(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
-) -> Config:
-    """The same, for a plan: where no placement fits, the job as it was asked for, so that the plan
-    can say what else makes it fit."""
-    try:
-        return settled(job, name, machine, ranks, trace)
-    except PlanError:
-        make(job, name, machine, ranks, trace)  # raises where memory is not the reason
-        return job
+) -> Plan:
+    """Return the plan of the job with "auto" placement resolved; where no placement fits, of the
+    job as it was asked for, so that the plan can say what else makes it fit."""
+    if job.device.placement == "auto":
+        try:
+            return automatic(resolved(job, machine), name, machine, ranks, trace).plan
+        except PlanError:
+            pass  # where memory is not the reason, the plan below raises it again
+    return make(job, name, machine, ranks, trace)
 
 
 def applied(job: Config, keys: dict[str, Any]) -> Config:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offloadtrain_tui.history import View, fold
@@ -20,6 +21,7 @@ from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from textual.geometry import Region
+from textual.screen import Screen
 
 from offloadtrain.events import schema
 from tests.tui import recordings
@@ -100,6 +102,38 @@ def test_a_new_step_redraws_few_lines(tmp_path: Path) -> None:
             asyncio.run(test())
     finally:
         Chart.refresh = refresh  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("panel", ["overview", "transfers", "ranks"])
+def test_new_steps_lay_nothing_out(
+    panel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout of the whole screen takes longer than drawing what has changed in it."""
+    folder = live(tmp_path / "run", steps=1000)
+    laid_out: list[str] = []
+    refresh = Screen._refresh_layout
+
+    def counted(self: Screen[object], *sizes: Any, **options: Any) -> None:
+        laid_out.append(panel)
+        refresh(self, *sizes, **options)
+
+    async def test() -> None:
+        async with watching(folder, size="wide") as (app, press):
+            app.action_panel(panel)
+            await press()
+            monkeypatch.setattr(Screen, "_refresh_layout", counted)
+            draw = random.Random(1)
+            for number in range(1001, 1009):
+                with open(folder / "events/rank000.jsonl", "ab") as log:
+                    log.write(lines([(time.time(), recordings.step(number, draw))])[0])
+                while app.shown.view.step < number:
+                    await asyncio.sleep(0.01)
+                await press()
+
+    with trainer(folder):
+        asyncio.run(test())
+    assert len(laid_out) <= 2
 
 
 def test_the_monitor_loads_no_torch_and_stays_small() -> None:

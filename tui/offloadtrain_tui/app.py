@@ -6,6 +6,7 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -76,6 +77,8 @@ def _named(binding: Binding) -> Binding:
 
 WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
 RUNS_EVERY_S = 3.0
+QUIET_S = 1.0
+"""Without news the screen is drawn so often: its clocks go on."""
 
 
 class Monitor(RunActions):
@@ -166,6 +169,7 @@ class Monitor(RunActions):
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
+        self._shown_s = 0.0
         name, state = (found[0].name, "opening") if found else ("no run: this machine", "")
         empty = Snapshot(name, None, (View.at(History()),), state)
         self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
@@ -198,7 +202,8 @@ class Monitor(RunActions):
         self.reader.start()
         if self._watch_machine:
             self._machine.start()
-        self.set_interval(1.0 if not isinstance(self.clock, ReplayClock) else 0.25, self._tick)
+        replay = isinstance(self.clock, ReplayClock)
+        self.set_interval(0.25 if replay else QUIET_S, self._tick if replay else self._tick_quiet)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
         self._look_for_runs()
         if self.first_panel != "overview":
@@ -247,6 +252,11 @@ class Monitor(RunActions):
         self._snapshots = self.reader.take()
         self._show()
 
+    def _tick_quiet(self) -> None:
+        """Draw what time alone changes, unless news have just done so."""
+        if time.monotonic() - self._shown_s > QUIET_S / 2:
+            self._tick()
+
     def _look_for_runs(self) -> None:
         """List runs on another thread: a hundred runs on a slow disk take time."""
 
@@ -290,6 +300,7 @@ class Monitor(RunActions):
 
     def _show(self) -> None:
         """Update the screen to the newest state."""
+        self._shown_s = time.monotonic()
         if not isinstance(self.clock, ReplayClock):
             self._call_attention()
         if self._snapshots:

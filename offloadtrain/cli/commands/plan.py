@@ -81,7 +81,7 @@ def plan(
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
         v100_32gb, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, l40s, a6000, rtx3090,
-        rtx4090, rtx5090, cpu2.
+        rtx4090, rtx5090, mi300x (a plan only: the engine needs CUDA), cpu2.
         Default: the job's device.machine, else this machine, with the rates of the most similar
         shipped one.
     gpus
@@ -116,7 +116,6 @@ def plan(
     from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan import compare as beside
     from offloadtrain.plan import suggest
-    from offloadtrain.plan.plan import make
     from offloadtrain.plan.why import why as explain
 
     parse_ranks("--gpus", str(gpus))
@@ -138,12 +137,11 @@ def plan(
     trace = None
     if config.hf is not None:  # its parameters need torch and transformers
         config, trace = _described(config, target, gpus)
-    config = suggest.settled_or_asked(config, name, target, gpus, trace)
+    found = suggest.planned(config, name, target, gpus, trace)
     if sweep:
-        return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
-    found = make(config, name, target, gpus, trace)
+        return _sweep(found.job, name, target, _counts(sweep), plot, as_json=as_json)
     rows = beside.compare(found, trace) if compare else []
-    other = [] if found.fits else suggest.nearest(config, name, target, gpus, trace=trace)
+    other = [] if found.fits else suggest.nearest(found.job, name, target, gpus, trace=trace)
     reasons = explain(found, trace) if why and found.fits else None
     _print(found, other, rows, reasons, as_json=as_json)
     return 0 if found.fits else DOES_NOT_FIT

@@ -89,7 +89,8 @@ class AccessTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not self._ignoring:
+        # "prim" asks a fake tensor for its device, which reads nothing.
+        if not self._ignoring and func.namespace != "prim":
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
                     self._look_up(leaf)

@@ -233,14 +233,9 @@ class SavedTensors:
         if owner is not None and tensor.dtype is owner[1].dtype:
             reading = self._reading(owner[0])
             # Autograd does not notice that an upload replaces the weights: the reading does.
-            return (
-                Handle(reading, owner[1], tensor)
-                if owner[0].streamed
-                else (
-                    tensor.detach(),
-                    reading,
-                )
-            )
+            if owner[0].streamed:
+                return Handle(reading, owner[1], tensor)
+            return tensor.detach(), reading
         packed: _Kept | PassedOn | OffloadedActivation
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)

@@ -18,6 +18,7 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.area import Area, AreaChart
 from offloadtrain_tui.widgets.bars import MemoryBars
 from offloadtrain_tui.widgets.table import fill
+from offloadtrain_tui.widgets.tell import tell
 
 COLUMNS = ("now", "peak", "planned", "peak/plan")
 PROCESSES = ("GPU", "pid", "user", "memory", "command")
@@ -72,7 +73,7 @@ class MemoryPanel(Panel):
         table = self.query_one("#memory-processes", DataTable)
         table.display = bool(rows)
         fill(table, PROCESSES, rows)
-        text.update(_about_processes(shown, own))
+        tell(text, _about_processes(shown, own))
 
 
 def _about_processes(shown: ViewState, own: schema.System | None) -> str:

@@ -119,6 +119,7 @@ class Chart(Widget):
         self._base = PLAIN
         self._gutter = _GUTTER
         self._drawn: tuple[object, ...] = ()
+        self._width = self._height = 0  # of what is drawn: a widget computes its size anew
 
     @property
     def plot(self) -> Plot:
@@ -158,13 +159,14 @@ class Chart(Widget):
         self.refresh()
 
     def _strip(self, segments: Iterable[Segment]) -> Strip:
-        return strip_of(segments, self.size.width, self._base)
+        return strip_of(segments, self._width, self._base)
 
     def _bring_up(self) -> None:
         """Draw if necessary."""
         width, height = self.size
         key = (self._plot, width, height, self.app.theme)
         if key != self._drawn:
+            self._width, self._height = width, height
             self._strips, self._drawn = self._draw(width, height), key
 
     def _draw(self, width: int, height: int) -> list[Strip]:
@@ -230,7 +232,7 @@ class Chart(Widget):
                 segments.append(Segment(run, self._style(colors[curve])))
             else:
                 segments.append(Segment("┈" * len(run) if is_zero else run, dim))
-        on_top = y == 0 and not self._has_mark_row(self.size.height)
+        on_top = y == 0 and not self._has_mark_row(self._height)
         return self._with_signs(segments, canvas.width, marks=on_top)
 
     def _mark_row(self, inner: int) -> list[Segment]:

@@ -22,9 +22,11 @@ def fill(table: DataTable[Cell], columns: Sequence[str], rows: Sequence[Sequence
         if number >= table.row_count:
             table.add_row(*row, key=str(number))
             continue
-        for column, cell in zip(columns, row, strict=True):
-            if table.get_cell(str(number), column) != cell:
-                table.update_cell(str(number), column, cell, update_width=True)
+        for shown, cell in zip(table.ordered_columns, row, strict=True):
+            if table.get_cell(str(number), shown.key) != cell:
+                # A change of widths lays out the screen: columns only grow.
+                wider = cell.cell_len > shown.content_width
+                table.update_cell(str(number), shown.key, cell, update_width=wider)
 
 
 def _texts(row: Sequence[Cell]) -> list[Text]:

@@ -145,7 +145,7 @@ def _precision(name: str) -> _Mapper:
 def _tier(section: str, name: str, tiers: Mapping[str, str]) -> _Mapper:
     def put(found: Imported, key: str, value: Any) -> str:
         if value not in tiers:
-            return f"{value!r}: there is no tier of disks; the tiers are {', '.join(tiers)}"
+            return f"{value!r}: the tiers are {', '.join(tiers)}"
         found.put(key, section, name, tiers[value])
         return ""
 
@@ -201,7 +201,7 @@ def _stage(found: Imported, key: str, value: Any) -> str:
 
 
 _ZERO, _SCALE = "zero_optimization", "optimizer.params"
-_STATE_TIERS = {"cpu": "host", "none": "device"}
+_STATE_TIERS = {"cpu": "host", "none": "device", "nvme": "disk"}
 _DYNAMIC = "the loss scale is dynamic, from 2^16, doubled after 2000 steps, halved at once"
 _MAPPED: dict[str, _Mapper] = {
     "train_micro_batch_size_per_gpu": _to("train", "micro_batch"),
@@ -222,6 +222,7 @@ _MAPPED: dict[str, _Mapper] = {
     "amp.enabled": _only((False,), "apex's casts: use bf16 or fp16"),
     f"{_ZERO}.stage": _stage,
     f"{_ZERO}.offload_optimizer.device": _tier("offload", "state_on", _STATE_TIERS),
+    f"{_ZERO}.offload_optimizer.nvme_path": _to("offload", "scratch_dir"),
     f"{_ZERO}.offload_param.device": _tier("offload", "working", {"cpu": "host", "none": "device"}),
     f"{_ZERO}.cpu_offload": _to("offload", "state_on", lambda on: "host" if on else "device"),
     f"{_ZERO}.cpu_offload_params": _to("offload", "working", lambda on: "host" if on else "device"),
@@ -255,11 +256,12 @@ _MAPPED: dict[str, _Mapper] = {
 def _finish(found: Imported) -> None:
     """Set what DeepSpeed means by leaving a key out, and list contradictions."""
     options = found.tables["offload"]
-    nvme = f"{_ZERO}.offload_optimizer.device" in found.unmapped
     schedule = found.tables["optim"].get("schedule")
     if schedule in ("constant", "linear") and not found.warm_up_is_linear:
         found.unmapped["scheduler.params.warmup_type"] = "'log', the default: the warm-up is linear"
-    if "state_on" not in options and not nvme:
+    if options.get("state_on") != "disk":
+        options.pop("scratch_dir", None)  # DeepSpeed, too, ignores the path then
+    if "state_on" not in options:
         options["state_on"] = "host" if options.get("working") == "host" else "device"
     if options.get("state_on") == "device" and options.get("working") == "host":
         options["state_on"] = "host"

@@ -33,7 +33,8 @@ AUTO: dict[str, tuple[str, ...]] = {
 
 _SIZES = "buffers are sized by the blocks of the model; device_slots and *_memory_limit bound them"
 _ALWAYS = "always so"
-_DISK = "there is no tier of disks"
+_NO_WEIGHTS = "streamed weights are on the host: only state can be on the disk"
+_DISK = "state on the disk is read ahead and written behind, several requests at once, as it is"
 _LOGGING = "of the run's log, which is always complete (offloadtrain events, tui)"
 _ZEROPP = "ZeRO++ is not there"
 
@@ -74,15 +75,14 @@ IGNORED: dict[str, str] = {
     "zero_optimization.memory_efficient_linear": "activation = 'recompute' saves that memory",
     "zero_optimization.offload_optimizer.buffer_count": _DISK,
     "zero_optimization.offload_optimizer.buffer_size": _DISK,
-    "zero_optimization.offload_optimizer.nvme_path": _DISK,
     "zero_optimization.offload_optimizer.fast_init": _DISK,
     "zero_optimization.offload_optimizer.pipeline": _DISK,
     "zero_optimization.offload_optimizer.pipeline_read": _DISK,
     "zero_optimization.offload_optimizer.pipeline_write": _DISK,
-    "zero_optimization.offload_param.nvme_path": _DISK,
+    "zero_optimization.offload_param.nvme_path": _NO_WEIGHTS,
     "zero_optimization.offload_param.buffer_count": "device_slots is the number of blocks there",
     "zero_optimization.offload_param.buffer_size": _SIZES,
-    "zero_optimization.offload_param.max_in_cpu": _DISK,
+    "zero_optimization.offload_param.max_in_cpu": _NO_WEIGHTS,
     "zero_optimization.zero_hpz_partition_size": _ZEROPP,
     "zero_optimization.zero_quantized_weights": _ZEROPP,
     "zero_optimization.zero_quantized_nontrainable_weights": _ZEROPP,

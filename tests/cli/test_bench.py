@@ -263,7 +263,8 @@ def test_the_disk_against_its_bound(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sizes == [one_way, one_way, 2 * one_way, 2 * one_way]
     assert [row["x_bound"] is None for row in found["disk"]] == [True, True, True, False]
     assert found["machine"]["cpu"] and list(tmp_path.iterdir()) == []
-    assert "goal: the engine's update at 0.85" in in_this_process(small, capsys)
+    told = in_this_process(small, capsys)
+    assert "goal: the engine's update at 0.85" in told and "disk_both_gbps = " in told
 
 
 @pytest.mark.slow

@@ -80,14 +80,17 @@ CONTRADICTIONS = [
     ({"resident_blocks": 2}, "resident_blocks = 2 applies only with working"),
     ({"state_on": "device", "checkpoint_spill": 1}, "checkpoint_spill = 1 is host memory"),
     ({"state_on": "device", "working": "host"}, "working = 'host' and state_on = 'device'"),
-    ({"state_on": {"disk": 0.5}}, "state_on has a share on 'disk', which is not one of 'device'"),
+    ({"state_on": {"tape": 0.5}}, "state_on has a share on 'tape', which is not one of 'device'"),
     ({"state_on": {"device": 1.5}}, "state_on = {'device': 1.5}: every share is from 0 to 1"),
     ({"state_on": {"device": "half"}}, "state_on = {'device': 'half'}: every share is from"),
     (
         {"state_on": {"device": 0.6, "host": 0.6}},
         "state_on = {'device': 0.6, 'host': 0.6}: the",
     ),
-    ({"state_on": "disk"}, "state_on = 'disk' is not one of 'auto', 'device', 'host', nor a table"),
+    (
+        {"state_on": "tape"},
+        "state_on = 'tape' is not one of 'auto', 'device', 'host', 'disk', nor a table",
+    ),
 ]
 
 

@@ -85,6 +85,9 @@ def imported(config: dict[str, Any], folder: Path, arguments: str | None = None)
     return deepspeed.load(path, given)
 
 
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+
 def changed(config: dict[str, Any], **values: Any) -> dict[str, Any]:
     """Keys with dots, written as `a__b`."""
     config = copy.deepcopy(config)
@@ -158,8 +161,9 @@ def test_auto_without_arguments_is_left_to_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("zero_optimization__offload_optimizer__device", "nvme", "no tier of disks"),
-        ("zero_optimization__offload_param__device", "nvme", "no tier of disks"),
+        ("zero_optimization__offload_optimizer__device", "tape", "the tiers are cpu, none, nvme"),
+        ("zero_optimization__offload_param__device", "nvme", "the tiers are cpu, none"),
+        ("zero_optimization__offload_param__nvme_path", "/nvme", "only state can be on the disk"),
         ("zero_optimization__offload_optimizer__ratio", 0.4, "all of the state"),
         ("zero_optimization__zero_quantized_weights", True, r"ZeRO\+\+"),
         ("zero_optimization__stage", 0, "always in shards"),
@@ -168,7 +172,7 @@ def test_auto_without_arguments_is_left_to_them(tmp_path: Path) -> None:
         ("optimizer__params__amsgrad", True, "AMSGrad"),
         ("scheduler__type", "OneCycle", "the schedules are"),
         ("fp16__loss_scale", 128, "a fixed loss scale"),
-        ("aio__block_size", 1, "no tier of disks"),
+        ("aio__block_size", 1, "read ahead and written behind"),
         ("gradient_cliping", 1.0, "did you mean gradient_clipping"),
         ("elasticity", {}, "any number of ranks"),
     ],
@@ -195,6 +199,7 @@ def test_every_key_is_mapped_or_listed(tmp_path: Path) -> None:
     [
         ({"zero_optimization": {"stage": 1}}, ("device", "device", 1, "fp32")),
         ({"zero_optimization": {"cpu_offload": True}}, ("host", "device", None, "fp32")),
+        ({"zero_optimization": {"offload_optimizer": NVME}}, ("disk", "device", None, "fp32")),
         (
             {"fp16": {"enabled": True}, "zero_optimization": {"offload_param": {"device": "cpu"}}},
             ("host", "host", None, "fp16"),
@@ -202,7 +207,7 @@ def test_every_key_is_mapped_or_listed(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_leaving_a_key_out_means(
+def test_what_a_tier_or_leaving_it_out_means(
     tmp_path: Path, config: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     options = imported(config, tmp_path).tables["offload"]
@@ -210,6 +215,14 @@ def test_what_leaving_a_key_out_means(
     assert (
         tuple(options.get(key, "device" if key == "working" else None) for key in keys) == expected
     )
+
+
+def test_the_path_of_the_state_is_that_of_a_drive(tmp_path: Path) -> None:
+    for device, path in (("nvme", "/nvme"), ("cpu", None)):
+        given = {"zero_optimization": {"offload_optimizer": {**NVME, "device": device}}}
+        found = imported(given, tmp_path)
+        assert found.tables["offload"].get("scratch_dir") == path
+        assert "zero_optimization.offload_optimizer.nvme_path" not in found.unmapped
 
 
 def test_adam_is_adamw_unless_told(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_every_owner_to_the_byte(
     assert "exp_avg" not in found["host"] and found["host"]["state slots"]
 
 
+@pytest.mark.slow
 def test_8b_with_fp32_state_on_a_host_of_64_gb() -> None:
     """Planned, laid out and proved at its real size."""
     plan = planned(nvme())
@@ -101,6 +102,7 @@ def test_seconds_are_bytes_over_the_drives_rates() -> None:
     assert prediction.bound == (pytest.approx(moved / 2e9), "disk_write")
 
 
+@pytest.mark.slow
 def test_a_shared_drive_takes_as_long_as_both_at_once() -> None:
     shared = planned(nvme(disk_both_gbps=6.0)).prediction
     assert max(shared.busy_s["disk_read"], shared.busy_s["disk_write"]) == pytest.approx(
@@ -108,6 +110,23 @@ def test_a_shared_drive_takes_as_long_as_both_at_once() -> None:
     )
     apart = planned(nvme(disk_both_gbps=12.0)).prediction
     assert apart.busy_s["disk_read"] == pytest.approx(apart.disk.read_bytes / 6e9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"state": "int8", "clip_norm": None, "skip_nonfinite": False}, 1.15),
+        ({"state": "int8", "update": "delayed"}, 1.05),
+    ],
+    ids=["inside backward", "delayed"],
+)
+def test_updates_beside_compute_hide_the_drive(options: dict[str, Any], most: float) -> None:
+    """8B, 32k tokens per step, 6 GB/s each way: against the busiest lane, which is compute."""
+    plan = planned(nvme(), **options)
+    assert plan.fits and plan.job.batch_tokens == 32768
+    bound_s, lane = plan.prediction.bound
+    assert lane == "compute" and plan.prediction.seconds <= most * bound_s
 
 
 def test_a_drive_that_was_not_measured_is_assumed_and_said() -> None:
@@ -119,6 +138,7 @@ def test_a_drive_that_was_not_measured_is_assumed_and_said() -> None:
     assert "assumed" not in text(planned(nvme()))
 
 
+@pytest.mark.slow
 def test_wear_is_what_all_ranks_of_a_host_write() -> None:
     plan = planned(nvme())
     bytes_per_param = plan.placed.spec.buckets[0].format.bytes_per_param(ADAM_MOMENTS, 2)

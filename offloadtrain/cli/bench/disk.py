@@ -163,7 +163,16 @@ def table(rows: Sequence[DiskRow]) -> str:
         lines.append(
             f"{row.case:24} {size:8.2f} {row.seconds:8.2f} {row.gb_per_s:8.2f} {share:>14}"
         )
-    return "\n".join([*lines, "", verdict(rows)])
+    return "\n".join([*lines, "", verdict(rows), machine_keys(rows)])
+
+
+def machine_keys(rows: Sequence[DiskRow]) -> str:
+    """Return what a machine file says of this drive, which `doctor` does not measure."""
+    rates = {row.case: row.gb_per_s for row in rows}
+    return (
+        f"for a machine file: disk_read_gbps = {rates[_READ]:.2f}, disk_write_gbps = "
+        f"{rates[_WRITE]:.2f}, disk_both_gbps = {rates[_BOTH]:.2f}"
+    )
 
 
 def verdict(rows: Sequence[DiskRow]) -> str:

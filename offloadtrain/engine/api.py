@@ -18,6 +18,7 @@ from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
     check_model,
+    check_parts,
     check_rule,
     offloaded,
 )
@@ -32,7 +33,7 @@ from offloadtrain.runtime.cuda_driver import pci_address
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import lanes_for
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.process_group import Group, RankError, Ranks
+from offloadtrain.runtime.process_group import ALONE, Group, RankError, Ranks
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -156,7 +157,9 @@ def offload(
             alone. Rank 0's weights are everybody's.
         mesh: instead of `process_group`, with axes "dp", whose ranks share the state, and "pp",
             whose ranks hold the other stages of the model: the norm is that of all stages, and they
-            skip together. `pipeline` makes the stages as well.
+            skip together. `pipeline` makes the stages as well. And "tp", along which the model's
+            DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
+            norm counts each part once.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
             weights of repeated blocks, gathered for their use; 0: 3 with working = "host", which
             needs it, else 2.
@@ -191,7 +194,7 @@ def offload(
     if process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
     axes = Mesh.of(mesh, on)
-    place = StagePlace(Stages(axes.stages))
+    place = StagePlace(Stages(axes.stages), parts=axes.parts)
     return attach(model, rule, params, chosen, on, axes.replicas, param_init_fn, place)
 
 
@@ -214,6 +217,7 @@ def attach(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
+    check_parts(model, rule, ALONE if place is None else place.parts)
     if place is not None:
         _check_same_options(chosen, rule, place.stages)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)

@@ -91,7 +91,9 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.long)]
+)
 def test_a_job_goes_on_in_other_stages(
     ranks: Run,
     tmp_path: Path,
@@ -158,7 +160,11 @@ def staged_job(tmp_path: Path) -> Path:
     ("fault", "message"),
     [
         ("backward:kill", r"rank 1 \(stage 2 of 2, pid \d+\) was killed by SIGKILL"),
-        ("forward:stop", r"rank 1 \(stage 2 of 2, pid \d+\) makes no progress"),
+        pytest.param(
+            "forward:stop",
+            r"rank 1 \(stage 2 of 2, pid \d+\) makes no progress",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_stage_that_fails_is_named_and_the_job_comes_back(
@@ -177,7 +183,7 @@ def test_a_stage_that_fails_is_named_and_the_job_comes_back(
     assert list(last.values()) == figures(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_other_stage_ends_and_says_why(staged_job: Path, pools: object) -> None:
     with started(staged_job, "backward", 1) as processes:
         codes = [ended(process) for process in processes]

@@ -187,7 +187,6 @@ def offload(
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
     chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
-    _check_scratch(chosen)
     on = resolve_device(device, chosen.precision)
     if mesh is None:
         return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
@@ -209,6 +208,7 @@ def attach(
     place: StagePlace | None = None,
 ) -> OffloadOptimizer:
     """Offload a model, or a stage of one; the arguments are those of `offload`, resolved."""
+    _check_scratch(chosen)
     chosen.zero_stage_among(ranks.size)
     if model in offloaded:
         raise ModelError("the model is offloaded already: close() its optimizer first")

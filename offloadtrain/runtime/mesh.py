@@ -54,14 +54,6 @@ class Mesh:
 
     @classmethod
     def make(cls, stages: int, device: torch.device) -> Mesh:
-        """Join all ranks in a pipeline of so many stages, each on an equal number of replicas; a
-        collective.
-
-        Raises:
-            ValueError: the ranks cannot be divided so.
-        """
-        size = Ranks().world_size
-        if size % stages:
-            raise ValueError(f"{size} ranks are not divisible into {stages} stages")
-        shape = (stages, size // stages)
+        """Join all ranks in a pipeline of so many stages, which divide them evenly; a collective."""
+        shape = (stages, Ranks().world_size // stages)
         return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES[:2]), device)

@@ -61,7 +61,11 @@ def assert_same_run(one: Path, other: Path, ranks_of_other: int) -> None:
     ("size", "options"),
     [
         (2, {"train.eval_every": 4, "offload.precision": '"fp16"'}),
-        (2, {"ranks.schedule": '"gpipe"', "data.packing": '"isolated"'}),
+        pytest.param(
+            2,
+            {"ranks.schedule": '"gpipe"', "data.packing": '"isolated"'},
+            marks=pytest.mark.long,
+        ),
         (2, {"train.chunked_loss": "true", "offload.working": '"host"'}),
         (4, {"train.eval_every": 4, "offload.activation": '"recompute"'}),
     ],
@@ -103,6 +107,8 @@ def test_a_job_goes_on_in_other_stages(
 ) -> None:
     """Stopped after 6 steps and resumed: the run that never stopped, bit for bit."""
     constant = DEEP | {"optim.schedule": '"constant"', "train.checkpoint_every": 6}
+    if before == after:
+        constant |= {"offload.update": '"delayed"'}
     ranks(1, trained, tmp_path / "whole", data, **constant)
     for size, steps in ((before, 6), (after, 12)):
         stages = {"ranks.pipeline": size, "train.steps": steps}
@@ -155,16 +161,12 @@ def staged_job(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("backward:kill", r"rank 1 \(stage 2 of 2, pid \d+\) was killed by SIGKILL"),
-        pytest.param(
-            "forward:stop",
-            r"rank 1 \(stage 2 of 2, pid \d+\) makes no progress",
-            marks=pytest.mark.long,
-        ),
+        ("forward:stop", r"rank 1 \(stage 2 of 2, pid \d+\) makes no progress"),
     ],
 )
 def test_a_stage_that_fails_is_named_and_the_job_comes_back(
@@ -183,7 +185,7 @@ def test_a_stage_that_fails_is_named_and_the_job_comes_back(
     assert list(last.values()) == figures(tmp_path / "whole")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_other_stage_ends_and_says_why(staged_job: Path, pools: object) -> None:
     with started(staged_job, "backward", 1) as processes:
         codes = [ended(process) for process in processes]

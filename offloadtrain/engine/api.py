@@ -18,6 +18,7 @@ from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
     check_model,
+    check_parts,
     check_rule,
     offloaded,
 )
@@ -32,7 +33,7 @@ from offloadtrain.runtime.cuda_driver import pci_address
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import lanes_for
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.process_group import Group, RankError, Ranks
+from offloadtrain.runtime.process_group import ALONE, Group, RankError, Ranks
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -156,7 +157,9 @@ def offload(
             alone. Rank 0's weights are everybody's.
         mesh: instead of `process_group`, with axes "dp", whose ranks share the state, and "pp",
             whose ranks hold the other stages of the model: the norm is that of all stages, and they
-            skip together. `pipeline` makes the stages as well.
+            skip together. `pipeline` makes the stages as well. And "tp", along which the model's
+            DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
+            norm counts each part once.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
             weights of repeated blocks, gathered for their use; 0: 3 with working = "host", which
             needs it, else 2.
@@ -184,14 +187,13 @@ def offload(
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
     chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
-    _check_scratch(chosen)
     on = resolve_device(device, chosen.precision)
     if mesh is None:
         return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
     if process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
     axes = Mesh.of(mesh, on)
-    place = StagePlace(Stages(axes.stages))
+    place = StagePlace(Stages(axes.stages), parts=axes.parts)
     return attach(model, rule, params, chosen, on, axes.replicas, param_init_fn, place)
 
 
@@ -206,6 +208,7 @@ def attach(
     place: StagePlace | None = None,
 ) -> OffloadOptimizer:
     """Offload a model, or a stage of one; the arguments are those of `offload`, resolved."""
+    _check_scratch(chosen)
     chosen.zero_stage_among(ranks.size)
     if model in offloaded:
         raise ModelError("the model is offloaded already: close() its optimizer first")
@@ -214,6 +217,7 @@ def attach(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     _check_same(model, groups, chosen, ranks)
+    check_parts(model, rule, ALONE if place is None else place.parts)
     if place is not None:
         _check_same_options(chosen, rule, place.stages)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)

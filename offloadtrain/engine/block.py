@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
 
@@ -25,7 +26,7 @@ def _ordinary_tensors() -> Iterator[None]:
         yield
 
 
-_Views = list[tuple[nn.Parameter, Tensor]]
+_Views = list[tuple[nn.Parameter | LocalPart, Tensor]]
 """Each parameter with its view. Made once per memory: blocks change slots at every use."""
 
 
@@ -144,7 +145,7 @@ class Block:
 
     def _seen(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():
-            return [(slot.param, view(b, slot)) for b in self.held for slot in b.slots]
+            return [(slot.local, view(b, slot)) for b in self.held for slot in b.slots]
 
     def placeholder(self, bucket: Bucket) -> Tensor:
         """Return the 0-dim NaN, on the device, that stands for weights that are not there."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.engine.local_part import LocalPart, is_distributed, local
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
@@ -23,7 +24,10 @@ class Slot:
 
     Attributes:
         index: position in `model.named_parameters()`: the order in which norms are added.
-        shape, stride: those of the parameter, so that any dense memory format is kept.
+        numel, shape, stride: those of what this rank holds of the parameter, so that any dense
+            memory format is kept.
+        local: its `data` is what this rank holds; the parameter itself, unless it is a DTensor.
+        global_shape: the parameter's, and its gradient's.
     """
 
     name: str
@@ -33,6 +37,22 @@ class Slot:
     numel: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    local: nn.Parameter | LocalPart
+    global_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, param: nn.Parameter, index: int, offset: int) -> Slot:
+        held = local(param)
+        part = LocalPart(param) if is_distributed(param) else param
+        shape, stride, whole = tuple(held.shape), dense_stride(held), tuple(param.shape)
+        return cls(name, param, index, offset, held.numel(), shape, stride, part, whole)
+
+    def gradient(self) -> Tensor | None:
+        """Return what this rank holds of the gradient, if there is one."""
+        grad = self.param.grad
+        if grad is None or not isinstance(self.local, LocalPart):
+            return grad
+        return self.local.of_gradient(grad)
 
     def view(self, flat: Tensor) -> Tensor:
         """View the parameter's elements of a whole flat buffer, shaped as the parameter."""
@@ -200,10 +220,10 @@ def pack(
         rule: the one that updates them; None for frozen ones.
     """
     given = list(params)
-    sizes, whole = [param.numel() for _, param in given], isinstance(rule, MatrixRule)
+    sizes, whole = [local(param).numel() for _, param in given], isinstance(rule, MatrixRule)
     offsets, numel = placed(sizes, ranks.size) if whole else _in_order(sizes, ranks.size)
     slots = [
-        Slot(full_name, p, order[p], at, p.numel(), tuple(p.shape), dense_stride(p))
+        Slot.of(full_name, p, order[p], at)
         for at, (full_name, p) in sorted(zip(offsets, given, strict=True), key=lambda one: one[0])
     ]
     matrices = [MatrixSpec(slot.offset, *slot.shape) for slot in slots] if whole else []

@@ -106,7 +106,7 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
-        norm_measure=NormMeasure(gradients, functions, ranks, place.stages),
+        norm_measure=NormMeasure(gradients, functions, ranks, place),
         residency=residency,
         ranks=ranks,
         scaler=_loss_scaler(config),

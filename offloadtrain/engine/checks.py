@@ -15,6 +15,7 @@ from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.local_part import is_distributed, local
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.formats import FORMATS
@@ -162,11 +163,10 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
     yield lazy, "is not initialised: run one forward of the model first"
     if lazy:
         return
-    # The class itself would import all of torch.distributed.tensor.
+    divided = is_distributed(param)
     yield (
-        hasattr(param, "placements") and hasattr(param, "device_mesh"),
-        "is a DTensor, which parallelize_module or FSDP have made: tensor parallelism is not "
-        "supported, and shards of data parallelism are the engine's own (zero_stage)",
+        divided and not param.requires_grad,
+        "is a frozen DTensor: only trained ones can be offloaded",
     )
     yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
     yield (
@@ -186,16 +186,36 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         "has a gradient already: call zero_grad(set_to_none=True) before offload()",
     )
     yield (
-        param.untyped_storage().nbytes() < param.numel() * param.element_size(),
+        local(param).untyped_storage().nbytes() < local(param).numel() * param.element_size(),
         "is an expanded view of a smaller storage: make it contiguous",
     )
+
+
+def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks) -> None:
+    """Raises ModelError for DTensors whose other parts the norm would not see, or whose rule needs
+    whole matrices."""
+    for name, param in model.named_parameters():
+        if not is_distributed(param):
+            continue
+        if param.device_mesh.size() != parts.size:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"parameter '{name}' is a DTensor on {param.device_mesh.size()} ranks, and "  # type: ignore[attr-defined]
+                f"{parts.size} hold parts of the model: pass the mesh, offload(model, mesh=mesh), "
+                "whose axis 'tp' is that of parallelize_module. Shards of data parallelism are the "
+                "engine's own (zero_stage): do not wrap the model in FSDP"
+            )
+        if isinstance(rule, MatrixRule):
+            raise ModelError(
+                f"parameter '{name}' is a part of a matrix, and {type(rule).__name__} updates "
+                "whole ones: use ot.AdamW"
+            )
 
 
 def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raises ModelError for two parameters over the same bytes: flat buffers would untie them."""
     extents = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in named
+        for name, p in ((name, local(param)) for name, param in named)
         if p.numel() > 0 and not p.is_meta
     )
     for (_, end, name), (start, _, other) in pairwise(extents):
@@ -284,7 +304,7 @@ class ParameterGuard:
         self._seals = [self._seal(param) for param in self._params]
 
     def _seal(self, param: nn.Parameter) -> _Seal:
-        address = 0 if id(param) in self._moving else param.data_ptr()
+        address = 0 if id(param) in self._moving else local(param).data_ptr()
         return (param._version, address, param.requires_grad)
 
     def check(self) -> None:

@@ -32,6 +32,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.local_part import is_replicated
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.prefetch_policy import ReduceOrder
@@ -111,6 +112,8 @@ class Gradients:
         self._trained = [block for block in blocks if block.buckets]
         slots = [slot for block in blocks for bucket in block.buckets for slot in bucket.slots]
         self._names = {slot.index: slot.name for slot in slots}
+        self.divided = {slot.index for slot in slots if not is_replicated(slot.param)}
+        """Parameters of which other ranks hold other parts."""
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
@@ -132,7 +135,7 @@ class Gradients:
         if not self.open:
             self._begin()
         grad = slot.param.grad
-        if grad is None or grad.layout is not torch.strided or grad.shape != slot.shape:
+        if grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
             raise _bad_gradient(slot, grad)
         delivery = self._deliveries[block]
         delivery.arrived += 1
@@ -268,7 +271,7 @@ class Gradients:
         Among ranks every rank sends, zeros where nothing is held."""
         held, self._functions.delivered = {}, {}
         for bucket in block.buckets:
-            pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.param.grad) is not None]
+            pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.gradient()) is not None]
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
             # the allocator reuses their memory behind it, for the next block's gradients.
             for slot, _ in pairs:

@@ -20,6 +20,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
+from offloadtrain.engine.local_part import LocalPart, local
 from offloadtrain.engine.partition import Part
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
@@ -78,7 +79,7 @@ def adopt_weights(
         _agree_on([param for _, param in part.parameters], ranks)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
-                _adopt(bucket, rules[bucket.group])
+                _adopt(bucket, rules[bucket.group], device)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
             # The host has a shard, which a whole parameter cannot view: NaN until the first use.
@@ -166,7 +167,7 @@ def adopt_loaded(
     rounded = False
     for bucket, slot in slots:
         if slot.param in written:
-            values = slot.param.data if given is None else given.of(slot.name, slot.param)
+            values = slot.local.data if given is None else given.of(slot.name, slot.param)
             _check_range(slot.name, values, bucket.dtype)
             set_master(bucket, slot, rules[bucket.group], values)
             rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
@@ -201,16 +202,18 @@ def _widened(values: Tensor, buffer: Tensor) -> Tensor:
     return buffer.copy_(values)
 
 
-def _adopt(bucket: Bucket, rule: Rule) -> None:
+def _adopt(bucket: Bucket, rule: Rule, device: torch.device) -> None:
     for slot in bucket.slots:
-        _check_range(slot.name, slot.param.data, bucket.dtype)
-        set_master(bucket, slot, rule, slot.param.data)
+        _check_range(slot.name, slot.local.data, bucket.dtype)
+        set_master(bucket, slot, rule, slot.local.data)
+        if isinstance(slot.local, LocalPart):
+            slot.local.move(device, bucket.dtype)
         # The given memory is freed here, one parameter at a time. The view has no values until the
         # first upload (`Engine.emit`), before which nothing reads it.
         if not bucket.streamed:
-            slot.param.data = slot.view(bucket.working.flat)
+            slot.local.data = slot.view(bucket.working.flat)
         elif bucket.shard_numel == bucket.numel:
-            slot.param.data = slot.view(bucket.load_source.flat)
+            slot.local.data = slot.view(bucket.load_source.flat)
     # Padding is uploaded and gathered with the rest: it must hold numbers.
     if not bucket.streamed:
         bucket.working.flat.zero_()
@@ -219,18 +222,18 @@ def _adopt(bucket: Bucket, rule: Rule) -> None:
 def _move_to_host(bucket: Bucket) -> None:
     """Copy frozen weights of a streamed block to the memory that its loads read."""
     for slot in bucket.slots:
-        _check_range(slot.name, slot.param.data, bucket.dtype)
+        _check_range(slot.name, slot.local.data, bucket.dtype)
         lo, hi = bucket.piece(slot)
-        bucket.weights_of(slot).copy_(slot.flattened(slot.param.data)[lo:hi])
+        bucket.weights_of(slot).copy_(slot.flattened(slot.local.data)[lo:hi])
         if bucket.shard_numel == bucket.numel:
-            slot.param.data = slot.view(bucket.load_source.flat)
+            slot.local.data = slot.view(bucket.load_source.flat)
 
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
     """Give all ranks the values of rank 0; sends only values that differ."""
     if ranks.is_single:
         return
-    values = [tensor.detach() for tensor in tensors]
+    values = [local(tensor.detach()) for tensor in tensors]
     sums = ranks.all_gather_host([float(_checksum(value)) for value in values])
     for value, of_ranks in zip(values, sums.T, strict=True):
         if not bool((of_ranks == of_ranks[0]).all()):

@@ -22,7 +22,7 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, Measured
-from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 
 
 class EngineError(OffloadTrainError):
@@ -143,15 +143,17 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """A model as one stage of a pipeline.
+    """A model as one stage of a pipeline, and as one part of tensor parallelism.
 
     Attributes:
         first: the number of its first parameter in the whole model, by which stochastic rounding
             draws.
+        parts: the ranks that hold the other parts of its DTensors.
     """
 
     stages: Stages
     first: int = 0
+    parts: Ranks = ALONE
 
 
 class NormMeasure:
@@ -162,13 +164,13 @@ class NormMeasure:
     """
 
     def __init__(
-        self, gradients: Gradients, functions: Functions, ranks: Ranks, stages: Stages
+        self, gradients: Gradients, functions: Functions, ranks: Ranks, place: StagePlace
     ) -> None:
         self._gradients, self._functions = gradients, functions
-        self._ranks, self._stages = ranks, stages
+        self._ranks, self._stages, self._parts = ranks, place.stages, place.parts
         self.names = gradients.names
         self._told_before: list[float] = []
-        stages.join(self)
+        place.stages.join(self)
 
     @property
     def counts(self) -> list[float]:
@@ -199,11 +201,30 @@ class NormMeasure:
     def close(self) -> None:
         """Leave the other stages. Idempotent."""
         self._stages.ranks.close()
+        self._parts.close()
 
     def own(self, intent: Sequence[float]) -> Measured:
         """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
-        return self._gradients.measure(self._intent(intent))
+        own = self._gradients.measure(self._intent(intent))
+        return own if self._parts.is_single else self._of_all_parts(own, intent)
+
+    def _of_all_parts(self, own: Measured, intent: Sequence[float]) -> Measured:
+        """Add the squares of the other parts of DTensors, in the order of ranks; what every rank
+        holds whole counts once, as the first rank has it."""
+        # Waits for the same backward on the other ranks.
+        rows = self._parts.all_gather_host([*intent, *self.counts, *own.of_parameter])
+        told = len(intent) + len(self.counts)
+        _check_alike(rows[:, :told], "part", (*_OF_ALL, *_OF_STAGES), intent[0])
+        divided, sums, nonfinite = self._gradients.divided, [], dict(own.nonfinite)
+        for index, values in enumerate(rows[:, told:].T.tolist()):
+            total = 0.0
+            for value in values if index in divided else values[:1]:
+                total += value
+            if not math.isfinite(total):
+                nonfinite.setdefault(self.names[index], ())
+            sums.append(total)
+        return Measured(sums, nonfinite, own.told)
 
     def check_after_clipping(self, step_count: int, coef: float) -> None:
         """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.

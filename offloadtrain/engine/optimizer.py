@@ -338,7 +338,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             for slot in (slot for bucket in block.held for slot in bucket.slots):
                 done.add(slot.param)
                 # Blocking: the slot may go to another block when the generator goes on.
-                yield slot.name, slot.param.detach().to("cpu", copy=True)
+                yield slot.name, slot.local.data.to("cpu", copy=True)
         for name, param in self._model.named_parameters():
             if param not in done:
                 yield name, param.detach().to("cpu", copy=True)

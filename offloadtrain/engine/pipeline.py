@@ -82,6 +82,8 @@ def pipeline(
     chosen = _chosen(config, options, microbatches)
     on = resolve_device(device, chosen.precision)
     axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
+    if not axes.parts.is_single:
+        raise PipelineError("mesh has the axes 'pp' and 'tp': a stage holds whole parameters")
     inputs = example if isinstance(example, tuple) else (example,)
     _check_same(axes.stages, model, inputs, schedule, microbatches, stages_per_rank)
     numbers = {param: number for number, param in enumerate(model.parameters())}

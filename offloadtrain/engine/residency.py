@@ -148,7 +148,7 @@ class Residency:
         # The engine's host memory is given back next: parameters must not be views of it.
         for bucket in (bucket for block in self.streamed for bucket in block.held):
             for slot in bucket.slots:
-                slot.param.data = slot.param.data.clone()
+                slot.local.data = slot.local.data.clone()
 
     # Operations of the program.
 

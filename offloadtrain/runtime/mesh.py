@@ -1,4 +1,5 @@
-"""The axes of the ranks: replicas of one stage of the model, and the stages of a pipeline."""
+"""The axes of the ranks: replicas of one part of the model, stages of a pipeline, and the parts of
+matrices."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from offloadtrain.runtime.process_group import ALONE, Group, Ranks
 
 __all__ = ["AXES", "DeviceMesh", "Mesh"]
 
-AXES = ("pp", "dp")
-"""Stages of a pipeline, and replicas. The last varies fastest: neighbours are replicas."""
+AXES = ("pp", "dp", "tp")
+"""Stages of a pipeline, replicas, and parts of matrices. The last varies fastest: what exchanges
+most are neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,13 @@ class Mesh:
         replicas: the ranks that hold the same part of the model and share its state.
         stages: the ranks that hold the other parts for the same batch, in the order of the model.
         stages_group: for what stages send each other; None: there is one.
+        parts: the ranks that hold the other parts of this rank's DTensors.
     """
 
     replicas: Ranks = ALONE
     stages: Ranks = ALONE
     stages_group: Group | None = None
+    parts: Ranks = ALONE
 
     @classmethod
     def of(cls, mesh: DeviceMesh, device: torch.device) -> Mesh:
@@ -40,23 +44,16 @@ class Mesh:
         if unknown := [name for name in names or (None,) if name not in AXES]:
             raise ValueError(
                 f"mesh has an axis {unknown[0]!r}: name its axes 'dp' (replicas, which share the "
-                "state) and 'pp' (stages of a pipeline), as in init_device_mesh('cuda', (2, 4), "
-                "mesh_dim_names=('pp', 'dp'))"
+                "state), 'pp' (stages of a pipeline) and 'tp' (parts of matrices), as in "
+                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
             )
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
-        stages = groups.get("pp")
-        return cls(Ranks(groups.get("dp"), device), Ranks(stages, torch.device("cpu")), stages)
+        stages, host = groups.get("pp"), torch.device("cpu")
+        parts = Ranks(groups.get("tp"), host)
+        return cls(Ranks(groups.get("dp"), device), Ranks(stages, host), stages, parts)
 
     @classmethod
     def make(cls, stages: int, device: torch.device) -> Mesh:
-        """Join all ranks in a pipeline of so many stages, each on an equal number of replicas; a
-        collective.
-
-        Raises:
-            ValueError: the ranks cannot be divided so.
-        """
-        size = Ranks().world_size
-        if size % stages:
-            raise ValueError(f"{size} ranks are not divisible into {stages} stages")
-        shape = (stages, size // stages)
-        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES), device)
+        """Join all ranks in a pipeline of so many stages, which divide them evenly; a collective."""
+        shape = (stages, Ranks().world_size // stages)
+        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES[:2]), device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -107,8 +108,13 @@ class Schedule:
             loss_fn: (output of the last stage, target) → the loss to differentiate.
 
         Raises:
-            ValueError: torch's, for numbers that the schedule cannot divide.
+            ValueError: torch's, for numbers that the schedule cannot divide; or torch is too old.
         """
+        if "return_outputs" not in signature(ScheduleGPipe.step).parameters:
+            raise ValueError(
+                f"torch {torch.__version__} would put the outputs of all microbatches together, "
+                "which losses are not: install a later one (2.13 is tested)"
+            )
         made = [_Stage(spec, count, device, group) for spec in stages]
         self._microbatches = microbatches
         self._takes_input = stages[0].index == 0

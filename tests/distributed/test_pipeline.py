@@ -149,6 +149,7 @@ def assert_same(ranks: Run, size: int, replicas: int, *args: Any, **options: Any
         assert (together[name] == value).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_same_bits(ranks: Run, schedule: str) -> None:
     assert_same(ranks, 2, 1, schedule=schedule, clip_norm=0.3)
@@ -156,21 +157,34 @@ def test_same_bits(ranks: Run, schedule: str) -> None:
 
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"precision": "fp16", "clip_norm": 0.3}),
-    (2, 1, {"precision": "fp32", "groups": True, "state_on": "device"}),
     (2, 1, {"working": "host", "activation": "recompute", "schedule": "gpipe"}),
-    (2, 1, {"activation": "offload", "working": "host", "device_slots": 1}),
     (2, 1, {"update": "speculative", "clip_norm": 0.3, "schedule": "interleaved"}),
     (2, 1, {"update": "delayed", "clip_norm": 0.3}),
-    (2, 1, {"skip_nonfinite": False}),
     (4, 1, {"clip_norm": 0.3, "state": "split16"}),
-    (4, 1, {"precision": "fp16", "schedule": "interleaved"}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
+]
+MORE: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"precision": "fp32", "groups": True, "state_on": "device"}),
+    (2, 1, {"activation": "offload", "working": "host", "device_slots": 1}),
+    (2, 1, {"skip_nonfinite": False}),
+    (4, 1, {"precision": "fp16", "schedule": "interleaved"}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 3, "working": "host"}),
 ]
 
 
+def in_words(case: tuple[int, int, dict[str, Any]]) -> str:
+    size, replicas, options = case
+    return "-".join([f"{size // replicas}x{replicas}", *(str(one) for one in options.values())])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "replicas", "options"), CASES)
+@pytest.mark.parametrize(
+    ("size", "replicas", "options"),
+    [
+        *(pytest.param(*one, id=in_words(one)) for one in CASES),
+        *(pytest.param(*one, id=in_words(one), marks=pytest.mark.long) for one in MORE),
+    ],
+)
 def test_same_bits_everywhere(
     ranks: Run, size: int, replicas: int, options: dict[str, Any]
 ) -> None:

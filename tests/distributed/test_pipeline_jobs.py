@@ -61,7 +61,11 @@ def assert_same_run(one: Path, other: Path, ranks_of_other: int) -> None:
     ("size", "options"),
     [
         (2, {"train.eval_every": 4, "offload.precision": '"fp16"'}),
-        (2, {"ranks.schedule": '"gpipe"', "data.packing": '"isolated"'}),
+        pytest.param(
+            2,
+            {"ranks.schedule": '"gpipe"', "data.packing": '"isolated"'},
+            marks=pytest.mark.long,
+        ),
         (2, {"train.chunked_loss": "true", "offload.working": '"host"'}),
         (4, {"train.eval_every": 4, "offload.activation": '"recompute"'}),
     ],
@@ -91,7 +95,9 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.long)]
+)
 def test_a_job_goes_on_in_other_stages(
     ranks: Run,
     tmp_path: Path,
@@ -101,6 +107,8 @@ def test_a_job_goes_on_in_other_stages(
 ) -> None:
     """Stopped after 6 steps and resumed: the run that never stopped, bit for bit."""
     constant = DEEP | {"optim.schedule": '"constant"', "train.checkpoint_every": 6}
+    if before == after:
+        constant |= {"offload.update": '"delayed"'}
     ranks(1, trained, tmp_path / "whole", data, **constant)
     for size, steps in ((before, 6), (after, 12)):
         stages = {"ranks.pipeline": size, "train.steps": steps}
@@ -153,7 +161,7 @@ def staged_job(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

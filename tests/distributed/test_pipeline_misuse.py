@@ -216,6 +216,7 @@ def test_a_parameter_of_two_stages_is_told(ranks: Run) -> None:
         assert "parameter '0.weight' is in stages 0 and 1" in said
 
 
+@pytest.mark.slow
 def test_axes_have_names(ranks: Run) -> None:
     assert "mesh has an axis 'x'" in ranks(1, other_axis)[0]
 

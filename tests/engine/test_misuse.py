@@ -48,15 +48,6 @@ class Complex(nn.Module):
         self.weight = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
 
 
-class Distributed(nn.Module):
-    """Its parameter looks like a DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4))
-        self.weight.placements, self.weight.device_mesh = (), None  # type: ignore[attr-defined]
-
-
 def with_gradient() -> nn.Module:
     net = nn.Linear(2, 2)
     net(torch.ones(1, 2)).sum().backward()
@@ -68,7 +59,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no parameters": (nn.Identity, "nothing to train"),
     "double": (lambda: nn.Linear(2, 2).double(), r"'weight' is torch\.float64"),
     "complex": (Complex, "'weight' is complex"),
-    "distributed": (Distributed, "'weight' is a DTensor.*tensor parallelism is not supported"),
     "sparse gradients": (
         lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
         "'0' makes sparse",

@@ -33,6 +33,7 @@ from offloadtrain.engine.address_map import AddressMap
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.local_part import is_distributed, local, rebuilt
 from offloadtrain.engine.residency import Residency
 from offloadtrain.step.streaming import StreamError
 
@@ -99,6 +100,24 @@ class Handle:
         self._reading.begin()
         # Behind the use: only then is `working` the slot of this use.
         return self._bucket.working.strided(self._shape, self._stride, self._offset)
+
+
+class PartHandle:
+    """Stands for saved weights of a streamed block that are a DTensor: this rank holds a part."""
+
+    __slots__ = ("_handle", "_like")
+
+    def __init__(self, reading: _Reading, bucket: Bucket, tensor: Tensor) -> None:
+        self._handle = Handle(reading, bucket, local(tensor))
+        # Mesh, placements and shape without the memory, which the slot's next block gets.
+        self._like = rebuilt(tensor, torch.empty_like(local(tensor), device="meta"))
+
+    def unpack(self) -> Tensor:
+        """View this rank's part where it is now; raises StaleGraphError."""
+        return rebuilt(self._like, self._handle.unpack())
+
+
+_HANDLE: type[Handle | PartHandle] = Handle
 
 
 class PassedOn:
@@ -229,12 +248,14 @@ class SavedTensors:
     ) -> Any:
         """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
         active before."""
-        owner = self._owner(tensor)
+        owner, handle = self._owner(tensor), _HANDLE
+        if owner is None and type(tensor) is not Tensor and is_distributed(tensor):
+            owner, handle = self._owner(local(tensor)), PartHandle
         if owner is not None and tensor.dtype is owner[1].dtype:
             reading = self._reading(owner[0])
             # Autograd does not notice that an upload replaces the weights: the reading does.
             if owner[0].streamed:
-                return Handle(reading, owner[1], tensor)
+                return handle(reading, owner[1], tensor)
             return tensor.detach(), reading
         packed: _Kept | PassedOn | OffloadedActivation
         if offloader is not None and offloader.wants(tensor):

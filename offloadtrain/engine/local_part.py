@@ -1,0 +1,74 @@
+"""What this rank holds of a parameter: all of it, or its part of a DTensor.
+
+Tensor parallelism (`parallelize_module`) replaces parameters by DTensors. Their global shape is
+that of the whole matrix; a rank holds a part of it. The engine moves, sums and updates these parts
+as it does whole parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class LocalPart:
+    """A DTensor parameter, whose `data` is what this rank holds of it."""
+
+    __slots__ = ("param",)
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    @property
+    def data(self) -> Tensor:
+        held: Tensor = self.param._local_tensor
+        return held
+
+    @data.setter
+    def data(self, view: Tensor) -> None:
+        self.param._local_tensor = view
+
+    def of_gradient(self, grad: Any) -> Tensor:
+        """Return this rank's part of a gradient. One that is still to be summed is summed here, in
+        a collective of the mesh: its ranks run the same backward."""
+        if grad.placements != self.param.placements:
+            grad = grad.redistribute(placements=self.param.placements)
+        held: Tensor = grad._local_tensor
+        return held
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make it a DTensor of this dtype on this device, the same object."""
+        held = self.data.to(device, dtype)
+        made = nn.Parameter(rebuilt(self.param, held), self.param.requires_grad)
+        torch.utils.swap_tensors(self.param, made)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Tell whether it is a DTensor, without importing their module."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
+
+
+def is_replicated(tensor: Any) -> bool:
+    """Tell whether every rank of its mesh holds all of it."""
+    return not is_distributed(tensor) or all(one.is_replicate() for one in tensor.placements)
+
+
+def rebuilt(like: Any, held: Tensor) -> Tensor:
+    """Return a DTensor as `like` whose local part is `held`."""
+    made: Tensor = type(like).from_local(
+        held,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return made

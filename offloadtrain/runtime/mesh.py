@@ -54,6 +54,6 @@ class Mesh:
 
     @classmethod
     def make(cls, stages: int, device: torch.device) -> Mesh:
-        """Join all ranks in a pipeline of so many stages, which divide them evenly; a collective."""
+        """Join all ranks in a pipeline of so many stages, which divide them; a collective."""
         shape = (stages, Ranks().world_size // stages)
         return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES[:2]), device)

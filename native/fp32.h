@@ -8,7 +8,7 @@ namespace offloadtrain {
 namespace {
 
 template <typename Grad, typename Rule>
-void fp32_loop(const Rule& given, const Fp32State& in, const Fp32State& out,
+OT_INLINE void fp32_loop(const Rule& given, const Fp32State& in, const Fp32State& out,
                const typename Grad::Storage* grad, i64 count) {
   const Rule rule = given;
   const float *master = in.master, *first = in.first, *second = in.second;
@@ -18,7 +18,7 @@ void fp32_loop(const Rule& given, const Fp32State& in, const Fp32State& out,
     float m = 0.0f, v = 0.0f;
     if constexpr (Rule::kMoments > 0) m = first[i];
     if constexpr (Rule::kMoments > 1) v = second[i];
-    const Values x = rule(Grad::load(grad[i]), master[i], m, v);
+    const Values x = whole_step(rule, Grad::load(grad[i]), master[i], m, v);
     if constexpr (Rule::kMoments > 0) new_first[i] = x.first;
     if constexpr (Rule::kMoments > 1) new_second[i] = x.second;
     new_master[i] = x.master;
@@ -26,7 +26,7 @@ void fp32_loop(const Rule& given, const Fp32State& in, const Fp32State& out,
 }
 
 template <typename Target>
-void cast_loop(const float* source, typename Target::Storage* target, i64 count) {
+OT_INLINE void cast_loop(const float* source, typename Target::Storage* target, i64 count) {
   for (i64 i = 0; i < count; ++i) target[i] = Target::store(source[i]);
 }
 
@@ -49,10 +49,10 @@ class Emitter {
   Emitter(void* working, DType dtype, bool streamed)
       : working_(working), dtype_(dtype), streamed_(streamed && dtype > DType::float32) {}
 
-  void emit(const float* master, i64 lo, i64 count) {
-    if (!streamed_) return cast_any(master, working_, dtype_, lo, count);
-    cast_any(master, slab_, dtype_, 0, count);
-    stream(static_cast<u16*>(working_) + lo, slab_, count);
+  OT_INLINE void emit(const float* master, i64 lo, i64 count) {
+    if (!streamed_ || count < kSlab) return cast_any(master, working_, dtype_, lo, count);
+    cast_any(master, slab_, dtype_, 0, kSlab);
+    stream<kSlab>(static_cast<u16*>(working_) + lo, slab_);
   }
 
  private:
@@ -62,23 +62,36 @@ class Emitter {
   alignas(64) u16 slab_[kSlab];
 };
 
+template <typename Rule, typename Grad>
+OT_INLINE void prefetch(const Fp32State& state, const Grad* grad) {
+  prefetch<kSlab>(state.master);
+  if constexpr (Rule::kMoments > 0) prefetch<kSlab>(state.first);
+  if constexpr (Rule::kMoments > 1) prefetch<kSlab>(state.second);
+  prefetch<kSlab>(grad);
+}
+
 // The weights may go where the gradient was: its slab is read by then.
-template <typename Grad, typename Rule>
-void fp32_state(const Rule& rule, const Fp32State& in, const Fp32State& out, const Gradient& grad,
+template <bool kDoubled, typename Grad, typename Rule>
+void fp32_state(const Rule& given, const Fp32State& in, const Fp32State& out, const Gradient& grad,
                 void* working, DType working_dtype, i64 lo, i64 hi) {
+  const Rule rule = given;  // in registers: what is stored may be any memory
   const auto* grads = values_of<Grad>(grad);
-  const bool doubled = out.master != in.master;
-  Output<float> master(out.master, doubled), first(out.first, doubled);
-  Output<float> second(out.second, doubled);
+  Output<kDoubled, float> master(out.master), first(out.first);
+  Output<kDoubled, float> second(out.second);
   Emitter weights(working, working_dtype, working != grad.values);
-  for (i64 i = lo; i < hi; i += kSlab) {
-    const i64 count = hi - i < kSlab ? hi - i : kSlab;
-    const Fp32State target = {master.at(i), first.at(i), second.at(i)};
-    fp32_loop<Grad>(rule, at(in, i), target, grads + i, count);
-    weights.emit(target.master, i, count);
-    master.done(i, count);
-    if constexpr (Rule::kMoments > 0) first.done(i, count);
-    if constexpr (Rule::kMoments > 1) second.done(i, count);
+  i64 i = lo;
+  for (; i + kSlab <= hi; i += kSlab) {
+    const Fp32State old = at(in, i), target = {master.at(i), first.at(i), second.at(i)};
+    prefetch<Rule>(old, grads + i);
+    fp32_loop<Grad>(rule, old, target, grads + i, kSlab);
+    weights.emit(target.master, i, kSlab);
+    master.done(i);
+    if constexpr (Rule::kMoments > 0) first.done(i);
+    if constexpr (Rule::kMoments > 1) second.done(i);
+  }
+  if (i < hi) {
+    fp32_loop<Grad>(rule, at(in, i), at(out, i), grads + i, hi - i);
+    weights.emit(out.master + i, i, hi - i);
   }
   finish_streaming();
 }
@@ -87,7 +100,12 @@ void update_fp32(const Step& step, const Fp32State& in, const Fp32State& out, co
                  void* working, DType working_dtype, i64 lo, i64 hi) {
   with_rule(step, [&](const auto& rule) {
     with_format(grad.dtype, [&](auto format) {
-      fp32_state<decltype(format)>(rule, in, out, grad, working, working_dtype, lo, hi);
+      using Grad = decltype(format);
+      if (in.master == out.master) {
+        fp32_state<false, Grad>(rule, in, out, grad, working, working_dtype, lo, hi);
+      } else {
+        fp32_state<true, Grad>(rule, in, out, grad, working, working_dtype, lo, hi);
+      }
     });
   });
 }

@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "numbers.h"
+#include "stream.h"
 
 namespace offloadtrain {
 namespace {
@@ -27,28 +28,58 @@ void accumulate(float* sum, const void* grad, DType dtype, bool first, i64 lo, i
 }
 
 // Squares of fp32 and narrower values are exact in double, so that only the order of the additions
-// matters: element i meets i + 1024, then i + 512, and so on. The first three levels are taken at
-// once while loading, the rest in a small buffer.
-constexpr i64 kEighth = kSegment / 8;
+// matters: element i meets i + 1024, then i + 512, and so on. So do the elements of each half of the words
+// that hold two narrow ones, in a tree per half up to the last addition. The first three levels are
+// taken at once while loading.
+constexpr i32 kEighth = static_cast<i32>(kSegment) / 8;
 
+// The product is exact, so that a fused multiply-add has the same bits: where there is none, this is
+// faster than the library's.
+inline double square_sum(double a, double b) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fma(a, a, b * b);
+#else
+  return a * a + b * b;
+#endif
+}
+
+template <int kHalf, typename Values>
+OT_INLINE double eight_squares(const typename Values::Storage* x, i32 i) {
+  constexpr i32 eighth = kEighth / Values::kPerWord;
+  const auto at = [&](i32 part) {
+    return static_cast<double>(Values::template of_word<kHalf>(x, i + part * eighth));
+  };
+  const double a = square_sum(at(0), at(4)), b = square_sum(at(2), at(6));
+  const double c = square_sum(at(1), at(5)), d = square_sum(at(3), at(7));
+  return (a + b) + (c + d);
+}
+
+template <i32 kWidth>
+OT_INLINE double folded(double* sums) {
+  if constexpr (kWidth == 1) {
+    return sums[0];
+  } else {
+    for (i32 i = 0; i < kWidth / 2; ++i) sums[i] = sums[i] + sums[i + kWidth / 2];
+    return folded<kWidth / 2>(sums);
+  }
+}
+
+// The sums of half a word's elements, while the cache takes in the next segment's.
 template <typename Values>
 double tree(const typename Values::Storage* x) {
-  const auto square = [x](i64 i) {
-    const double value = static_cast<double>(Values::load(x[i]));
-    return value * value;
-  };
-  double sums[kEighth];
-  for (i64 i = 0; i < kEighth; ++i) {
-    const double a = square(i) + square(i + 4 * kEighth);
-    const double b = square(i + 2 * kEighth) + square(i + 6 * kEighth);
-    const double c = square(i + kEighth) + square(i + 5 * kEighth);
-    const double d = square(i + 3 * kEighth) + square(i + 7 * kEighth);
-    sums[i] = (a + b) + (c + d);
+  constexpr i32 width = kEighth / Values::kPerWord, stride = 16;
+  constexpr i64 lines = kSegment * stride / width;
+  alignas(64) double sums[Values::kPerWord][width];
+  for (i32 from = 0; from < width; from += stride) {
+    prefetch<lines>(x + kSegment - kAhead + from * (kSegment / width));
+    OT_INDEPENDENT
+    for (i32 i = from; i < from + stride; ++i) {
+      sums[0][i] = eight_squares<0, Values>(x, i);
+      if constexpr (Values::kPerWord == 2) sums[1][i] = eight_squares<1, Values>(x, i);
+    }
   }
-  for (i64 width = kEighth / 2; width > 0; width /= 2) {
-    for (i64 i = 0; i < width; ++i) sums[i] = sums[i] + sums[i + width];
-  }
-  return sums[0];
+  if constexpr (Values::kPerWord == 1) return folded<width>(sums[0]);
+  return folded<width>(sums[0]) + folded<width>(sums[Values::kPerWord - 1]);
 }
 
 template <typename Values>

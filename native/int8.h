@@ -10,52 +10,102 @@ namespace {
 using SignedCode = Minifloat<3, 127>;
 using UnsignedCode = Minifloat<3, 256>;  // stored less one: zero, which would blow an update up, is no code
 
-// A block between decoding and encoding, and the bits of its largest moments. As integers these have
-// a total order: not-a-number above infinity above the rest, whatever the order of comparison.
+constexpr i32 kQuads = static_cast<i32>(kBlock) / 4;
+
+// A block between the passes over it: element 4 * i + k is at [k][i], see [Note: Words of several
+// elements]. `ahead`: what a master needs beside the first moment.
 struct Block {
-  alignas(64) float master[kBlock];
-  alignas(64) float first[kBlock];
-  alignas(64) float second[kBlock];
-  i32 largest_first, largest_second;
+  alignas(64) float master[4][kQuads];
+  alignas(64) float first[4][kQuads];
+  alignas(64) float second[4][kQuads];
+  alignas(64) float ahead[4][kQuads];
+  alignas(64) u32 random[4][kQuads];
 };
 
-inline i32 larger(i32 found, float value) {
-  const i32 magnitude = static_cast<i32>(bits_of(value) & kMagnitude);
-  return found < magnitude ? magnitude : found;
+// The bits of the largest magnitude. As integers these have a total order, not-a-number above infinity
+// above the rest, whatever the order of comparison.
+OT_INLINE i32 largest(const float (&moments)[4][kQuads]) {
+  const float* all = moments[0];
+  i32 found = 0;
+  OT_INDEPENDENT
+  for (i32 i = 0; i < static_cast<i32>(kBlock); ++i) {
+    const i32 magnitude = static_cast<i32>(bits_of(all[i]) & kMagnitude);
+    found = found < magnitude ? magnitude : found;
+  }
+  return found;
 }
 
+template <int kElement, typename Rule>
+OT_INLINE void int8_move(const Rule& rule, float g, u32 firsts, u32 seconds, float first_scale,
+                         float second_scale, Block& block, i32 i) {
+  float m = 0.0f, v = 0.0f;
+  if constexpr (Rule::kMoments > 0) {
+    const u32 stored = byte_at<kElement>(firsts);
+    const float size = SignedCode::decode(stored & 0x7fu, first_scale);
+    m = float_of(bits_of(size) | ((stored & 0x80u) << 24));
+  }
+  if constexpr (Rule::kMoments > 1) v = UnsignedCode::decode(byte_at<kElement>(seconds) + 1u, second_scale);
+  const Moved x = rule.moved(g, block.master[kElement][i], m, v);
+  block.first[kElement][i] = x.first;
+  block.second[kElement][i] = x.second;
+  block.ahead[kElement][i] = x.ahead;
+}
+
+// The first pass: the old masters, and the moments.
 template <typename Grad, typename Weight, typename Rule>
-OT_INLINE void int8_update(const Rule& given, const Int8State& in,
-                           const typename Grad::Storage* grad, Block& block, i32 count) {
+OT_INLINE void int8_moments(const Rule& given, const Int8State& in, const typename Grad::Storage* grad,
+                            Block& block) {
   const Rule rule = given;
   const Int8State old = in;
   float first_scale = 0.0f, second_scale = 0.0f;
   if constexpr (Rule::kMoments > 0) first_scale = *in.first_scale;
   if constexpr (Rule::kMoments > 1) second_scale = *in.second_scale;
-  i32 largest_m = 0, largest_v = 0;
   OT_INDEPENDENT
-  for (i32 i = 0; i < count; ++i) {
-    float m = 0.0f, v = 0.0f;
-    if constexpr (Rule::kMoments > 0) {
-      const u32 stored = old.first[i];
-      const float size = SignedCode::decode(stored & 0x7fu, first_scale);
-      m = float_of(bits_of(size) | ((stored & 0x80u) << 24));
-    }
-    if constexpr (Rule::kMoments > 1) v = UnsignedCode::decode(old.second[i] + 1u, second_scale);
-    const float g = Grad::load_canonical(grad[i]);
-    const Values x = rule(g, Weight::join(old.weight[i], old.correction[i]), m, v);
-    block.master[i] = x.master;
-    if constexpr (Rule::kMoments > 0) {
-      block.first[i] = x.first;
-      largest_m = larger(largest_m, x.first);
-    }
-    if constexpr (Rule::kMoments > 1) {
-      block.second[i] = x.second;
-      largest_v = larger(largest_v, x.second);
-    }
+  for (i32 i = 0; i < kQuads; ++i) {
+    const u32 front = word_at(old.weight, 2 * i), back = word_at(old.weight, 2 * i + 1);
+    const u32 corrections = word_at(old.correction, i);
+    block.master[0][i] = Weight::join(upper_half<0>(front), signed_byte<0>(corrections));
+    block.master[1][i] = Weight::join(upper_half<1>(front), signed_byte<1>(corrections));
+    block.master[2][i] = Weight::join(upper_half<0>(back), signed_byte<2>(corrections));
+    block.master[3][i] = Weight::join(upper_half<1>(back), signed_byte<3>(corrections));
+    u32 m = 0, v = 0;
+    if constexpr (Rule::kMoments > 0) m = word_at(old.first, i);
+    if constexpr (Rule::kMoments > 1) v = word_at(old.second, i);
+    const float g0 = Grad::template of_pair<0>(grad, 2 * i), g1 = Grad::template of_pair<1>(grad, 2 * i);
+    const float g2 = Grad::template of_pair<0>(grad, 2 * i + 1);
+    const float g3 = Grad::template of_pair<1>(grad, 2 * i + 1);
+    int8_move<0>(rule, g0, m, v, first_scale, second_scale, block, i);
+    int8_move<1>(rule, g1, m, v, first_scale, second_scale, block, i);
+    int8_move<2>(rule, g2, m, v, first_scale, second_scale, block, i);
+    int8_move<3>(rule, g3, m, v, first_scale, second_scale, block, i);
   }
-  block.largest_first = largest_m;
-  block.largest_second = largest_v;
+}
+
+// The second pass: the new masters, rounded.
+template <int kElement, typename Weight, typename Rule>
+OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 element, Block& block, i32 i) {
+  const u32 bits = random.bits(element + 4u * static_cast<u32>(i) + static_cast<u32>(kElement));
+  block.random[kElement][i] = bits;
+  const float p = rule.master(block.master[kElement][i], block.first[kElement][i], block.ahead[kElement][i]);
+  return Weight::encode(p, bits & 0xffu);
+}
+
+template <typename Weight, typename Rule>
+OT_INLINE void int8_masters(const Rule& given, const Random& given_random, u32 element, Block& block,
+                            const Int8State& out) {
+  const Rule rule = given;
+  const Random random = given_random;
+  const Int8State fresh = out;
+  OT_INDEPENDENT
+  for (i32 i = 0; i < kQuads; ++i) {
+    const u32 a = int8_master<0, Weight>(rule, random, element, block, i);
+    const u32 b = int8_master<1, Weight>(rule, random, element, block, i);
+    const u32 c = int8_master<2, Weight>(rule, random, element, block, i);
+    const u32 d = int8_master<3, Weight>(rule, random, element, block, i);
+    set_word(fresh.weight, 2 * i, word_of_upper(Plus8::rounding(a), Plus8::rounding(b)));
+    set_word(fresh.weight, 2 * i + 1, word_of_upper(Plus8::rounding(c), Plus8::rounding(d)));
+    set_word(fresh.correction, i, word_of_bytes<8>(a, b, c, d));
+  }
 }
 
 // What a block's codes are multiplied by, and its inverse. Below kLeast nothing matters to Adam's
@@ -73,29 +123,39 @@ struct Scale {
   }
 };
 
-template <typename Rule, typename Weight>
-OT_INLINE void int8_encode(const Random& given_random, u32 element, const Block& block,
-                           float first_inverse, float second_inverse, const Int8State& out,
-                           i32 count) {
-  const Random random = given_random;
+// The code of a moment above kShift lower bits.
+template <int kElement>
+OT_INLINE u32 first_code(const Block& block, i32 i, float inverse) {
+  const u32 m = bits_of(block.first[kElement][i]);
+  const float widened = SignedCode::widened(float_of(m & kMagnitude), inverse);
+  const u32 code = SignedCode::rounding(widened, (block.random[kElement][i] >> 8) & 0xfffu);
+  return code | ((m & kSign) >> (24 - SignedCode::kShift));
+}
+
+template <int kElement>
+OT_INLINE u32 second_code(const Block& block, i32 i, float inverse) {
+  const i32 widened = static_cast<i32>(bits_of(UnsignedCode::widened(block.second[kElement][i], inverse)));
+  const i32 least = static_cast<i32>(bits_of(1.0f + UnsignedCode::decode(1)));
+  const float kept = float_of(static_cast<u32>(widened < least ? least : widened));  // both are 1 and more
+  return UnsignedCode::rounding(kept, block.random[kElement][i] >> 20) - (1u << UnsignedCode::kShift);
+}
+
+// The last pass: the moments, once their scales are known.
+template <int kMoments>
+OT_INLINE void int8_codes(const Block& block, float first_inverse, float second_inverse,
+                          const Int8State& out) {
   const Int8State fresh = out;
-  const float least = 1.0f + UnsignedCode::decode(1);
   OT_INDEPENDENT
-  for (i32 i = 0; i < count; ++i) {
-    const u32 bits = random.bits(element + static_cast<u32>(i));
-    const u32 x = Weight::encode(block.master[i], bits & 0xffu);
-    fresh.weight[i] = Plus8::weight(x);
-    fresh.correction[i] = Plus8::correction(x);
-    if constexpr (Rule::kMoments > 0) {
-      const u32 m = bits_of(block.first[i]);
-      const float m_kept = SignedCode::widened(float_of(m & kMagnitude), first_inverse);
-      const u32 m_code = SignedCode::encode(m_kept, (bits >> 8) & 0xfffu);
-      fresh.first[i] = static_cast<u8>(m_code | ((m & kSign) >> 24));
+  for (i32 i = 0; i < kQuads; ++i) {
+    if constexpr (kMoments > 0) {
+      const u32 a = first_code<0>(block, i, first_inverse), b = first_code<1>(block, i, first_inverse);
+      const u32 c = first_code<2>(block, i, first_inverse), d = first_code<3>(block, i, first_inverse);
+      set_word(fresh.first, i, word_of_bytes<SignedCode::kShift>(a, b, c, d));
     }
-    if constexpr (Rule::kMoments > 1) {
-      const float v = UnsignedCode::widened(block.second[i], second_inverse);
-      const float v_kept = v < least ? least : v;
-      fresh.second[i] = static_cast<u8>(UnsignedCode::encode(v_kept, bits >> 20) - 1u);
+    if constexpr (kMoments > 1) {
+      const u32 a = second_code<0>(block, i, second_inverse), b = second_code<1>(block, i, second_inverse);
+      const u32 c = second_code<2>(block, i, second_inverse), d = second_code<3>(block, i, second_inverse);
+      set_word(fresh.second, i, word_of_bytes<UnsignedCode::kShift>(a, b, c, d));
     }
   }
 }
@@ -106,47 +166,112 @@ Int8State at(const Int8State& s, i64 lo) {
           shifted(s.second_scale, lo / kBlock)};
 }
 
-// A block's scales, and its codes on their way out.
 template <typename Grad, typename Weight, typename Rule>
-OT_INLINE void int8_block(const Rule& rule, const Random& random, u32 element,
-                          const Int8State& in, const Int8State& out,
-                          const typename Grad::Storage* grad, i32 count) {
+OT_INLINE void int8_block(const Rule& rule, const Random& random, u32 element, const Int8State& in,
+                          const Int8State& out, const typename Grad::Storage* grad) {
   Block block;
-  int8_update<Grad, Weight>(rule, in, grad, block, count);
-  const Scale m = Scale::of<SignedCode>(block.largest_first);
-  const Scale v = Scale::of<UnsignedCode>(block.largest_second);
+  int8_moments<Grad, Weight>(rule, in, grad, block);
+  const Scale m = Scale::of<SignedCode>(Rule::kMoments > 0 ? largest(block.first) : 0);
+  const Scale v = Scale::of<UnsignedCode>(Rule::kMoments > 1 ? largest(block.second) : 0);
+  int8_masters<Weight>(rule, random, element, block, out);
   if (m.inverse == 0.0f || v.inverse == 0.0f) {
-    for (i32 i = 0; i < count; ++i) block.first[i] = block.second[i] = 0.0f;
+    __builtin_memset(block.first, 0, sizeof block.first);
+    __builtin_memset(block.second, 0, sizeof block.second);
   }
-  int8_encode<Rule, Weight>(random, element, block, m.inverse, v.inverse, out, count);
+  int8_codes<Rule::kMoments>(block, m.inverse, v.inverse, out);
   if constexpr (Rule::kMoments > 0) *out.first_scale = m.scale;
   if constexpr (Rule::kMoments > 1) *out.second_scale = v.scale;
 }
 
+template <int kMoments>
+void copy(const Int8State& from, const Int8State& to, i64 count) {
+  copy(from.weight, to.weight, count);
+  copy(from.correction, to.correction, count);
+  if constexpr (kMoments > 0) copy(from.first, to.first, count);
+  if constexpr (kMoments > 1) copy(from.second, to.second, count);
+}
+
+// Memory for one block's state.
+struct Int8Slab {
+  alignas(64) u16 weight[kBlock];
+  alignas(64) i8 correction[kBlock];
+  alignas(64) u8 first[kBlock];
+  alignas(64) u8 second[kBlock];
+};
+
+template <int kMoments>
+void stream_block(const Int8Slab& slab, const Int8State& out) {
+  stream<kBlock>(out.weight, slab.weight);
+  stream<kBlock>(out.correction, slab.correction);
+  if constexpr (kMoments > 0) stream<kBlock>(out.first, slab.first);
+  if constexpr (kMoments > 1) stream<kBlock>(out.second, slab.second);
+}
+
+// A block by way of the cache: one that is streamed out, or a shorter one, filled up with zeros. These
+// change no scale: no moment of theirs is larger than one of the block's own.
 template <typename Grad, typename Weight, typename Rule>
+[[gnu::noinline]] void int8_by_slab(const Rule& rule, const Random& random, u32 element, const Int8State& in,
+                                    const Int8State& out, const typename Grad::Storage* grad, i64 count) {
+  Int8Slab slab = {};
+  typename Grad::Storage grads[kBlock] = {};
+  const Int8State old = {slab.weight, slab.correction, slab.first,
+                         slab.second, in.first_scale,  in.second_scale};
+  const Int8State fresh = {slab.weight, slab.correction, slab.first,
+                           slab.second, out.first_scale, out.second_scale};
+  copy<Rule::kMoments>(in, old, count);
+  copy(grad, grads, count);
+  int8_block<Grad, Weight>(rule, random, element, old, fresh, grads);
+  if (count == kBlock) return stream_block<Rule::kMoments>(slab, out);
+  copy<Rule::kMoments>(fresh, out, count);
+}
+
+template <typename Rule, typename Grad>
+OT_INLINE void prefetch(const Int8State& state, const Grad* grad) {
+  prefetch<kBlock>(state.weight);
+  prefetch<kBlock>(state.correction);
+  if constexpr (Rule::kMoments > 0) prefetch<kBlock>(state.first);
+  if constexpr (Rule::kMoments > 1) prefetch<kBlock>(state.second);
+  prefetch<kBlock>(grad);
+}
+
+template <bool kDoubled, typename Rule>
+class Int8Output {
+ public:
+  explicit Int8Output(const Int8State& out)
+      : weight_(out.weight), correction_(out.correction), first_(out.first), second_(out.second) {}
+
+  OT_INLINE Int8State at(i64 lo) {
+    return {weight_.at(lo), correction_.at(lo), first_.at(lo), second_.at(lo), nullptr, nullptr};
+  }
+  OT_INLINE void done(i64 lo) const {
+    weight_.done(lo);
+    correction_.done(lo);
+    if constexpr (Rule::kMoments > 0) first_.done(lo);
+    if constexpr (Rule::kMoments > 1) second_.done(lo);
+  }
+
+ private:
+  Output<kDoubled, u16, kBlock> weight_;
+  Output<kDoubled, i8, kBlock> correction_;
+  Output<kDoubled, u8, kBlock> first_, second_;
+};
+
+template <typename Weight, typename Grad, typename Rule>
 void int8_state(const Rule& rule, const Int8State& in, const Int8State& out, const Gradient& grad,
                 const Run& run) {
   const Random random(run.key);
   const auto* grads = values_of<Grad>(grad);
   const bool doubled = out.weight != in.weight;
-  Output<u16> weight(out.weight, doubled);
-  Output<i8> correction(out.correction, doubled);
-  Output<u8> first(out.first, doubled), second(out.second, doubled);
   for (i64 i = run.lo; i < run.hi; i += kBlock) {
-    const i32 count = static_cast<i32>(run.hi - i < kBlock ? run.hi - i : kBlock);
     const u32 element = run.element + static_cast<u32>(i - run.lo);
-    const Int8State scales = at(out, i);
-    const Int8State target = {weight.at(i), correction.at(i),   first.at(i),
-                              second.at(i), scales.first_scale, scales.second_scale};
-    if (count == kBlock) {
-      int8_block<Grad, Weight>(rule, random, element, at(in, i), target, grads + i, kBlock);
+    const i64 count = run.hi - i < kBlock ? run.hi - i : kBlock;
+    const Int8State old = at(in, i), fresh = at(out, i);
+    prefetch<Rule>(old, grads + i);
+    if (doubled || count < kBlock) {
+      int8_by_slab<Grad, Weight>(rule, random, element, old, fresh, grads + i, count);
     } else {
-      int8_block<Grad, Weight>(rule, random, element, at(in, i), target, grads + i, count);
+      int8_block<Grad, Weight>(rule, random, element, old, fresh, grads + i);
     }
-    weight.done(i, count);
-    correction.done(i, count);
-    if constexpr (Rule::kMoments > 0) first.done(i, count);
-    if constexpr (Rule::kMoments > 1) second.done(i, count);
   }
   if (doubled) finish_streaming();
 }
@@ -163,8 +288,8 @@ void update_int8(const Step& step, const Int8State& in, const Int8State& out, co
     if constexpr (kKeptInInt8<decltype(rule)>) {
       with_format(grad.dtype, [&](auto format) {
         using Grad = decltype(format);
-        if (weight_dtype == DType::bfloat16) int8_state<Grad, BFloat16Plus8>(rule, in, out, grad, run);
-        if (weight_dtype == DType::float16) int8_state<Grad, Float16Plus8>(rule, in, out, grad, run);
+        if (weight_dtype == DType::bfloat16) int8_state<BFloat16Plus8, Grad>(rule, in, out, grad, run);
+        if (weight_dtype == DType::float16) int8_state<Float16Plus8, Grad>(rule, in, out, grad, run);
       });
     }
   });

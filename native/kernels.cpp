@@ -16,7 +16,7 @@ namespace offloadtrain {
 namespace {
 
 // The limit to compare with.
-void traffic_loop(const Fp32State& state, const u16* grad, u16* working, i64 count) {
+OT_INLINE void traffic_loop(const Fp32State& state, const u16* grad, u16* working, i64 count) {
   float *master = state.master, *first = state.first, *second = state.second;
   OT_INDEPENDENT
   for (i64 i = 0; i < count; ++i) {
@@ -28,12 +28,14 @@ void traffic_loop(const Fp32State& state, const u16* grad, u16* working, i64 cou
 }
 
 void traffic(const Fp32State& state, const u16* grad, u16* working, i64 lo, i64 hi) {
-  Output<u16> weights(working, true);
-  for (i64 i = lo; i < hi; i += kSlab) {
-    const i64 count = hi - i < kSlab ? hi - i : kSlab;
-    traffic_loop(at(state, i), grad + i, weights.at(i), count);
-    weights.done(i, count);
+  Output<true, u16> weights(working);
+  i64 i = lo;
+  for (; i + kSlab <= hi; i += kSlab) {
+    prefetch<Adam<false>>(at(state, i), grad + i);
+    traffic_loop(at(state, i), grad + i, weights.at(i), kSlab);
+    weights.done(i);
   }
+  traffic_loop(at(state, i), grad + i, working + i, hi - i);
   finish_streaming();
 }
 

@@ -45,7 +45,9 @@ void decode_split16(const u16* weight, const i16* low, float* master, i64 lo, i6
 template <typename Weight>
 void decode_loop(const u16* weight, const i8* correction, float* master, i64 lo, i64 hi) {
   OT_INDEPENDENT
-  for (i64 i = lo; i < hi; ++i) master[i] = Weight::join(weight[i], correction[i]);
+  for (i64 i = lo; i < hi; ++i) {
+    master[i] = Weight::join(static_cast<u32>(weight[i]) << 16, correction[i]);
+  }
 }
 
 void decode_int8(const u16* weight, DType weight_dtype, const i8* correction, float* master, i64 lo,

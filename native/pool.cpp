@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -20,6 +21,29 @@ void bind_to(const std::vector<int>& cpus) {
   for (const int cpu : cpus) CPU_SET_S(cpu, size, set);
   pthread_setaffinity_np(pthread_self(), size, set);  // refused: a matter of speed, not of results
   CPU_FREE(set);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// True once `ready` is, false after kSpinNs: see [Note: Spinning].
+template <typename Ready>
+bool spun(const Ready& ready) {
+  constexpr int kLooks = 64;  // then another thread may need this core: perhaps the one waited for
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kSpinNs);
+  do {
+    for (int look = 0; look < kLooks; ++look) {
+      if (ready()) return true;
+      relax();
+    }
+    sched_yield();
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
 }
 
 }  // namespace
@@ -59,35 +83,47 @@ void Pool::run(std::int64_t n, std::int64_t grain, const Body& body) {
   }
   std::lock_guard<std::mutex> turn(turn_);
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);  // a worker on its way to sleep sees the round, or is woken
     n_ = n;
     grain_ = grain;
     body_ = &body;
     error_ = nullptr;
-    busy_ = static_cast<int>(workers_.size());
-    ++round_;
+    busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+    round_.fetch_add(1, std::memory_order_release);
   }
   begin_.notify_all();
   if (caller_works_) part(0);
-  std::unique_lock<std::mutex> lock(mutex_);
-  end_.wait(lock, [this] { return busy_ == 0; });
+  await_end();
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Pool::await_end() {
+  const auto ended = [this] { return busy_.load(std::memory_order_acquire) == 0; };
+  if (spun(ended)) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  end_.wait(lock, ended);
+}
+
+void Pool::await_round(std::uint64_t seen) {
+  const auto begun = [this, seen] {
+    return stop_.load(std::memory_order_relaxed) || round_.load(std::memory_order_acquire) != seen;
+  };
+  if (spun(begun)) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  begin_.wait(lock, begun);
 }
 
 void Pool::work(int own) {
   pthread_setname_np(pthread_self(), ("ot-kernel-" + std::to_string(own)).substr(0, 15).c_str());
   bind_to(cpus_);
-  std::uint64_t seen = 0;
-  for (;;) {
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      begin_.wait(lock, [this, seen] { return stop_ || round_ != seen; });
-      if (stop_) return;
-      seen = round_;
-    }
+  for (std::uint64_t seen = 0;; ++seen) {
+    await_round(seen);
+    if (stop_.load(std::memory_order_relaxed)) return;
     part(own);
+    if (busy_.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+    // The caller may be gone by now: its loop is not touched any more. The pool outlives its workers.
     std::lock_guard<std::mutex> lock(mutex_);
-    if (--busy_ == 0) end_.notify_one();
+    end_.notify_one();
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,11 @@
 #include <vector>
 
 namespace offloadtrain {
+
+// [Note: Spinning] Waking a thread that sleeps takes tens of microseconds, as long as a small loop. A
+// worker therefore looks for the next loop, and a caller for the end of its own, kSpinNs long before it
+// sleeps. A pool without loops uses no processor time.
+constexpr std::int64_t kSpinNs = 50'000;
 
 class Pool {
  public:
@@ -40,17 +46,21 @@ class Pool {
   void stop();
   void work(int part);
   void part(int part);
+  // Returns once `round_` is not `seen`; or the pool ends.
+  void await_round(std::uint64_t seen);
+  void await_end();
 
   const int threads_;
   const std::vector<int> cpus_;
   const bool caller_works_;
   const pid_t owner_;
   std::mutex turn_;   // one loop at a time
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // of those who sleep, and of error_
   std::condition_variable begin_, end_;
-  std::uint64_t round_ = 0;
-  int busy_ = 0;
-  bool stop_ = false;
+  // The hand-over: a loop is written before its round, and a worker is done with it before it is not busy.
+  std::atomic<std::uint64_t> round_{0};
+  std::atomic<int> busy_{0};
+  std::atomic<bool> stop_{false};
   std::int64_t n_ = 0, grain_ = 1;
   const Body* body_ = nullptr;
   std::exception_ptr error_;

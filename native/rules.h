@@ -9,16 +9,6 @@
 #include "kernels.h"
 #include "numbers.h"
 
-// Before a loop whose elements are independent of each other, although memory that it reads may be
-// memory that it writes. Vectorised and not unrolled: a loop of known length would be unrolled whole.
-#if defined(__clang__)
-#define OT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety) unroll(disable)")
-#else
-#define OT_INDEPENDENT _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
-#endif
-// For what is called once with a length known to the compiler and once without.
-#define OT_INLINE [[gnu::always_inline]] inline
-
 namespace offloadtrain {
 namespace {
 
@@ -26,6 +16,49 @@ namespace {
 struct Values {
   float master, first, second;
 };
+
+// The first half of a step: the new moments, and what the master needs beside the first of them. Loops
+// that take the halves one after the other keep the divider busy, where a whole step's chain of
+// operations would fill the CPU's window with what waits for it.
+struct Moved {
+  float first, second, ahead;
+};
+
+template <typename Rule>
+OT_INLINE Values whole_step(const Rule& rule, float grad, float p, float m, float v) {
+  const Moved x = rule.moved(grad, p, m, v);
+  return {rule.master(p, x.first, x.ahead), x.first, x.second};
+}
+
+#if defined(__AVX512F__)
+// x / divisor for x >= 0 and 0 < divisor <= 1, rounded as a division rounds, by multiplications: a
+// CPU has one divider, which the root and the other division keep busy.
+class Divisor {
+ public:
+  explicit Divisor(float divisor)
+      : divisor_(divisor), inverse_(static_cast<float>(1.0 / static_cast<double>(divisor))),
+        rest_(static_cast<float>(1.0 / static_cast<double>(divisor) - static_cast<double>(inverse_))) {}
+
+  float operator()(float x) const {
+    const float near = __builtin_fmaf(x, inverse_, x * rest_);
+    const float left = __builtin_fmaf(-near, divisor_, x);
+    const float quotient = __builtin_fmaf(left, inverse_, near);
+    return quotient > x ? quotient : x;
+  }
+
+ private:
+  float divisor_, inverse_, rest_;
+};
+#else
+class Divisor {
+ public:
+  explicit Divisor(float divisor) : divisor_(divisor) {}
+  float operator()(float x) const { return x / divisor_; }
+
+ private:
+  float divisor_;
+};
+#endif
 
 // What hardly any run needs, decay in the gradient and beta1 below 0.5, has a class of its own:
 // choosing per element cost a tenth of the narrow states' time.
@@ -39,18 +72,22 @@ class Adam {
         coupled_(mask_of(n[2] != 0.0f)), towards_grad_(mask_of(n[4] != 0.0f)) {}
   static bool is_general(const float* n) { return n[2] != 0.0f || n[4] != 0.0f; }
 
-  Values operator()(float grad, float p, float m_old, float v_old) const {
+  Moved moved(float grad, float p, float m_old, float v_old) const {
     float g = grad * grad_scale_;
     if constexpr (kGeneral) g = select(coupled_, __builtin_fmaf(p, l2_, g), g);
     const float base = kGeneral ? select(towards_grad_, g, m_old) : m_old;
     const float m = __builtin_fmaf(weight_, g - m_old, base);
     const float v = __builtin_fmaf(weight_sq_ * g, g, v_old * beta2_);
-    const float denominator = __builtin_sqrtf(v) / correction_ + eps_;
-    return {p * decay_ + (step_ * m) / denominator, m, v};
+    return {m, v, __builtin_sqrtf(v)};
+  }
+  float master(float p, float m, float root) const {
+    return p * decay_ + (step_ * m) / (correction_(root) + eps_);
   }
 
  private:
-  float grad_scale_, decay_, l2_, weight_, beta2_, weight_sq_, step_, correction_, eps_;
+  float grad_scale_, decay_, l2_, weight_, beta2_, weight_sq_, step_;
+  Divisor correction_;
+  float eps_;
   u32 coupled_, towards_grad_;
 };
 
@@ -62,13 +99,14 @@ class Lion {
       : grad_scale_(n[0]), decay_(n[1]), beta1_(n[2]), weight1_(n[3]), beta2_(n[4]), weight2_(n[5]),
         step_(n[6]) {}
 
-  Values operator()(float grad, float p, float m, float) const {
+  Moved moved(float grad, float, float m, float) const {
     const float g = grad * grad_scale_;
     const float towards = __builtin_fmaf(g, weight1_, m * beta1_);
     const float up = select(mask_of(0.0f < towards), 1.0f, 0.0f);
     const float down = select(mask_of(towards < 0.0f), 1.0f, 0.0f);
-    return {p * decay_ + (up - down) * step_, __builtin_fmaf(g, weight2_, m * beta2_), 0.0f};
+    return {__builtin_fmaf(g, weight2_, m * beta2_), 0.0f, up - down};
   }
+  float master(float p, float, float sign) const { return p * decay_ + sign * step_; }
 
  private:
   float grad_scale_, decay_, beta1_, weight1_, beta2_, weight2_, step_;
@@ -80,9 +118,8 @@ class Sgd {
   explicit Sgd(const float* n)
       : grad_scale_(n[0]), l2_(n[1]), step_(n[2]), coupled_(mask_of(n[1] != 0.0f)) {}
 
-  Values operator()(float grad, float p, float, float) const {
-    return {__builtin_fmaf(gradient(grad, p), step_, p), 0.0f, 0.0f};
-  }
+  Moved moved(float grad, float p, float, float) const { return {0.0f, 0.0f, gradient(grad, p)}; }
+  float master(float p, float, float g) const { return __builtin_fmaf(g, step_, p); }
 
  protected:
   float gradient(float grad, float p) const {
@@ -101,12 +138,12 @@ class Momentum : Sgd {
       : Sgd(n), momentum_(n[3]), weight_(n[4]), first_(mask_of(n[5] != 0.0f)),
         nesterov_(mask_of(n[6] != 0.0f)) {}
 
-  Values operator()(float grad, float p, float buffer, float) const {
+  Moved moved(float grad, float p, float buffer, float) const {
     const float g = gradient(grad, p);
     const float m = select(first_, g, __builtin_fmaf(weight_, g, buffer * momentum_));
-    const float u = select(nesterov_, __builtin_fmaf(m, momentum_, g), m);
-    return {__builtin_fmaf(u, step_, p), m, 0.0f};
+    return {m, 0.0f, select(nesterov_, __builtin_fmaf(m, momentum_, g), m)};
   }
+  using Sgd::master;
 
  private:
   float momentum_, weight_;
@@ -119,12 +156,12 @@ class Adagrad {
   explicit Adagrad(const float* n)
       : grad_scale_(n[0]), l2_(n[1]), lr_(n[2]), eps_(n[3]), coupled_(mask_of(n[1] != 0.0f)) {}
 
-  Values operator()(float grad, float p, float sum, float) const {
+  Moved moved(float grad, float p, float sum, float) const {
     const float scaled = grad * grad_scale_;
     const float g = select(coupled_, __builtin_fmaf(p, l2_, scaled), scaled);
-    const float total = __builtin_fmaf(g, g, sum);
-    return {p - (lr_ * g) / (__builtin_sqrtf(total) + eps_), total, 0.0f};
+    return {__builtin_fmaf(g, g, sum), 0.0f, lr_ * g};
   }
+  float master(float p, float total, float step) const { return p - step / (__builtin_sqrtf(total) + eps_); }
 
  private:
   float grad_scale_, l2_, lr_, eps_;

@@ -11,8 +11,23 @@
 namespace offloadtrain {
 namespace {
 
-// Elements that are computed in the cache before they are streamed out.
-constexpr i64 kSlab = 256;
+// Elements that are computed at once, in the cache: a line of 16-bit elements, two of fp32.
+constexpr i64 kSlab = 32;
+
+// [Note: Prefetching] Each slab asks for the lines of a later one, although the hardware prefetches
+// too: into the second-level cache, and arithmetic leaves a CPU too little room to run ahead into it.
+// Measured on a 2.5 GHz Xeon, one thread: 0.90 of the time of fp32 at any distance from 256 to 1,024
+// elements; lines of slabs of 256 elements at once, which occupy the buffers that loads need, gain nothing.
+constexpr i64 kAhead = 512;
+
+template <i64 kCount, typename T>
+OT_INLINE void prefetch(const T* memory) {
+  // As a number: it may lie beyond the memory's end, where a prefetch does nothing.
+  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(memory) + kAhead * sizeof(T);
+  for (std::uintptr_t at = first; at < first + kCount * sizeof(T); at += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 3);
+  }
+}
 
 #if defined(__AVX512F__)
 struct Line {
@@ -39,19 +54,24 @@ struct Line {
 };
 #endif
 
-// `source` is aligned to 64 bytes. A target that is not aligned, and the rest, are plain copies.
 template <typename T>
-inline void stream(T* target, const T* source, i64 count) {
-  i64 done = 0;
+inline void copy(const T* source, T* target, i64 count) {
+  __builtin_memcpy(target, source, static_cast<u64>(count) * sizeof(T));
+}
+
+// `source` is aligned to 64 bytes. To a target that is not aligned these are plain copies.
+template <i64 kCount, typename T>
+OT_INLINE void stream(T* target, const T* source) {
+  constexpr i64 bytes = kCount * static_cast<i64>(sizeof(T));
 #if defined(__SSE2__)
-  constexpr i64 per_line = Line::kBytes / static_cast<i64>(sizeof(T));
-  if (reinterpret_cast<std::uintptr_t>(target) % Line::kBytes == 0) {
-    for (; done + per_line <= count; done += per_line) {
-      Line::copy(reinterpret_cast<char*>(target + done), reinterpret_cast<const char*>(source + done));
+  if (bytes % Line::kBytes == 0 && reinterpret_cast<std::uintptr_t>(target) % Line::kBytes == 0) {
+    for (i64 at = 0; at < bytes; at += Line::kBytes) {
+      Line::copy(reinterpret_cast<char*>(target) + at, reinterpret_cast<const char*>(source) + at);
     }
+    return;
   }
 #endif
-  __builtin_memcpy(target + done, source + done, static_cast<u64>(count - done) * sizeof(T));
+  copy(source, target, kCount);
 }
 
 // Streamed stores are not ordered with others: the thread that reads them next must find them.
@@ -68,19 +88,18 @@ inline T* shifted(T* memory, i64 elements) {
 }
 
 // One output of a loop, slab by slab: in place, or by way of a buffer that is streamed out.
-template <typename T>
+template <bool kStreamed, typename T, i64 kCount = kSlab>
 class Output {
  public:
-  Output(T* target, bool streamed) : target_(target), streamed_(streamed) {}
-  T* at(i64 lo) { return streamed_ ? slab_ : shifted(target_, lo); }
-  void done(i64 lo, i64 count) const {
-    if (streamed_) stream(target_ + lo, slab_, count);
+  explicit Output(T* target) : target_(target) {}
+  OT_INLINE T* at(i64 lo) { return kStreamed ? slab_ : shifted(target_, lo); }
+  OT_INLINE void done(i64 lo) const {
+    if constexpr (kStreamed) stream<kCount>(target_ + lo, slab_);
   }
 
  private:
   T* target_;
-  bool streamed_;
-  alignas(64) T slab_[kSlab];
+  alignas(64) T slab_[kStreamed ? kCount : 1];
 };
 
 }  // namespace

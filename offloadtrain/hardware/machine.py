@@ -58,6 +58,8 @@ class Machine:
         cores: physical, of one host.
         fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
             parameters per second; 0: derived from `dram_gbps`.
+        norm_gparams, accumulate_gparams: the same of the sums of squares of 16-bit gradients, and
+            of these gradients added in fp32.
         disk_gbps: write speed of a checkpoint; 0: unknown.
         disk_read_gbps, disk_write_gbps: of the drive for state on the disk, each alone, past the
             page cache; 0: unknown.
@@ -92,6 +94,8 @@ class Machine:
     fp32_gparams: float = 0.0
     split16_gparams: float = 0.0
     int8_gparams: float = 0.0
+    norm_gparams: float = 0.0
+    accumulate_gparams: float = 0.0
     disk_gbps: float = 0.0
     disk_read_gbps: float = 0.0
     disk_write_gbps: float = 0.0

@@ -8,8 +8,8 @@ Every launch of the program (`step.program`) gets a duration:
 * reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
   are several;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
-  ranks of a host; Adam as measured, if it was. Where the state is on the device, over the rate of
-  the device's memory;
+  ranks of a host; Adam as measured, if it was, and the first two not faster than measured. Where
+  the state is on the device, over the rate of the device's memory;
 * orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
   or down: bytes over the link;
 * read state, write state: bytes over the drive's rate, divided by the ranks of a host.
@@ -301,7 +301,17 @@ class _Costs:
             case Kind.ADAM:
                 return shard / self._adam_rate(bucket)
         passes = pieces if kind is Kind.ACCUMULATE else 1
-        return shard * self._traffic(kind, bucket) / passes / self._memory_of(bucket)
+        by_memory = shard * self._traffic(kind, bucket) / self._memory_of(bucket)
+        return max(by_memory, self._measured_s(kind, bucket)) / passes
+
+    def _measured_s(self, kind: Kind, bucket: BucketSpec) -> float:
+        """The time of a kernel of the host that may be bound by its arithmetic; 0 where none was
+        measured."""
+        machine = self.machine
+        rates = {Kind.NORM: machine.norm_gparams, Kind.ACCUMULATE: machine.accumulate_gparams}
+        rate = rates.get(kind, 0.0) * 1e9 / self._local
+        of_host = bucket.state_tier is not Tier.DEVICE
+        return bucket.shard_numel / rate if rate and of_host else 0.0
 
     def _collective_s(self, nbytes: int) -> float:
         """Return the rate of a ring over all ranks: among the GPUs of a host, or over the links of

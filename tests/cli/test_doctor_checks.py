@@ -34,6 +34,7 @@ MACHINE = Machine(
     cores=16,
     fp32_gparams=4.0,
     split16_gparams=6.5,
+    norm_gparams=16.0,
 )
 
 
@@ -271,7 +272,8 @@ def test_versions() -> None:
 def test_speeds() -> None:
     found = {check.name: check for check in speeds.check_speeds(MACHINE, 63.0, bf16=True)}
     assert {check.status for check in found.values()} == {PASS}
-    assert "fp32 4, split16 6.5 Gparam/s" in found["Adam"].found and "80%" in found["Adam"].found
+    told = found["Adam"].found
+    assert "fp32 0.25, split16 0.154, norm 0.0625 ns/param" in told and "80%" in told
     assert "bf16 660, fp16 655, fp32 50 Tflop/s" in found["compute"].found
     slow = replace(MACHINE, fp32_gparams=2.0, d2h_gbps=20.0)
     found = {check.name: check for check in speeds.check_speeds(slow, 63.0, bf16=True)}

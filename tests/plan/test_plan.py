@@ -505,6 +505,20 @@ def test_fewer_moments_are_fewer_bytes_and_less_time(measured: float) -> None:
         assert measure(adagrad) == found[1]
 
 
+@pytest.mark.parametrize(
+    ("keys", "kernel"),
+    [({"offload__clip_norm": 1.0}, "norm"), ({"train__grad_accum_steps": 4}, "accumulate")],
+)
+def test_a_kernel_is_no_faster_than_measured(keys: dict[str, Any], kernel: str) -> None:
+    """Bound by its arithmetic it takes the measured time, bound by memory that of its bytes."""
+
+    def host_s(gparams: float) -> float:
+        machine = replace(V100, **{f"{kernel}_gparams": gparams})
+        return planned(small(**keys), machine).prediction.busy_s["host"]
+
+    assert host_s(0.0) == host_s(1e6) < host_s(0.02) < host_s(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"offload__working": "host"}])
 def test_ranks_have_whole_matrices_as_planned(keys: dict[str, Any]) -> None:

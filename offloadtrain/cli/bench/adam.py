@@ -12,7 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offloadtrain.cli.bench.peers import DEEPSPEED_STEP, TORCH_STEP, deepspeed_cases, torch_cases
+from offloadtrain.cli.bench.peers import (
+    BYTES_PER_PARAM,
+    WHOLE_PATH_BYTES,
+    deepspeed_cases,
+    torch_cases,
+)
 from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
 from offloadtrain.cli.bench.rounds import Case, measure
 from offloadtrain.runtime import kernels
@@ -198,13 +203,13 @@ def _under(backend: Backend, run: Callable[[], object]) -> Case:
 
 
 def peer_cases(b: Buffers) -> dict[Label, Case]:
-    """Return the cases of torch and DeepSpeed: 28 bytes for the step, 48 for the path."""
+    """Return the cases of torch and DeepSpeed."""
     arguments = (b.fp32, b.grad, b.working, b.wide, SCALARS)
     found: dict[Label, Case] = {}
     for backend, cases in (("torch", torch_cases), ("deepspeed", deepspeed_cases)):
         for name, run in cases(*arguments).items():
-            size = 28.0 if name in (TORCH_STEP, DEEPSPEED_STEP) else 48.0
-            found[Label(name, backend, "fp32", size)] = run
+            size = BYTES_PER_PARAM.get(name, WHOLE_PATH_BYTES)
+            found[Label(name, backend, "fp32", float(size))] = run
     return found
 
 

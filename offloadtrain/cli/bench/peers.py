@@ -1,7 +1,8 @@
 """Competitors of our kernels: torch's fused AdamW, and DeepSpeed's CPU Adam if installed.
 
 A whole path starts from 16-bit gradients and ends with 16-bit weights, with clipping: cast,
-multiply, step, cast.
+multiply, step, cast. DeepSpeed's ZeRO-2 casts the gradients on the GPU (`stage_1_and_2.py`): its
+path on the host starts from fp32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from offloadtrain.runtime.kernels import AdamScalars, Fp32State
 
 TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
 DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"
+DEEPSPEED_ZERO2 = "DeepSpeed, ZeRO-2's path"
+BYTES_PER_PARAM = {TORCH_STEP: 28, DEEPSPEED_STEP: 28, DEEPSPEED_ZERO2: 42}
+"""Memory traffic per parameter; a whole path has WHOLE_PATH_BYTES."""
+
+WHOLE_PATH_BYTES = 48
 
 
 def torch_cases(
@@ -67,7 +73,8 @@ def deepspeed_cases(
         print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
         return {}
     path = _path(adam.step, state, grad, working, wide, scalars)
-    return {DEEPSPEED_STEP: adam.step, DEEPSPEED_PATH: path}
+    zero2 = _from_fp32(adam.step, state, working, wide, scalars)
+    return {DEEPSPEED_STEP: adam.step, DEEPSPEED_PATH: path, DEEPSPEED_ZERO2: zero2}
 
 
 def deepspeed_version() -> str | None:
@@ -83,8 +90,23 @@ def _path(
     wide: Tensor,
     scalars: AdamScalars,
 ) -> Case:
+    rest = _from_fp32(step, state, working, wide, scalars)
+
     def path() -> None:
         wide.copy_(grad)
+        rest()
+
+    return path
+
+
+def _from_fp32(
+    step: Callable[[], object],
+    state: Fp32State,
+    working: Tensor,
+    wide: Tensor,
+    scalars: AdamScalars,
+) -> Case:
+    def path() -> None:
         wide.mul_(scalars.grad_scale)
         step()
         working.copy_(state.master)

@@ -80,7 +80,7 @@ def measure(
     """
     say("products and attention")
     computed = compute(device, bf16, QUICK_BATCH_S if quick else BATCH_S)
-    say("memory and Adam")
+    say("memory and kernels")
     dram, adam = host_rates(PARAMS[device.type], quick)
     hbm = device_memory_gbps(device)
     memory = _device_memory(device) if device.type == "cuda" else {}
@@ -178,7 +178,7 @@ def device_memory_gbps(device: torch.device) -> float:
 
 
 def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
-    """Measure (GB/s of DRAM, Gparam/s of Adam by format) of all kernel threads, alternating."""
+    """Measure (GB/s of DRAM, Gparam/s of each kernel) of all kernel threads, alternating."""
     backend = kernels.backend().name
     numel = fitting(QUICK_PARAMS if quick else numel, available_bytes())
     if backend == "torch":  # the oracle: a thousand times slower
@@ -187,12 +187,12 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
     # only the native kernels run int8 at a useful speed.
     states = STATES[:1] if quick else STATES if native else STATES[:2]
     buffers = allocate(numel, states)
-    cases = {} if quick else _adam_cases(buffers)
+    cases = {} if quick else _adam_cases(buffers) | _gradient_cases(buffers)
     limit, nbytes = _stream(buffers, native)
     found = measure_rounds({"limit": limit, **cases}, QUICK_ROUNDS if quick else ROUNDS, _silent)
     medians = {name: statistics.median(times) for name, times in found.items()}
     dram = nbytes * numel / medians.pop("limit") / 1e9
-    return dram, {f"{state}_gparams": numel / took / 1e9 for state, took in medians.items()}
+    return dram, {f"{kernel}_gparams": numel / took / 1e9 for kernel, took in medians.items()}
 
 
 def fitting(numel: int, available: int) -> int:
@@ -210,6 +210,12 @@ def _adam_cases(buffers: Buffers) -> dict[str, Case]:
         )
         for name, state in buffers.states.items()
     }
+
+
+def _gradient_cases(buffers: Buffers) -> dict[str, Case]:
+    squares = partial(kernels.sum_squares_many, buffers.grad, buffers.layout, buffers.squares)
+    added = partial(kernels.accumulate, buffers.wide, buffers.grad, False)
+    return {"norm": squares, "accumulate": added}
 
 
 def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:

@@ -48,18 +48,17 @@ def check_bandwidth(h2d: float, d2h: float, on_cpu: bool, link: float | None) ->
     return Check("H2D, D2H", Status.PASS, f"{found}, page-locked")
 
 
+KERNELS = ("fp32", "split16", "int8", "norm", "accumulate")
+
+
 def check_adam(machine: Machine) -> Check:
-    """Check CPU Adam per format, in 10^9 parameters per second."""
-    rates = {
-        state: getattr(machine, f"{state}_gparams")
-        for state in ("fp32", "split16", "int8")
-        if getattr(machine, f"{state}_gparams")
-    }
-    if not rates:
+    """Check CPU Adam per format, and what is done with gradients, in time per parameter."""
+    rates = {kernel: getattr(machine, f"{kernel}_gparams") for kernel in KERNELS}
+    told = [f"{kernel} {1 / rate:.3g}" for kernel, rate in rates.items() if rate]
+    if not told:
         return Check("Adam", Status.PASS, "not measured with --quick")
-    found = ", ".join(f"{state} {rate:.3g}" for state, rate in rates.items()) + " Gparam/s"
     reached = machine.fp32_gparams * FP32_TRAFFIC_BYTES / machine.dram_gbps
-    found += f"; fp32 at {reached:.0%} of the DRAM limit"
+    found = ", ".join(told) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit"
     if reached < LEAST_OF_DRAM:
         advice = "The cores or the kernels are the limit, not the memory: see CPU kernels, cores."
         return Check("Adam", Status.WARN, found, advice)

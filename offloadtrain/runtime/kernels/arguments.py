@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.runtime.kernels.scalars import Scalars
 from offloadtrain.runtime.kernels.state import Layout, State
-from offloadtrain.step.formats import Field, StateFormat
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FP32 = (torch.float32,)
@@ -85,33 +85,42 @@ def _check_update(
     check_disjoint(operands)
 
 
-def check_state(state: State, numel: int, moments: tuple[str, ...]) -> list[str]:
+def check_state(state: State, numel: int, moments: tuple[str, ...]) -> Sequence[str]:
     """Return the names of its fields.
 
     Raises:
         TypeError, ValueError: unless `state` is one of `numel` elements, with these moments.
     """
-    if not state.format.keeps_moments(moments):
-        raise TypeError(f"{state.format.name} state cannot keep {', '.join(moments)}")
-    wanted = _fields(state.format, moments)
+    wanted = _fields(type(state), moments)
     if len(wanted) != len(state):
         raise TypeError(
             f"{state.format.name} state of {', '.join(moments) or 'no moments'} has {len(wanted)} "
             f"fields, not {len(state)}"
         )
-    for (field, allowed), tensor in zip(wanted, state, strict=True):
-        check_operand(field.name, tensor, allowed, field.numel(numel))
-    return [field.name for field, _ in wanted]
+    for (name, allowed, per), tensor in zip(wanted, state, strict=True):
+        check_operand(name, tensor, allowed, -(-numel // per))
+    return [name for name, _, _ in wanted]
 
 
 @lru_cache(maxsize=64)
 def _fields(
-    format: StateFormat, moments: tuple[str, ...]
-) -> tuple[tuple[Field, tuple[torch.dtype, ...]], ...]:
-    """Each field with its allowed dtypes."""
+    kind: type[State], moments: tuple[str, ...]
+) -> tuple[tuple[str, tuple[torch.dtype, ...], int], ...]:
+    """Each field's name, its allowed dtypes, and the elements that share a value of it.
+
+    Raises:
+        TypeError: a state of this kind does not keep these moments.
+    """
+    format = kind.format
+    if not format.keeps_moments(moments):
+        raise TypeError(f"{format.name} state cannot keep {', '.join(moments)}")
     weights = [PRECISIONS[precision] for precision in format.precisions]
     return tuple(
-        (field, tuple(getattr(torch, name) for name in ([field.dtype] if field.dtype else weights)))
+        (
+            field.name,
+            tuple(getattr(torch, name) for name in ([field.dtype] if field.dtype else weights)),
+            field.per,
+        )
         for field in format.fields(moments)
     )
 
@@ -132,7 +141,7 @@ def check_operand(
     if tensor.dtype not in allowed:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise TypeError(f"{name} must be {wanted}, not {tensor.dtype}")
-    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-D, contiguous and on the CPU: {describe(tensor)}")
     check_alive(name, tensor)
     if numel is not None and tensor.numel() != numel:
@@ -141,23 +150,20 @@ def check_operand(
 
 def check_alive(name: str, tensor: Tensor) -> None:
     """Raises ValueError if the storage was freed under the tensor."""
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
     if end > tensor.untyped_storage().nbytes():
         raise ValueError(f"{name} has been freed: its storage is smaller than it is")
 
 
 def check_disjoint(operands: dict[str, Tensor]) -> None:
     """Raises ValueError if two share memory, except that working may be grad."""
-    extents = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
-        for name, tensor in operands.items()
-    )
-    for i in range(len(extents) - 1):
-        lo, end, name = extents[i]
-        start, stop, other = extents[i + 1]
-        in_place = {name, other} == {"grad", "working"} and (lo, end) == (start, stop)
-        if start < end and not in_place:
-            raise ValueError(f"{name} and {other} overlap in memory")
+    extents = sorted([(x.data_ptr(), x.nbytes, name) for name, x in operands.items()])
+    before, last = (0, 0), ""
+    for start, nbytes, name in extents:
+        in_place = before == (start, nbytes) and {last, name} == {"grad", "working"}
+        if start < sum(before) and not in_place:
+            raise ValueError(f"{last} and {name} overlap in memory")
+        before, last = (start, nbytes), name
 
 
 def describe(tensor: Tensor) -> str:

@@ -64,10 +64,10 @@ def run(rounds: int, on_round: Callable[[str], None]) -> list[ResidentRow]:
     device = resolve_device("auto")
     dtype = PRECISIONS[resolve_precision("auto", device)[0]]
     model = Transformer(SIZES["demo"], seed=0)
-    cases: dict[str, Step] = {"resident": _resident(copy.deepcopy(model), device, dtype)}
+    cases: dict[str, Step] = {"resident": resident_step(copy.deepcopy(model), device, dtype)}
     exposed: dict[str, list[float]] = {}
     for name, options in OPTIONS.items():
-        cases[name] = _offloaded(copy.deepcopy(model), device, dtype, options, exposed, name)
+        cases[name] = offloaded_step(copy.deepcopy(model), device, dtype, options, exposed, name)
     tokens = torch.randint(0, 256, (BATCH, LENGTH + 1), device=device)
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(WARM_STEPS + rounds):
@@ -102,7 +102,7 @@ def _timed(step: Step, tokens: Tensor, device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def _resident(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Step:
+def resident_step(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Step:
     model.to(device)
     masters = [param.detach().float().clone() for param in model.parameters()]
     model.to(dtype)
@@ -121,7 +121,7 @@ def _resident(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Ste
     return step
 
 
-def _offloaded(
+def offloaded_step(
     model: nn.Module,
     device: torch.device,
     dtype: torch.dtype,

@@ -3,9 +3,9 @@
 [Note: Timing events]
 Two events around each operation are three quarters of the events of a step, and the thread that
 launches pays for them. So an operation of a stream is timed the first few times that its name
-occurs, and again in sampled steps. Otherwise it counts as long as its name took on average when it
-was timed last. Waits of compute are timed always: they differ from step to step, and they are what
-the report is read for.
+occurs, of which the very first does not count, and again in sampled steps. Otherwise it counts as
+long as its name took on average when it was timed last. Waits of compute are timed always: they
+differ from step to step, and they are what the report is read for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class UsualTimes:
     def timed(self, lane: Lane, name: str, ms: float) -> None:
         """Note a run."""
         mean = self._means.get((lane, name))
-        if mean is None or mean.sample != self._sample:
+        # The first run of all loads kernels and touches memory.
+        if mean is None:
+            self._means[lane, name] = _Mean(self._sample)
+            return
+        if mean.sample != self._sample:
             mean = self._means[lane, name] = _Mean(self._sample)
         mean.runs += 1
         mean.total_ms += ms
@@ -49,6 +53,6 @@ class UsualTimes:
     def of(self, lane: Lane, name: str) -> float | None:
         """Return the usual milliseconds; None where runs should be timed. From any thread."""
         mean = self._means.get((lane, name))
-        if mean is None or (mean.sample == 0 and mean.runs < _LEARNT_RUNS):
+        if mean is None or mean.runs < (1 if mean.sample else _LEARNT_RUNS):
             return None
         return mean.total_ms / mean.runs

@@ -10,6 +10,7 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import ModelShape, num_params
+from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan import largest, question, suggest
 from offloadtrain.plan.plan import make
@@ -140,6 +141,19 @@ def test_no_larger_model_fits() -> None:
             for size in (16, 8, 4, 2, 1):
                 train = {"train.micro_batch": size, "train.grad_accum_steps": 16 // size}
                 assert not make(suggest.applied(job, train), "rtx4090", machine).fits, (row, name)
+
+
+@pytest.mark.slow
+def test_the_table_of_cards_is_what_is_found() -> None:
+    """One of its rows; all: more than a minute."""
+    page = (Path(__file__).parents[2] / "docs/cards.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `rtx4090` |")]
+    rows = {(one.working, one.state): one for one in largest.largest(*find("rtx4090"))}
+    shown = [rows["device", "fp32"], rows["device", "int8"], rows["host", "int8"]]
+    for one, cell in zip(shown, row.split("|")[4:7], strict=True):
+        assert one.plan is not None
+        rate = format_count(one.plan.prediction.tokens_per_s)
+        assert cell.strip() == f"{one.model}, {rate}"
 
 
 def test_rows_are_printed_as_they_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

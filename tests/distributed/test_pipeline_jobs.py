@@ -14,12 +14,12 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import of_stage, replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.events import schema
+from offloadtrain.events import alerts, schema
 from offloadtrain.train.saved_run import language_model, open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.rank_faults import HANG_S, Job
 from tests.distributed.test_faults import ended, started
-from tests.distributed.test_jobs import data, job_of, trained  # noqa: F401
+from tests.distributed.test_jobs import CONSTANT, data, job_of, trained  # noqa: F401
 from tests.train.small_job import write_text
 
 DEEP = {
@@ -192,3 +192,28 @@ def test_the_other_stage_ends_and_says_why(staged_job: Path, pools: object) -> N
     assert codes == [1, -signal.SIGKILL]
     said = (staged_job.parent / "said0").read_text()
     assert "another rank has failed: rank 1 (stage 2 of 2, pid" in said
+
+
+def spiking(folder: Path, data: Path) -> None:  # noqa: F811
+    """A run in stages whose 11th batch has a loss far above the others."""
+    from offloadtrain.train.pipelined import PipelinedModel
+
+    run, calls = PipelinedModel.run, 0
+
+    def spoilt(*given: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return run(*given) * (80.0 if calls == 11 else 1.0)
+
+    changes = {"train.on_spike": '"rollback"', "train.steps": 14, "train.checkpoint_every": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alerts, "SPIKE_AFTER", 6)
+        patch.setattr(PipelinedModel, "run", spoilt)
+        trained(folder, data, **DEEP | STAGES | CONSTANT | changes)
+
+
+@pytest.mark.long
+def test_all_stages_go_back_from_a_spike(ranks: Run, tmp_path: Path, data: Path) -> None:  # noqa: F811
+    ranks(2, spiking, tmp_path / "run", data)
+    tried = [[figure[0] for figure in figures(tmp_path / "run", rank)] for rank in range(2)]
+    assert tried[0] == tried[1] == [*range(1, 12), 10, 11, 12, 13, 14]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.step.memory import disk_requests
@@ -37,6 +37,15 @@ class DiskLoad:
         return sum(ref.nbytes for ref in op.writes) / rate
 
 
+def with_rates(machine: Machine) -> Machine:
+    """Return the machine with the assumed rates where it has none."""
+    return replace(
+        machine,
+        disk_read_gbps=machine.disk_read_gbps or ASSUMED_GBPS,
+        disk_write_gbps=machine.disk_write_gbps or ASSUMED_GBPS,
+    )
+
+
 def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
     """Return the load by the program: every update reads and writes a bucket once; of matrices,
     whose moments are updated before their masters, twice.
@@ -46,9 +55,9 @@ def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
     twice = {bucket.name for bucket in spec.buckets if bucket.matrices}
     requests = disk_requests(spec)
     moved = sum(one.nbytes * (2 if one.bucket in twice else 1) for one in requests)
+    known = with_rates(machine)
     read, write = (
-        1e9 * (rate or ASSUMED_GBPS) / local_ranks
-        for rate in (machine.disk_read_gbps, machine.disk_write_gbps)
+        1e9 * rate / local_ranks for rate in (known.disk_read_gbps, known.disk_write_gbps)
     )
     slower = _shared(moved, read, write, 1e9 * machine.disk_both_gbps / local_ranks)
     return DiskLoad(
@@ -56,7 +65,7 @@ def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
         written_bytes=moved,
         read_rate=read / slower,
         write_rate=write / slower,
-        assumed=not (machine.disk_read_gbps and machine.disk_write_gbps),
+        assumed=known != machine,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from offloadtrain.config.units import format_seconds
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.disk import with_rates
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import SAME, Change, single_changes
@@ -30,6 +31,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "the links between ranks": ("gpu_link_gbps", "node_link_gbps"),
 }
 """Part of a machine → its rates."""
+
+DRIVE = {"the drive": ("disk_read_gbps", "disk_write_gbps", "disk_both_gbps")}
+"""The same, where state is on the disk."""
 
 NOTES = {
     ("offload.update", "delayed"): "one step of staleness",
@@ -60,8 +64,8 @@ def why(plan: Plan, trace: Trace | None = None) -> Why:
     """Ask the simulation, with other rates and with other keys."""
     machine, now = plan.machine, plan.prediction
     gains = {
-        part: now.seconds / predict(plan.copied, _twice(machine, rates)).seconds - 1
-        for part, rates in PARTS.items()
+        part: now.seconds / predict(plan.copied, _twice(with_rates(machine), rates)).seconds - 1
+        for part, rates in (PARTS | (DRIVE if plan.disk else {})).items()
     }
     found = single_changes(plan.job, plan.name, machine, plan.placed.spec.ranks, trace)
     changes = [(one, one.plan.prediction.tokens_per_s / now.tokens_per_s - 1) for one in found]
@@ -86,12 +90,12 @@ def _bounds(found: Why) -> list[str]:
     plan, (part, gain) = found.plan.prediction, next(iter(found.gains.items()))
     waits = sorted(plan.exposed_s.items(), key=lambda item: -item[1])
     told = ", ".join(f"{format_seconds(s)} for {lane}" for lane, s in waits if s > 0.001)
-    busiest = max(plan.busy_s, key=lambda lane: plan.busy_s[lane])
+    bound_s, busiest = plan.bound
     return [
         f"what bounds the step: {part}; twice as fast saves {100 * gain / (1 + gain):.0f} % of it",
         f"  compute works {format_seconds(plan.busy_s['compute'])}; it waits {told or 'never'}",
         f"  no schedule is faster than its busiest lane: {busiest}, "
-        f"{format_seconds(plan.busy_s[busiest])} of {format_seconds(plan.seconds)}",
+        f"{format_seconds(bound_s)} of {format_seconds(plan.seconds)}",
         *(f"  {part} twice as fast: {_percent(gain)}" for part, gain in found.gains.items()),
     ]
 

@@ -8,12 +8,17 @@ that one is written, while the host updates this bucket and disk_write writes th
 order of use is known, so there is no cache: a slot goes to the next bucket in turn. What waits for
 what follows from the slots and the files that the operations name.
 
+Between two updates of mode "exact" the drive would rest until the norm is known: behind an update
+the slots are filled with the state that the next one begins with.
+
 The file always holds what the slot held when its last write was launched, so a slot can be taken
 away at any time. Whoever touches the state past the lanes, between steps, reads and writes the
 file, and the slots are forgotten.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.operations import Kind, Lane, Launch
@@ -53,6 +58,12 @@ class DiskPath:
         # the slot's next read waits for it.
         state, file = bucket.state(), bucket.state_file
         self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
+
+    def read_ahead(self, buckets: Iterable[BucketRefs]) -> None:
+        """Fill the slots for the next update, whose order this is."""
+        on_disk = [bucket for bucket in buckets if bucket.is_on_disk]
+        for bucket in on_disk[: len(self._slots)]:
+            self.read(bucket)
 
     def forget(self) -> None:
         """The lanes are empty, and the files may change past them."""

@@ -105,6 +105,7 @@ class Exact:
         """In step(): what is left of the update, and the uploads, in forward order."""
         if not decision.skipped:
             self._apply(order, decision)
+            self._updates.is_over(order)
         return Speculation()
 
     def drop(self) -> None:

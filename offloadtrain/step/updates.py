@@ -112,6 +112,11 @@ class UpdatePath:
             # weights before.
             self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
+    def is_over(self, order: Iterable[tuple[str, Sequence[BucketRefs]]]) -> None:
+        """Every bucket's update is launched, and the next one will have this order."""
+        # disk_read, beside the next forward and backward: waits for the writes of this update.
+        self._disk.read_ahead(bucket for _, buckets in order for bucket in buckets)
+
     def swap(self, bucket: BucketRefs) -> None:
         """Make the copy that an out-of-place update has written the state."""
         # Copies no byte: operations launched so far keep their views, later ones name the other.

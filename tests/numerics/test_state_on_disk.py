@@ -23,7 +23,9 @@ from offloadtrain.runtime.lanes import Lane, LaneError, Lanes, SequentialLanes, 
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.operations import Kind
+from offloadtrain.step.drive import steps
+from offloadtrain.step.operations import Kind, Launch
+from offloadtrain.step.program import Program
 from offloadtrain.step.prove import order, prove
 from offloadtrain.step.recording import Launched, Opened, Waited
 from offloadtrain.step.spec import STATE_SLOTS
@@ -32,6 +34,7 @@ from tests.engine.test_proof import MODES, options_of, run, waits
 from tests.numerics.models import MODELS, Chain, batches
 from tests.numerics.muon import RULE
 from tests.numerics.test_offload import compare, train
+from tests.step.specs import chain
 from tests.step.test_drive import OPTIONS, STEPS, compared
 
 LANES: dict[str, Callable[[], Lanes]] = {
@@ -205,6 +208,14 @@ def test_no_update_waits_for_the_write_of_the_bucket_before(disk: dict[str, Any]
     assert len(updates) > 10
     assert [at[reads] for at in updates] == sorted({at[reads] for at in updates})
     assert min(at[reads] - at[writes] for at in updates) >= STATE_SLOTS - 1
+
+
+def test_the_slots_are_filled_before_the_norm_is_known() -> None:
+    spec = chain(6, state_on="disk", scratch_dir="x")
+    launches = [op for op in steps(Program(spec), 2) if isinstance(op, Launch)]
+    last = max(at for at, op in enumerate(launches) if op.kind is Kind.DECIDE)
+    read = [op.owner for op in launches[:last] if op.kind is Kind.READ_STATE]
+    assert read == [b.name for b in spec.buckets] + [b.name for b in spec.buckets[:STATE_SLOTS]]
 
 
 def trained(depth: int, **options: Any) -> ot.OffloadOptimizer:

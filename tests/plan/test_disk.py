@@ -15,6 +15,7 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.disk import ASSUMED_GBPS
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import text
+from offloadtrain.plan.why import why
 from offloadtrain.step import spec
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.train.dry_run import check
@@ -136,6 +137,16 @@ def test_a_drive_that_was_not_measured_is_assumed_and_said() -> None:
     told = text(plan)
     assert "assumed: set disk_read_gbps" in told and "its rating is unknown" in told
     assert "assumed" not in text(planned(nvme()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rates", [{}, {"disk_read_gbps": 0.0, "disk_write_gbps": 0.0}])
+def test_a_faster_drive_is_the_first_to_help_an_update_that_waits_for_it(
+    rates: dict[str, float],
+) -> None:
+    gains = why(planned(nvme(**rates))).gains
+    assert next(iter(gains)) == "the drive" and gains["the drive"] > 0.2
+    assert "the drive" not in why(planned(nvme(), state_on="host", scratch_dir=None)).gains
 
 
 @pytest.mark.slow

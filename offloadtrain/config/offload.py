@@ -55,6 +55,7 @@ class OffloadConfig:
     state_on: StateOn = "host"
     scratch_dir: str | None = None
     scratch_in_memory: bool = False
+    sums_on: Literal["host", "device"] = "host"
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"
     warmup_steps: int = 0

@@ -50,6 +50,7 @@ def offload(
     state_on: str | Mapping[str, float] = "host",
     scratch_dir: str | None = None,
     scratch_in_memory: bool = False,
+    sums_on: str = "host",
     seed: int = 0,
     update: str = "exact",
     warmup_steps: int = 0,
@@ -122,6 +123,9 @@ def offload(
         scratch_dir: folder of the file for state on the disk, on a local drive. The file has no
             name and ends with the process.
         scratch_in_memory: accept a `scratch_dir` on tmpfs, which is host memory: for tests.
+        sums_on: where microbatches are summed, in fp32, if the state is on the host. "device": 4
+            bytes per parameter there; one copy goes down per step, in fp32, whatever the number of
+            microbatches. The same bits.
         seed: seed of stochastic rounding in "split16" and "int8".
         update: update mode. "exact": the update of a resident run. "speculative": the same bits;
             Adam runs inside backward on the assumption that nothing is clipped or skipped, into a

@@ -97,6 +97,7 @@ class Bucket:
         gradient: host: the only microbatch's gradient in the working dtype and then, where nothing
             else holds them, the rounded new weights; or the fp32 sum over microbatches.
         spill: host, bytes: what a save copies of the state, until it is written.
+        sum: device: the fp32 sum over microbatches, where `gradient` on the host gets a copy of it.
         streamed: its block's weights are loaded into a device slot for their use.
     """
 
@@ -115,6 +116,7 @@ class Bucket:
     snapshot: Buffer | None = None
     gradient: Buffer | None = None
     spill: Buffer | None = None
+    sum: Buffer | None = None
     streamed: bool = False
 
     def __post_init__(self) -> None:

@@ -341,6 +341,6 @@ def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
             pieces.extend(arena.map(memory.host_staging(spec)))
         return f"host staging[{number}]", pieces[int(number)]
 
-    if spec.sums_on_host:
+    if spec.stages_on_host:
         slot(0)
     return slot

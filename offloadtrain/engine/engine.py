@@ -270,6 +270,9 @@ class Engine:
             SalvageError: the state is between two steps, or not on the host.
         """
         spec = self.program.spec
+        if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
+            # A step is decided by the norm, which is then known before the sums are on the host.
+            raise SalvageError('gradients were summed on the device (offload.sums_on = "device")')
         if lost := [one for one in spec.buckets if one.state_tier is not Tier.HOST]:
             raise SalvageError(
                 f"the state of {len(lost)} of {len(spec.buckets)} buckets was on the "

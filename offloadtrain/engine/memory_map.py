@@ -18,6 +18,7 @@ _ATTRIBUTES = {
     Memory.WORKING: "working",
     Memory.DEVICE_SHARD: "device_shard",
     Memory.GRADIENT: "gradient",
+    Memory.SUM: "sum",
     Memory.PENDING: "pending",
     Memory.SNAPSHOT: "snapshot",
     Memory.SPILL: "spill",

@@ -97,6 +97,7 @@ def single_changes(
     number of microbatches that the tokens of a step are cut into."""
     choices = _choices(job, traced=trace is not None) | {
         "offload.state_on": _distinct("auto", "host"),
+        "offload.sums_on": ("host", "device"),
         "offload.update": ("exact", "speculative", "delayed"),
         "train.micro_batch": (*_smaller(job), *_larger(job)),
     }

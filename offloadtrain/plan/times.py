@@ -293,7 +293,8 @@ class _Costs:
             case Kind.ALL_GATHER:
                 return self._collective_s(bucket.numel * weight)
             case Kind.GRAD_DOWN:
-                return shard * weight / pieces / self._bus(machine.d2h_gbps)
+                down = 4 if self.spec.sums_on_device(bucket) else weight
+                return shard * down / pieces / self._bus(machine.d2h_gbps)
             case Kind.LOAD if self.spec.loads_from_shard(bucket):
                 return 2 * shard * weight / (machine.hbm_gbps * 1e9)
             case Kind.WEIGHTS_UP | Kind.LOAD:
@@ -301,17 +302,19 @@ class _Costs:
             case Kind.ADAM:
                 return shard / self._adam_rate(bucket)
         passes = pieces if kind is Kind.ACCUMULATE else 1
-        by_memory = shard * self._traffic(kind, bucket) / self._memory_of(bucket)
-        return max(by_memory, self._measured_s(kind, bucket)) / passes
+        summing = kind in (Kind.ACCUMULATE, Kind.NORM)
+        tier = self.spec.norm_tier(bucket) if summing else bucket.update_tier
+        by_memory = shard * self._traffic(kind, bucket) / self._memory(tier)
+        by_arithmetic = 0.0 if tier is Tier.DEVICE else self._measured_s(kind, shard)
+        return max(by_memory, by_arithmetic) / passes
 
-    def _measured_s(self, kind: Kind, bucket: BucketSpec) -> float:
+    def _measured_s(self, kind: Kind, numel: int) -> float:
         """The time of a kernel of the host that may be bound by its arithmetic; 0 where none was
         measured."""
         machine = self.machine
         rates = {Kind.NORM: machine.norm_gparams, Kind.ACCUMULATE: machine.accumulate_gparams}
         rate = rates.get(kind, 0.0) * 1e9 / self._local
-        of_host = bucket.state_tier is not Tier.DEVICE
-        return bucket.shard_numel / rate if rate and of_host else 0.0
+        return numel / rate if rate else 0.0
 
     def _collective_s(self, nbytes: int) -> float:
         """Return the rate of a ring over all ranks: among the GPUs of a host, or over the links of
@@ -327,9 +330,9 @@ class _Costs:
         """Return one rank's bandwidth between host and device."""
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
-    def _memory_of(self, bucket: BucketSpec) -> float:
-        """The bandwidth of the memory that the bucket's state is updated in."""
-        if bucket.state_tier is Tier.DEVICE:
+    def _memory(self, tier: Tier) -> float:
+        """The bandwidth of a tier's memory."""
+        if tier is Tier.DEVICE:
             return 1e9 * self.machine.hbm_gbps
         return self._dram
 
@@ -352,7 +355,7 @@ class _Costs:
             return 1e9 * measured * (of_adam / moved) / self._local
         if bucket.state_tier is Tier.DEVICE and bucket.moments != ADAM_MOMENTS:
             moved = CODEC_BYTES.get(bucket.format.name, moved)
-        return self._memory_of(bucket) / moved
+        return self._memory(bucket.update_tier) / moved
 
     def _grad_bytes(self, bucket: BucketSpec) -> int:
         return 4 if self.spec.accumulates else bucket.weight_bytes
@@ -395,7 +398,12 @@ class _Costs:
         sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
         matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
         beside = matrices * MATRIX_BYTES + inputs
-        return micro_steps * crossing + beside, up + beside, sent
+        down = sum(
+            bucket.shard_numel
+            * (4 if spec.sums_on_device(bucket) else micro_steps * bucket.weight_bytes)
+            for bucket in on_host
+        )
+        return down + beside, up + beside, sent
 
     def _loads_per_step(self) -> int:
         """Return the bytes of streamed blocks in forward and backward of every microbatch, except
@@ -416,10 +424,9 @@ class _Costs:
         per_param = traffic(Kind.ADAM, bucket)
         if bucket.matrices:
             per_param += traffic(Kind.DIRECTION, bucket)
-        if spec.accumulates:
-            per_param += spec.config.grad_accum_steps * traffic(Kind.ACCUMULATE, bucket)
-        else:
-            per_param += traffic(Kind.NORM, bucket)
+        if spec.norm_tier(bucket) is Tier.HOST:
+            sums = spec.config.grad_accum_steps * traffic(Kind.ACCUMULATE, bucket)
+            per_param += sums if spec.accumulates else traffic(Kind.NORM, bucket)
         if spec.has_snapshot(bucket):
             per_param += traffic(Kind.PUBLISH, bucket)
         return bucket.shard_numel * per_param

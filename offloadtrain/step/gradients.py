@@ -35,7 +35,7 @@ class GradientPath:
         self._norms = {
             tier: Ref(Memory.NORMS, tier.value, 0, 0, spec.num_tensors, NORMS_DTYPE)
             for tier in Tier
-            if spec.has_state_on(tier)
+            if spec.measures_on(tier)
         }
 
     def send(self, bucket: BucketRefs, *, complete: bool, last: bool) -> None:
@@ -59,22 +59,26 @@ class GradientPath:
                 self._add(bucket, staged, lo, hi)
             else:
                 self._place(bucket, staged, lo, hi)
-        bucket.touched, bucket.normed = True, measured
+        bucket.touched, bucket.normed, bucket.arrived = True, measured, False
         if whole and not measured:
             self._measure(bucket)
+        if whole:
+            self._bring_down(bucket)
 
     def complete(self, buckets: Iterable[BucketRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
         for bucket in buckets:
             if not bucket.touched:
-                zeros = (bucket.gradient,)
+                zeros = (bucket.summed,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
-                op = Launch(Kind.NO_GRADIENT, bucket.lane, bucket.name, (), zeros)
+                op = Launch(Kind.NO_GRADIENT, bucket.sums_lane, bucket.name, (), zeros)
                 self._order.launch(op, late=True)
                 bucket.touched, bucket.normed = True, False
             if not bucket.normed:
                 self._measure(bucket)
+            if not bucket.arrived:
+                self._bring_down(bucket)
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for norms in self._norms.values():
@@ -135,8 +139,8 @@ class GradientPath:
         self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
 
     def _beside_gradient(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
-        """Return the piece on the gradient's tier, where it is added."""
-        if bucket.on_device:
+        """Return the piece on the tier where it is added."""
+        if bucket.norm_tier is Tier.DEVICE:
             return staged
         target = self._host_ring.take(hi - lo, bucket.spec.dtype)
         op = Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
@@ -157,23 +161,30 @@ class GradientPath:
     ) -> None:
         """Add to the fp32 sum over microbatches; square in the same pass if it is the last one."""
         arrived = self._beside_gradient(bucket, staged, lo, hi)
-        writes = (bucket.piece(lo, hi), *([self._norms_of(bucket)] if measured else []))
-        first = not bucket.touched
-        op = Launch(
-            Kind.ACCUMULATE, bucket.lane, bucket.name, (arrived,), writes, lo, hi, first=first
-        )
+        writes = (bucket.piece_summed(lo, hi), *([self._norms_of(bucket)] if measured else []))
+        first, lane = not bucket.touched, bucket.sums_lane
+        op = Launch(Kind.ACCUMULATE, lane, bucket.name, (arrived,), writes, lo, hi, first=first)
         # Host, beside backward and the next copy down: waits for its own copy through the ring.
         # Norm and Adam run on the same lane and need no wait for the sum.
         self._order.launch(op)
 
     def _measure(self, bucket: BucketRefs) -> None:
         """Launch the sum of squares per parameter."""
-        reads, writes = (bucket.gradient,), (self._norms_of(bucket),)
+        reads, writes = (bucket.summed,), (self._norms_of(bucket),)
         # Where the gradient is, as soon as it is there, beside backward of the next blocks:
         # `complete` then waits for little more than the norm of the last block.
-        op = Launch(Kind.NORM, bucket.lane, bucket.name, reads, writes)
+        op = Launch(Kind.NORM, bucket.sums_lane, bucket.name, reads, writes)
         self._order.launch(op, late=self._norms_are_last)
         bucket.normed = True
 
     def _norms_of(self, bucket: BucketRefs) -> Ref:
-        return self._norms[bucket.spec.update_tier]
+        return self._norms[bucket.norm_tier]
+
+    def _bring_down(self, bucket: BucketRefs) -> None:
+        """Copy a sum that was made on the device to where Adam reads it."""
+        bucket.arrived = True
+        for lo, hi in bucket.pieces if bucket.sums_on_device else ():
+            reads, writes = (bucket.piece_summed(lo, hi),), (bucket.piece(lo, hi),)
+            # d2h, beside backward of the next blocks: waits for the last microbatch, and for the
+            # last step's Adam; Adam waits for it.
+            self._order.launch(Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, reads, writes, lo, hi))

@@ -45,6 +45,7 @@ class Role(StrEnum):
     WORKING = "working"
     DEVICE_SHARD = "device_shard"
     SPILL = "spill"
+    SUM = "sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +145,20 @@ def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     where microbatches are summed."""
     yield from kept_requests(spec)
     yield from state_slot_requests(spec)
-    if spec.sums_on_host:
+    if spec.stages_on_host:
         yield from host_staging(spec)
 
 
 def state_requests(spec: StepSpec, tier: Tier) -> Iterator[MemoryRequest]:
     """Yield sums of squares, then all that is kept bucket by bucket, of the state that is updated
-    on a tier."""
-    if spec.has_state_on(tier):
+    on a tier; on the device the sums that are made there, too."""
+    if spec.measures_on(tier):
         yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
     for bucket in spec.buckets_on(tier):
         yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
+    for bucket in spec.buckets if tier is Tier.DEVICE else ():
+        if spec.sums_on_device(bucket):
+            yield _shard("gradient sums", bucket, "float32", Role.SUM)
 
 
 def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:

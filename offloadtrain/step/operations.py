@@ -123,6 +123,8 @@ class Memory(StrEnum):
     GRADIENT = "gradient"
     """Where the state is: a bucket's gradient of the step, or the fp32 sum of its microbatches; of
     matrices, what the device orthogonalizes, in bf16, takes its place."""
+    SUM = "gradient sum"
+    """Device: the fp32 sum of the microbatches of a bucket whose state is on the host."""
     PENDING = "pending"
     """Where the state is: new weights until their upload, where they wait longer than the
     gradient's memory is free."""

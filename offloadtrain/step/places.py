@@ -29,6 +29,10 @@ class BucketRefs:
         slot: for a streamed bucket, the device slot that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
+        arrived: the copy of its sum to the host is launched.
+        sums_on_device: its microbatches are summed on the device, its state is on the host.
+        summed: where its gradient of the step is complete first, and is measured.
+        norm_tier: the tier of `summed`.
         spilled: what a save copies of its state.
         spill: where it is copied to, part by part.
         reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
@@ -40,11 +44,13 @@ class BucketRefs:
         self.on_device = spec.state_tier is Tier.DEVICE
         self.lane = Lane.UPDATE if self.on_device else Lane.HOST
         # Behind the step's last backward: no weight that compute needs is overwritten.
+        self.sums_on_device = step.sums_on_device(spec)
+        self.norm_tier = step.norm_tier(spec)
         self._writes_through = self.on_device and not step.updates_early
         self.pieces = step.pieces(spec) if step.is_trained(spec) else []
         self.copy = 0
         self.slot = 0
-        self.touched = self.normed = False
+        self.touched = self.normed = self.arrived = False
         self.loads_from_host = step.loads_from_host(spec)
         self.loads_from_shard = step.loads_from_shard(spec)
         self.has_snapshot = step.has_snapshot(spec) or not step.is_trained(spec)
@@ -60,6 +66,8 @@ class BucketRefs:
         )
         dtype = "float32" if self.accumulates else spec.dtype
         self.gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
+        own = self.gradient._replace(memory=Memory.SUM) if self.sums_on_device else None
+        self.summed = own or self.gradient
         lo = rank * spec.shard_numel
         self.directions = self.gradient._replace(dtype=MATRIX_DTYPE) if spec.matrices else None
         self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
@@ -92,9 +100,19 @@ class BucketRefs:
 
     def piece(self, lo: int, hi: int) -> Ref:
         """A part of the gradient."""
-        if hi - lo == self.spec.shard_numel:
-            return self.gradient
-        return self.gradient._replace(lo=lo, hi=hi)
+        return self._part(self.gradient, lo, hi)
+
+    def piece_summed(self, lo: int, hi: int) -> Ref:
+        """A part of `summed`."""
+        return self._part(self.summed, lo, hi)
+
+    @property
+    def sums_lane(self) -> Lane:
+        """The lane that adds microbatches and measures the gradient."""
+        return Lane.UPDATE if self.norm_tier is Tier.DEVICE else Lane.HOST
+
+    def _part(self, whole: Ref, lo: int, hi: int) -> Ref:
+        return whole if hi - lo == self.spec.shard_numel else whole._replace(lo=lo, hi=hi)
 
     def state(self, *, other: bool = False) -> tuple[Ref, ...]:
         """All fields of the state, or of its other copy."""

@@ -202,7 +202,7 @@ class Program:
         """The gradients are used up, or given up."""
         for buckets in self._trained.values():
             for bucket in buckets:
-                bucket.touched = bucket.normed = False
+                bucket.touched = bucket.normed = bucket.arrived = False
 
     def verify(self) -> None:
         """Raises UpdateError for hyperparameters that changed after updates inside backward."""

@@ -200,9 +200,21 @@ class StepSpec:
         """Microbatches are summed beside the state."""
         return self.config.grad_accum_steps > 1
 
+    def sums_on_device(self, bucket: BucketSpec) -> bool:
+        """Microbatches are summed on the device, and one copy of the sum goes to the host."""
+        on_host = bucket.update_tier is Tier.HOST
+        return on_host and self.accumulates and self.config.sums_on == "device"
+
+    def norm_tier(self, bucket: BucketSpec) -> Tier:
+        """Return where the sums of squares of its gradient are taken."""
+        return Tier.DEVICE if self.sums_on_device(bucket) else bucket.update_tier
+
+    def measures_on(self, tier: Tier) -> bool:
+        return any(self.norm_tier(bucket) is tier for bucket in self.buckets)
+
     @property
-    def sums_on_host(self) -> bool:
-        """Microbatches of some bucket are summed there."""
+    def stages_on_host(self) -> bool:
+        """Gradients or new weights go through a ring of host slots in every step."""
         return self.accumulates and self.has_state_on(Tier.HOST)
 
     @property

@@ -175,7 +175,15 @@ def test_stages_without_offload(
 @pytest.mark.slow
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"accum": 2}, {"update": "speculative", "clip": 1e9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accum": 2},
+        {"update": "speculative", "clip": 1e9},
+        {"accum": 2, "sums_on": "device", "reduction": "fp32"},
+    ],
+)
 def test_stages_with_half_of_the_state_on_the_device(
     ranks: Run, options: dict[str, Any], stage: int
 ) -> None:

@@ -16,7 +16,7 @@ from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import spec
 from offloadtrain.step.tiers import Tier
 from tests.engine.test_proof import CASES, MODES, options_of, run
-from tests.numerics.models import Chain, batches, loss_of
+from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
 from tests.numerics.test_offload import compare, pair, train
 
 HALF = {"state_on": {"device": 0.5}}
@@ -50,6 +50,59 @@ def test_buckets_in_pieces(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(SequentialLanes(), "unusual", **MODES[mode])
     found = run(SequentialLanes(), "unusual", **MODES[mode], **HALF)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["host", {"device": 0.5}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("state", "precision"), CASES)
+def test_sums_on_the_device_have_the_bits_of_the_host(
+    state: str, precision: str, mode: str, split: Any
+) -> None:
+    options = options_of(mode, precision) | {"accum": 3}
+    expected = run(SequentialLanes(), "tied", state, precision, **options)
+    found = run(
+        ThreadLanes(), "tied", state, precision, **options, sums_on="device", state_on=split
+    )
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [MixedReentrant, MODELS["skipping"]])
+def test_sums_on_the_device_of_gradients_that_come_twice_or_not_at_all(made: Any) -> None:
+    found = []
+    for sums_on in ("host", "device"):
+        torch.manual_seed(0)
+        _, optimizer, model = pair(made(), accum=2, clip=0.5, sums_on=sums_on)
+        stream = batches(8)
+        losses = [train(optimizer, model, stream[at : at + 2]) for at in range(0, 8, 2)]
+        found.append((losses, optimizer.grad_norm))
+        optimizer.close()
+    assert found[0] == found[1]
+
+
+def test_one_sum_goes_down_for_any_number_of_microbatches() -> None:
+    found = {}
+    for accum, sums_on in ((1, "host"), (4, "host"), (4, "device")):
+        optimizer = optimizer_of(grad_accum_steps=accum, sums_on=sums_on)
+        for _ in range(2):
+            train(optimizer, optimizer.model, batches(accum))
+        report = optimizer.last_step
+        assert report is not None
+        sums = bytes_of(optimizer, Tier.DEVICE, "gradient sums")
+        found[accum, sums_on] = (report.d2h_bytes, report.h2d_bytes, sums)
+        optimizer.close()
+    down, up, _ = found[1, "host"]
+    assert found[4, "host"] == (4 * down, up, 0)
+    # fp32 instead of bf16, once.
+    assert found[4, "device"] == (2 * down, up, 2 * down)
+
+
+def test_a_step_that_was_decided_by_sums_on_a_lost_device_is_not_salvaged() -> None:
+    optimizer = optimizer_of(grad_accum_steps=2, sums_on="device")
+    train(optimizer, optimizer.model, batches(2))
+    with pytest.raises(SalvageError, match="gradients were summed on the device"):
+        optimizer.salvage(RuntimeError("lost"))
 
 
 def optimizer_of(**options: Any) -> ot.OffloadOptimizer:

@@ -183,6 +183,13 @@ def test_nothing_offloaded(accum: int, activation: str) -> None:
     assert state == 12 * sum(bucket.numel for bucket in place(config).spec.buckets)
 
 
+@pytest.mark.parametrize("sums_on", ["host", pytest.param("device", marks=pytest.mark.slow)])
+def test_half_of_the_state_on_the_device(sums_on: str) -> None:
+    keys = {"offload__state_on": "{device=0.5}", "offload__sums_on": sums_on}
+    config = job(GPT, train__grad_accum_steps=2, **keys)
+    assert booked(config) == planned(config)
+
+
 def test_parameters_are_counted_as_the_model_has_them() -> None:
     for shape in (GPT, {}, {"num_kv_heads": 1, "num_heads": 2}, GPT | {"tie_embeddings": True}):
         config = job(shape)

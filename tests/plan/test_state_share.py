@@ -94,6 +94,20 @@ def test_the_engine_lays_out_what_was_planned_and_its_program_is_proved(ranks: i
     assert "free of races" in check(found)
 
 
+@pytest.mark.slow
+def test_sums_on_the_device_move_six_bytes_per_parameter_for_any_number_of_microbatches() -> None:
+    tokens = "train.global_batch_tokens=65536", "offload.state_on=host"
+    host, device = (
+        planned(H100, *tokens, f"offload.sums_on={tier}") for tier in ("host", "device")
+    )
+    params = sum(bucket.numel for bucket in host.placed.spec.buckets)
+    moved = [plan.prediction.d2h_bytes + plan.prediction.h2d_bytes for plan in (host, device)]
+    assert moved == [34 * params, 6 * params]
+    # Without the 16 sums of 10 bytes: Adam's 30, of fp32 sums.
+    assert device.prediction.dram_bytes == 30 * params < host.prediction.dram_bytes / 6
+    assert device.fits and device.placed.device()["gradient sums"] == 4 * params
+
+
 class Counted(TorchDispatchMode):
     """Bytes that operations read and write; views move none."""
 

@@ -91,6 +91,7 @@ CASES = {
     "resident, offloaded": Case({**RESIDENT, "activation": "offload"}),
     "half resident": Case(HALF, poison=True),
     "half resident, accumulated": Case({**HALF, "grad_accum_steps": 2}, model="unusual"),
+    "half resident, sums": Case({**HALF, "grad_accum_steps": 3, "sums_on": "device"}, poison=True),
     "half resident, speculative": Case({**HALF, "state": "split16", **RIGHT}, model="tied"),
     "half resident, delayed": Case({**HALF, "state": "int8", "update": "delayed"}, poison=True),
     "among ranks, half resident": Case({**HALF, "grad_accum_steps": 2, **RIGHT}, AMONG),

@@ -118,6 +118,7 @@ def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
         given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
     given["device_slots"] = draw(st.integers(1, 3))
     given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
+    given["sums_on"] = draw(st.sampled_from(["host", "host", "device"]))
     given["reduction"] = draw(st.sampled_from(["working", "fp32"]))
     return OffloadConfig(**given).checked()
 

@@ -38,6 +38,7 @@ OF_BUCKETS = {
     Memory.DEVICE_SHARD: Role.DEVICE_SHARD,
     Memory.WORKING: Role.WORKING,
     Memory.SPILL: Role.SPILL,
+    Memory.SUM: Role.SUM,
 }
 SHARED = {
     Memory.STAGING: "gradient staging",
@@ -109,7 +110,7 @@ class Asked:
             return  # in places of their own
         slots = self._shared[SHARED[ref.memory]]
         if ref.memory is Memory.NORMS:
-            tiers = [tier.value for tier in Tier if self._spec.has_state_on(tier)]
+            tiers = [tier.value for tier in Tier if self._spec.measures_on(tier)]
             slot = slots[tiers.index(str(ref.owner))]
         else:
             slot = slots[int(ref.owner)]

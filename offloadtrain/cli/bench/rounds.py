@@ -18,17 +18,22 @@ SETTLE_S = 0.02
 """Pause before each case: torch's threads spin for a while after their last loop."""
 
 
-def measure(cases: Mapping[str, Case], rounds: int, on_round: Callable[[int], None]) -> Seconds:
+def measure(
+    cases: Mapping[str, Case],
+    rounds: int,
+    on_round: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Seconds:
     """Return seconds by case and round; an uncounted first round compiles and touches pages."""
     seconds: Seconds = {name: [] for name in cases}
     for number in range(rounds + 1):
         on_round(number)
         for name, run in cases.items():
             time.sleep(SETTLE_S)
-            start = time.perf_counter()
+            start = clock()
             run()
             if number:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

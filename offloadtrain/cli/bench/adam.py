@@ -246,7 +246,7 @@ def run(
         asked = {label: case for label, case in ours.items() if label.state in {"-", *states}}
         cases = limit_case(buffers, backends) | asked | peers
         by_key = {label.key: case for label, case in cases.items()}
-        # Of one thread the processor's time: other work on the machine hardly changes it.
+        # Of one thread the processor's time, which other work on the machine lengthens less.
         clock = time.process_time if count == 1 else time.perf_counter
         with _torch_threads(count):
             seconds = measure(by_key, rounds, partial(on_round, count), clock)

@@ -173,6 +173,7 @@ def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
         working="device",
         resident_blocks=None,
         state="fp32",
+        state_on="host",
         activation="keep" if kept else "recompute",
     )
     ranks = plan.placed.spec.ranks

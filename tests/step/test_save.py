@@ -17,6 +17,7 @@ from offloadtrain.step.prove import prove_operations
 from offloadtrain.step.simulate import ends, steady, timed
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.spill import SPILL_BLOCK
+from tests import levels
 from tests.step.specs import UPDATES, Case, cases, chain
 
 PLACED: dict[str, dict[str, Any]] = {
@@ -66,6 +67,7 @@ def test_a_save_among_ranks_has_no_race(update: str, stage: int) -> None:
         assert prove_operations(spec, driven(spec, rank)) == []
 
 
+@levels.examples(100)
 @given(cases())
 def test_a_save_of_any_model_has_no_race(case: Case) -> None:
     assert prove_operations(case.spec, case.driven(4, saved={2, 3})) == []

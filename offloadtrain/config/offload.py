@@ -204,7 +204,7 @@ class OffloadConfig:
             yield from self._contradictions_of_disk()
         elif self.scratch_dir is not None:
             yield (
-                f"scratch_dir = {self.scratch_dir!r} is for state on the disk, and state_on = "
+                f"scratch_dir = {shown(self.scratch_dir)} is for state on the disk, and state_on = "
                 f"{shown(self.state_on)}: leave it out, or set state_on = 'disk'"
             )
 

@@ -55,12 +55,15 @@ class Run:
         torch.manual_seed(seed)
         self.case = case
         self.model: nn.Module = MODELS[case.model]()
+        options = {"clip_norm": 0.5, **case.options, **case.placement}
+        if options.get("state_on") == "device":
+            options.pop("checkpoint_spill", None)  # it is of state on the host
         self.optimizer = ot.offload(
             self.model,
             ot.AdamW(lr=1e-2),
             device="cpu",
             grad_accum_steps=case.accum,
-            **{"clip_norm": 0.5, **case.options, **case.placement},
+            **options,
         )
         self.optimizer.warns_of_skips = False
         self.losses: list[float] = []

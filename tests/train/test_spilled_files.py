@@ -20,8 +20,11 @@ from tests.train.bitwise import Case, running
 BLOCKS = (5, 1, 1000, 14)
 """Of the spill: a bucket and a half, the least, more than all state, several buckets."""
 
+ON_HOST = [name for name, options in PLACEMENTS.items() if options.get("state_on") != "device"]
+"""Placements with state to copy."""
+
 EACH = [
-    (mode, kept, list(PLACEMENTS)[number % len(PLACEMENTS)], BLOCKS[number % len(BLOCKS)])
+    (mode, kept, ON_HOST[number % len(ON_HOST)], BLOCKS[number % len(BLOCKS)])
     for number, (mode, kept) in enumerate(product(MODES, CASES))
 ]
 """Every format in every mode, placements and spills in turn."""

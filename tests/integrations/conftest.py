@@ -1,0 +1,31 @@
+"""What frameworks keep in a process, and what tests before these have left there, is not seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins outside of any process group. A framework that finds one, even of one
+    process, wraps models in DistributedDataParallel."""
+    for name in OF_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if (state := sys.modules.get("accelerate.state")) is None:
+        return
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()

@@ -13,8 +13,9 @@ OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins outside of any process group. A framework that finds one, even of one
-    process, wraps models in DistributedDataParallel."""
+    """Each test begins outside of any process group. Lightning leaves the variables of its ranks
+    in the process; Accelerate takes them for a launcher's, and wraps models in
+    DistributedDataParallel."""
     for name in OF_RANKS:
         monkeypatch.delenv(name, raising=False)
     _forget()

@@ -3,6 +3,7 @@ what they are asked."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -51,7 +52,8 @@ class Pool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             store = str(Path(self._folder.name, "store"))
-            process = context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
+            args = (theirs, store, self._stacks(rank), rank, size)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -73,11 +75,15 @@ class Pool:
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         if not self._pipes[rank].poll(TIMEOUT_S):
-            return False, f"no answer in {TIMEOUT_S} s"
+            return False, f"no answer in {TIMEOUT_S} s; it was at\n{self._stacks(rank).read_text()}"
         try:
             return self._pipes[rank].recv()
         except EOFError:
             return False, "ended"
+
+    def _stacks(self, rank: int) -> Path:
+        """Where a rank writes what its threads do, once a call takes too long."""
+        return Path(self._folder.name, f"stacks-{rank}")
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -88,7 +94,10 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
+def _serve(pipe: Connection, store: str, stacks: Path, rank: int, size: int) -> None:
+    told = stacks.open("w")
+    # From the start on: making the group may be what never ends.
+    faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=told)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -103,7 +112,9 @@ def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
             fn, args, kwargs = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=told)
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()

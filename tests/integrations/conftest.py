@@ -1,4 +1,4 @@
-"""What frameworks keep in a process, and what tests before these have left there, is not seen."""
+"""What frameworks keep in a process, and what other tests have left there, is not seen."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch.distributed as dist
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins outside of any process group. Lightning leaves the variables of its ranks
-    in the process; Accelerate takes them for a launcher's, and wraps models in
-    DistributedDataParallel."""
-    for name in OF_RANKS:
-        monkeypatch.delenv(name, raising=False)
-    _forget()
-    yield
-    _forget()
+@pytest.fixture(autouse=True, scope="module")
+def one_process() -> Iterator[None]:
+    """Each module begins outside of any process group, and trainers that its tests share live as
+    long. Lightning leaves the variables of its ranks in the process; Accelerate takes them for a
+    launcher's, and wraps models in DistributedDataParallel."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in OF_RANKS:
+            environment.delenv(name, raising=False)
+        _forget()
+        yield
+        _forget()
 
 
 def _forget() -> None:

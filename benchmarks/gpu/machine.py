@@ -31,7 +31,7 @@ def rates(*, toy: bool) -> dict[str, Any]:
         bf16=resolve_precision("auto", device)[0] == "bf16",
         host_memory=available_bytes(),
         cores=len(os.sched_getaffinity(0)),
-        disk_gbps=0.0,
+        drive=None,
         quick=toy,
         say=lambda text: print(text, file=sys.stderr),
     )

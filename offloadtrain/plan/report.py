@@ -213,7 +213,7 @@ def _disk(plan: Plan) -> str:
     if machine.disk_both_gbps:
         rates += f", which share {machine.disk_both_gbps:g} GB/s"
     if load.assumed:
-        rates += ", assumed: set disk_read_gbps and disk_write_gbps in the machine file"
+        rates += ", assumed: `offloadtrain doctor --save` measures the drive of its --folder"
     bound_s, lane = plan.prediction.bound
     return (
         f"disk: {format_bytes(load.read_bytes)} read, {format_bytes(load.written_bytes)} written "

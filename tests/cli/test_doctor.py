@@ -12,8 +12,10 @@ from offloadtrain.cli import main
 from offloadtrain.cli.doctor import examine, facts
 from offloadtrain.cli.doctor.checks import Status
 from offloadtrain.cli.exit_codes import USAGE
+from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.machine import Machine, dump, find, loads
 from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.plan.disk import with_rates
 from tests.hardware.test_telemetry import FakeNvml
 from tests.small_buffers import small_doctor
 
@@ -51,15 +53,18 @@ def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_lines(tmp_path: Path, capsys: Captured) -> None:
-    """Adam in every format and the disk."""
-    code = doctor("--folder", tmp_path)
+    """Adam in every format and the disk; the plan of state on it takes these rates."""
+    file = tmp_path / "mine.toml"
+    code = doctor("--folder", tmp_path, "--save", file)
     told = capsys.readouterr()
     lines = told.out.splitlines()
     assert all(line.startswith(("PASS  ", "WARN  ", "FAIL  ", "      ")) for line in lines)
     assert code == any(line.startswith("FAIL") for line in lines)
     by_name = {line[6:20].strip(): line for line in lines if line[0] != " "}
     assert "split16" in by_name["Adam"] and "written at" in by_name["disk"]
-    assert "measuring the bus" in told.err and list(tmp_path.iterdir()) == []
+    assert "measuring the bus" in told.err and list(tmp_path.iterdir()) == [file]
+    machine = find(str(file))[1]
+    assert kind_of(tmp_path) in IN_MEMORY or with_rates(machine) == machine
 
 
 def test_a_card_that_torch_has_no_kernels_for(
@@ -127,8 +132,8 @@ def test_a_disk_that_cannot_be_written_says_why(
     def refuse(folder: Path) -> float:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(examine, "disk_gbps", refuse)
-    assert examine._disk_speed(tmp_path) == "cannot be written: Permission denied"
+    monkeypatch.setattr(examine, "drive_rates", refuse)
+    assert examine._drive(tmp_path) == "cannot be written: Permission denied"
 
 
 def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from offloadtrain.cli.doctor import checks, facts, measure, speeds
+from offloadtrain.cli.doctor import checks, drive, facts, measure, speeds
 from offloadtrain.cli.doctor.checks import Check, Status
+from offloadtrain.cli.doctor.drive import DriveRates
 from offloadtrain.hardware.machine import Machine
+from tests.small_buffers import small_doctor
 
 GIB = 1 << 30
 DEFAULT_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -247,19 +249,25 @@ def test_cpu_kernels(name: str, isa: str, status: Status) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "speed", "status", "said"),
+    ("free", "drive", "status", "said"),
     [
-        (500 * GIB, 1.5, PASS, "1.5 GB/s"),
+        (500 * GIB, DriveRates(disk_gbps=1.5), PASS, "written at 1.5 GB/s"),
+        (
+            500 * GIB,
+            DriveRates(disk_gbps=1.5, disk_read_gbps=6, disk_write_gbps=4, disk_both_gbps=7),
+            PASS,
+            "1.5 GB/s; state on it: read at 6, written at 4, both at once at 7 GB/s",
+        ),
         (500 * GIB, None, PASS, "free"),
-        (500 * GIB, 0.1, WARN, "120 s"),
-        (500 * GIB, 0.0, WARN, "12000 s"),
-        (10 * GIB, 1.5, WARN, "12 bytes"),
+        (500 * GIB, DriveRates(disk_gbps=0.1), WARN, "120 s"),
+        (500 * GIB, DriveRates(disk_gbps=0.0), WARN, "12000 s"),
+        (10 * GIB, DriveRates(disk_gbps=1.5), WARN, "12 bytes"),
         (10 << 20, None, FAIL, "full"),
         (500 * GIB, "cannot be written: Permission denied", FAIL, "Permission denied"),
     ],
 )
-def test_a_disk(free: int, speed: float | str | None, status: Status, said: str) -> None:
-    found = checks.check_disk("/data", free, speed)
+def test_a_disk(free: int, drive: DriveRates | str | None, status: Status, said: str) -> None:
+    found = checks.check_disk("/data", free, drive)
     assert found.status is status and said in str(found) and "/data" in found.found
 
 
@@ -303,9 +311,24 @@ def test_buffers_fit_the_memory() -> None:
 
 
 def test_a_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "DISK_BYTES", measure.DISK_PIECE)
-    assert measure.disk_gbps(tmp_path) > 0
-    assert list(tmp_path.iterdir()) == []
+    small_doctor(monkeypatch)
+    found = asdict(drive.drive_rates(tmp_path))
+    assert all(rate > 0 for rate in found.values()) and list(tmp_path.iterdir()) == []
+    assert set(found) == {f.name for f in fields(Machine) if f.name.startswith("disk_")} - RATING
+
+
+def test_state_in_host_memory_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves none there: a plan with such rates would be of no drive."""
+    small_doctor(monkeypatch)
+    monkeypatch.setattr(drive, "kind_of", lambda folder: "tmpfs")
+    found = drive.drive_rates(tmp_path)
+    assert found.disk_gbps > 0 and found == DriveRates(disk_gbps=found.disk_gbps)
+
+
+RATING = {"disk_tbw"}
+"""What is on its data sheet."""
 
 
 def put(path: Path, text: str) -> None:

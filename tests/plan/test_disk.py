@@ -135,7 +135,7 @@ def test_a_drive_that_was_not_measured_is_assumed_and_said() -> None:
     assert plan.prediction.disk.assumed
     assert plan.prediction.disk.read_rate == ASSUMED_GBPS * 1e9
     told = text(plan)
-    assert "assumed: set disk_read_gbps" in told and "its rating is unknown" in told
+    assert "assumed: `offloadtrain doctor --save`" in told and "its rating is unknown" in told
     assert "assumed" not in text(planned(nvme()))
 
 

@@ -1,16 +1,15 @@
 """State on the disk against what the drive reads and writes at once.
 
 The bound of an update is what sequential O_DIRECT reads and writes of the same bytes take when
-both run at once and nothing else does: a thread reads the whole file while another writes it, half
-a file apart. The engine reads, updates and writes as many bytes in the `step()` of a model, whose
-gradients were there before. All cases run in turn, once per round.
+both run at once and nothing else does (`drive_cases`). The engine reads, updates and writes as
+many bytes in the `step()` of a model, whose gradients were there before. All cases run in turn,
+once per round.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isqrt
@@ -19,22 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadtrain.cli.bench.drive import BOTH, BUCKETS, READ, WRITE, drive_cases
 from offloadtrain.cli.bench.rounds import Case, Seconds, ratio
 from offloadtrain.cli.bench.rounds import measure as in_turn
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.optim import AdamW
-from offloadtrain.runtime.arena import Arena, Ledger
-from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.memory import MemoryRequest
 
 GOAL = 0.85
 """Share of the bound that the engine's update is to reach."""
 
-BLOCKS = 16
-_BYTES_PER_PARAM = 12
-_READ, _WRITE, _BOTH, _ENGINE = "read", "write", "read and write at once", "the engine's update"
+BYTES_PER_PARAM = 12
+_ENGINE = "the engine's update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +59,9 @@ def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) ->
     Raises:
         DiskError: there is no room for three times as much, or the disk fails.
     """
-    width = max(isqrt(num_bytes // _BYTES_PER_PARAM // BLOCKS) // 64, 1) * 64
-    with _raw(folder, width) as raw, _engine(folder, width) as update:
+    width = max(isqrt(num_bytes // BYTES_PER_PARAM // BUCKETS) // 64, 1) * 64
+    one_way = BUCKETS * width * width * BYTES_PER_PARAM
+    with drive_cases(folder, one_way) as raw, _engine(folder, width) as update:
         cases: dict[str, Case] = {**raw, _ENGINE: update}
 
         def begin(number: int) -> None:
@@ -72,13 +69,12 @@ def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) ->
             update.prepare()
 
         seconds = in_turn(cases, rounds, begin)
-    one_way = BLOCKS * width * width * _BYTES_PER_PARAM
-    return [_row(case, one_way * (1 if case in (_READ, _WRITE) else 2), seconds) for case in cases]
+    return [_row(case, one_way * (1 if case in (READ, WRITE) else 2), seconds) for case in cases]
 
 
 def _row(case: str, num_bytes: int, seconds: Seconds) -> DiskRow:
     median = statistics.median(seconds[case])
-    bound = ratio(seconds[_BOTH], seconds[case]) if case == _ENGINE else None
+    bound = ratio(seconds[BOTH], seconds[case]) if case == _ENGINE else None
     return DiskRow(
         case=case,
         num_bytes=num_bytes,
@@ -89,37 +85,9 @@ def _row(case: str, num_bytes: int, seconds: Seconds) -> DiskRow:
 
 
 @contextmanager
-def _raw(folder: str, width: int) -> Iterator[Mapping[str, Case]]:
-    """A bucket's state after the other, each way through memory of its own."""
-    arena = DiskArena(Ledger(), folder, in_memory=True)
-    files = arena.map([MemoryRequest("bench", 3 * width * width, "float32")] * BLOCKS)
-    memory = Arena(Ledger(), pin=False).map(
-        [MemoryRequest("bench", files[0].numel(), "float32")] * 2
-    )
-
-    def read() -> None:
-        for file in files:
-            arena.read(file, memory[0])
-
-    def write(first: int = 0) -> None:
-        for number in range(BLOCKS):
-            arena.write(memory[1], files[(first + number) % BLOCKS])
-
-    def both() -> None:
-        with ThreadPoolExecutor(2) as pool:
-            for one in (pool.submit(read), pool.submit(write, BLOCKS // 2)):
-                one.result()
-
-    try:
-        yield {_READ: read, _WRITE: write, _BOTH: both}
-    finally:
-        arena.close()
-
-
-@contextmanager
 def _engine(folder: str, width: int) -> Iterator[_Update]:
     """What `step()` does once all gradients are on the host."""
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(BLOCKS)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(BUCKETS)))
     lanes = ThreadLanes()
     with on_lanes(lanes):
         optimizer = offload(
@@ -167,11 +135,11 @@ def table(rows: Sequence[DiskRow]) -> str:
 
 
 def machine_keys(rows: Sequence[DiskRow]) -> str:
-    """Return what a machine file says of this drive, which `doctor` does not measure."""
+    """Return what a machine file says of this drive; `doctor` measures less of it."""
     rates = {row.case: row.gb_per_s for row in rows}
     return (
-        f"for a machine file: disk_read_gbps = {rates[_READ]:.2f}, disk_write_gbps = "
-        f"{rates[_WRITE]:.2f}, disk_both_gbps = {rates[_BOTH]:.2f}"
+        f"for a machine file: disk_read_gbps = {rates[READ]:.2f}, disk_write_gbps = "
+        f"{rates[WRITE]:.2f}, disk_both_gbps = {rates[BOTH]:.2f}"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from offloadtrain.cli.doctor.drive import DriveRates
 from offloadtrain.config.units import format_bytes, format_count
 
 LEAST_TORCH = (2, 9)
@@ -295,26 +296,37 @@ def check_kernels(name: str, isa: str, why: str) -> Check:
     return Check("CPU kernels", Status.PASS, found)
 
 
-def check_disk(folder: str, free: int, speed: float | str | None) -> Check:
+def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
     """Check space and speed of the folder for checkpoints.
 
     Args:
-        speed: GB/s of durable writes, the error of a failed write, or None: not measured.
+        drive: its rates, the error of a failed write, or None: not measured.
     """
-    rate = "" if not isinstance(speed, float) else f", written at {speed:.2g} GB/s"
-    found = f"{folder}: {format_bytes(free)} free{rate}"
+    found = f"{folder}: {format_bytes(free)} free"
+    if isinstance(drive, DriveRates):
+        found += f", written at {drive.disk_gbps:.2g} GB/s{_of_state(drive)}"
     if free < LEAST_FREE_BYTES:
         return Check("disk", Status.FAIL, found, "It is full: free some, or give another --folder.")
-    if isinstance(speed, str):
+    if isinstance(drive, str):
         advice = "Give a writable --folder, and set runs_dir to it."
-        return Check("disk", Status.FAIL, f"{folder}: {speed}", advice)
+        return Check("disk", Status.FAIL, f"{folder}: {drive}", advice)
     if free < LITTLE_FREE_BYTES:
         advice = "A checkpoint takes 12 bytes per parameter (fp32), twice while it is replaced."
         return Check("disk", Status.WARN, found, advice)
-    if speed is not None and speed < SLOW_DISK_GBPS:
-        advice = f"A checkpoint of 1B parameters (12 GB) takes {12 / max(speed, 1e-3):.0f} s."
+    if drive is not None and drive.disk_gbps < SLOW_DISK_GBPS:
+        seconds = 12 / max(drive.disk_gbps, 1e-3)
+        advice = f"A checkpoint of 1B parameters (12 GB) takes {seconds:.0f} s."
         return Check("disk", Status.WARN, found, advice)
     return Check("disk", Status.PASS, found)
+
+
+def _of_state(drive: DriveRates) -> str:
+    if not drive.disk_read_gbps:
+        return ""
+    return (
+        f"; state on it: read at {drive.disk_read_gbps:.2g}, written at "
+        f"{drive.disk_write_gbps:.2g}, both at once at {drive.disk_both_gbps:.2g} GB/s"
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

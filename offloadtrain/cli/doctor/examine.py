@@ -13,7 +13,9 @@ import torch
 
 from offloadtrain.cli.doctor import checks, facts, speeds
 from offloadtrain.cli.doctor.checks import Check, Status
-from offloadtrain.cli.doctor.measure import disk_gbps, measure
+from offloadtrain.cli.doctor.drive import DriveRates, drive_rates
+from offloadtrain.cli.doctor.measure import measure
+from offloadtrain.config.errors import DiskError
 from offloadtrain.hardware.cpus import SYSFS
 from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine
@@ -78,7 +80,7 @@ class _Visit:
         self.probe = probe(nvml)
         self.gpus, self.reason = facts.torch_gpus()
         self.limit = facts.memory_limit()
-        self.speed: float | str | None = None
+        self.drive: DriveRates | str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -170,8 +172,8 @@ class _Visit:
         free = facts.free_bytes(self.folder)
         if not self.quick and free >= checks.LEAST_FREE_BYTES:
             self.say("the disk")
-            self.speed = _disk_speed(self.folder)
-        return checks.check_disk(str(self.folder.resolve()), free, self.speed)
+            self.drive = _drive(self.folder)
+        return checks.check_disk(str(self.folder.resolve()), free, self.drive)
 
     def measure(self) -> Machine:
         """Measure for seconds; with `quick` less than one each."""
@@ -181,7 +183,7 @@ class _Visit:
             bf16=self._has_bf16,
             host_memory=self.host_memory_bytes,
             cores=min(told.cores_physical, told.cores_usable),
-            disk_gbps=self.speed if isinstance(self.speed, float) else 0.0,
+            drive=self.drive if isinstance(self.drive, DriveRates) else None,
             quick=self.quick,
             say=self.say,
         )
@@ -223,9 +225,11 @@ def _hidden(environ: Mapping[str, str]) -> bool:
     return environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
 
 
-def _disk_speed(folder: Path) -> float | str:
-    """Return GB/s, or the error of a failed write."""
+def _drive(folder: Path) -> DriveRates | str:
+    """Return the rates, or the error of a failed write."""
     try:
-        return disk_gbps(folder)
+        return drive_rates(folder)
     except OSError as error:
         return f"cannot be written: {error.strerror}"
+    except DiskError as error:
+        return str(error)

@@ -8,15 +8,11 @@ memory" and the copies "to the device" are copies in host memory.
 
 from __future__ import annotations
 
-import mmap
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +20,8 @@ import torch
 from offloadtrain.cli.bench.adam import SCALARS, Buffers, allocate
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
+from offloadtrain.cli.doctor.drive import DriveRates
 from offloadtrain.cli.doctor.speeds import FP32_TRAFFIC_BYTES
-from offloadtrain.hardware.direct_io import THREADS, DirectFile
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
@@ -51,7 +47,6 @@ ACCUMULATE_BYTES = 10
 
 STATES = ("fp32", "split16", "int8")
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
-DISK_BYTES, DISK_PIECE = 256 << 20, 8 << 20
 FRAGMENT_BYTES = 512 << 20
 """Share of device memory that the caching allocator can rarely use."""
 
@@ -67,7 +62,7 @@ def measure(
     bf16: bool,
     host_memory: int,
     cores: int,
-    disk_gbps: float,
+    drive: DriveRates | None,
     quick: bool,
     say: Say,
 ) -> Machine:
@@ -76,6 +71,7 @@ def measure(
     Args:
         device: the CPU, or the first GPU, which represents all.
         bf16: the device computes in bf16 without emulation.
+        drive: of the folder for checkpoints; None: unknown.
         quick: fewer repeats and smaller buffers, and no Adam; each measurement ends in a second.
     """
     say("products and attention")
@@ -86,7 +82,7 @@ def measure(
     memory = _device_memory(device) if device.type == "cuda" else {}
     say("the bus")  # last: the PCIe link's state is read while it is still warm
     rates = _bus(device) | adam | {"dram_gbps": dram, "shared_dram_gbps": dram, "hbm_gbps": hbm}
-    rates |= computed | {"disk_gbps": disk_gbps}
+    rates |= computed | ({} if drive is None else asdict(drive))
     known: dict[str, Any] = {name: _rounded(rate) for name, rate in rates.items()} | memory
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     return Machine(gpus=gpus, host_memory=_gib(host_memory), cores=cores, **known)
@@ -225,27 +221,6 @@ def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:
         return run, FP32_TRAFFIC_BYTES
     # In place like Adam: a copy would also read the overwritten memory, which is not counted.
     return partial(kernels.accumulate, buffers.wide, buffers.grad, False), ACCUMULATE_BYTES
-
-
-def disk_gbps(folder: Path) -> float:
-    """Measure durable writes as a checkpoint makes them: past the page cache, several at once.
-
-    Raises:
-        OSError: it cannot be written, or is full.
-    """
-    piece = memoryview(mmap.mmap(-1, DISK_PIECE))
-    piece[:] = os.urandom(DISK_PIECE)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as made:
-        file = DirectFile.create(Path(made) / "written", DISK_BYTES)
-        try:
-            began = time.perf_counter()
-            with ThreadPoolExecutor(THREADS) as pool:
-                starts = range(0, DISK_BYTES, DISK_PIECE)
-                list(pool.map(lambda start: file.write(piece, start), starts))
-            file.sync()
-            return DISK_BYTES / (time.perf_counter() - began) / 1e9
-        finally:
-            file.close()
 
 
 def _device_memory(device: torch.device) -> dict[str, Any]:

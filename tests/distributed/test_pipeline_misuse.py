@@ -173,8 +173,8 @@ def with_torchs_schedule(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"), [("scaling", "scale_grads=True"), ("zero bubble", "zero-bubble schedule")]
 )
-def test_schedules_that_would_be_silently_wrong(ranks: Run, kind: str, message: str) -> None:
-    said = ranks(2, with_torchs_schedule, kind)
+def test_schedules_that_would_be_silently_wrong(own_ranks: Run, kind: str, message: str) -> None:
+    said = own_ranks(2, with_torchs_schedule, kind)
     assert any(message in one for one in said), said
 
 

@@ -273,12 +273,17 @@ def differing(what: str) -> str:
         options["zero_stage"] = 2  # what 0, the default, stands for here
     try:
         optimizer = offloaded(model, **options)
+    except RankError as error:
+        return str(error)
+    try:
         for tokens in own_batches(3):
             if what == "hyperparameters" and rank == 1:
                 optimizer.param_groups[0]["lr"] = 0.5
             train(optimizer, model, [tokens])
     except RankError as error:
         return str(error)
+    finally:
+        optimizer.close()
     return ""
 
 
@@ -368,6 +373,8 @@ def late_surprise() -> str:
             train(optimizer, model, [tokens])
     except GradientError as error:
         return str(error)
+    finally:
+        optimizer.close()
     return ""
 
 

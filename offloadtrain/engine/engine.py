@@ -429,6 +429,8 @@ class Engine:
             d2h_bytes=spent.d2h_bytes,
             h2d_bytes=spent.h2d_bytes,
             comm_bytes=spent.comm_bytes,
+            disk_read_bytes=spent.disk_read_bytes,
+            disk_written_bytes=spent.disk_written_bytes,
             timeline=timeline,
         )
 

@@ -55,6 +55,8 @@ class StepReport:
             `runtime/lanes/usual_times.py`).
         d2h_bytes, h2d_bytes: bytes moved since the step before.
         comm_bytes: bytes sent to other ranks in collectives since the step before.
+        disk_read_bytes, disk_written_bytes: of optimizer state that is there, since the step
+            before; a checkpoint reads it once.
         timeline: intervals of the lanes, if this step was sampled; on the lane "wait", the waits of
             compute, each with the name of the awaited lane.
     """
@@ -72,6 +74,8 @@ class StepReport:
     d2h_bytes: int
     h2d_bytes: int
     comm_bytes: int
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
     skipped_in_a_row: int = 0
     nonfinite: tuple[str, ...] = ()
     nonfinite_ranks: tuple[tuple[int, ...], ...] = ()

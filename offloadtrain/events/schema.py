@@ -96,6 +96,8 @@ class Step(Event):
             speculation.
         mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
         comm_bytes: bytes this rank has sent in collectives.
+        disk_read_bytes, disk_written_bytes: optimizer state that this rank has on the disk; a
+            checkpoint reads it once.
         own_ms: step time without waits for slower ranks in collectives; 0: a single rank.
         device_peak_bytes: most that torch's allocator held within the step; 0: no GPU.
         host_peak_bytes: most resident memory the sampler saw within the step; 0: no sample.
@@ -125,6 +127,8 @@ class Step(Event):
     early_buckets: int = 0
     speculation_hit: bool | None = None
     comm_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
     own_ms: float = 0.0
     ranks_ms: tuple[float, ...] = ()
     device_peak_bytes: int = 0

@@ -63,6 +63,8 @@ def step_record(
         d2h_bytes=report.d2h_bytes,
         h2d_bytes=report.h2d_bytes,
         comm_bytes=report.comm_bytes,
+        disk_read_bytes=report.disk_read_bytes,
+        disk_written_bytes=report.disk_written_bytes,
         own_ms=told.own_ms[rank] if many else 0.0,
         ranks_ms=told.own_ms if many and rank == 0 else (),
         early_buckets=report.early_buckets,

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from offloadtrain.config.errors import DiskError
+from offloadtrain.events import schema
+from offloadtrain.hardware.machine import find
+from offloadtrain.plan.plan import make
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import LaneError
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.train.checkpoint import checkpoint
 from tests.engine.test_proof import MODES, PLACEMENTS
 from tests.train.bitwise import Case, differ, parted, saving, whole
-from tests.train.small_job import run, small_job, tensor_hashes
+from tests.train.small_job import events_of, run, small_job, tensor_hashes
 
 DISK: dict[str, Any] = {
     "state_on": "disk",
@@ -61,6 +64,24 @@ def test_a_job_goes_from_the_disk_to_the_host_and_back(tmp_path: Path) -> None:
         for step in (3, 6):
             assert tensor_hashes(path, step) == tensor_hashes(tmp_path / "host", step), name
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_log_says_how_many_bytes_each_step_moves(tmp_path: Path) -> None:
+    """As many as planned, once the slots hold what the step before has left in them."""
+    job = small_job(
+        tmp_path,
+        "offload.state_on=disk",
+        "offload.scratch_in_memory=true",
+        "train.steps=4",
+        "train.checkpoint_every=0",
+    )
+    assert run(job, tmp_path / "run") == 0
+    planned = make(job, "cpu2", find("cpu2")[1]).prediction.disk
+    found = events_of(tmp_path / "run", schema.Step)
+    moved = [(one.disk_read_bytes, one.disk_written_bytes) for one in found]
+    assert planned.written_bytes > 0
+    assert moved[1:] == [(planned.read_bytes, planned.written_bytes)] * 3
 
 
 @pytest.mark.slow

@@ -119,6 +119,8 @@ class LaneTotals:
             have ended: the last operations of a step count in the next one.
         exposed_ms: time that compute waited for the other lanes.
         comm_bytes: bytes that this rank has sent in collectives over gradients and weights.
+        disk_read_bytes, disk_written_bytes: of optimizer state that is there; a checkpoint reads
+            it once, and what it writes does not count.
     """
 
     busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
@@ -126,6 +128,8 @@ class LaneTotals:
     d2h_bytes: int = 0
     h2d_bytes: int = 0
     comm_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
     def minus(self, earlier: LaneTotals) -> LaneTotals:
         return LaneTotals(
@@ -134,6 +138,8 @@ class LaneTotals:
             d2h_bytes=self.d2h_bytes - earlier.d2h_bytes,
             h2d_bytes=self.h2d_bytes - earlier.h2d_bytes,
             comm_bytes=self.comm_bytes - earlier.comm_bytes,
+            disk_read_bytes=self.disk_read_bytes - earlier.disk_read_bytes,
+            disk_written_bytes=self.disk_written_bytes - earlier.disk_written_bytes,
         )
 
     def copy(self) -> LaneTotals:
@@ -282,6 +288,10 @@ class Lanes(ABC):
             self.totals.d2h_bytes += nbytes
         elif lane is Lane.H2D or loaded or name.startswith(Kind.MATRIX_UP):
             self.totals.h2d_bytes += nbytes
+        elif lane is Lane.DISK_READ:
+            self.totals.disk_read_bytes += nbytes
+        elif lane is Lane.DISK_WRITE:
+            self.totals.disk_written_bytes += nbytes
 
     def _keep_sizes(self) -> None:
         """Keep the bytes of each copy and collective, for `_sized`."""

@@ -61,8 +61,17 @@ def _told(shown: ViewState) -> Text:
     return text
 
 
+_FIELDS = {
+    "d2h": "d2h_bytes",
+    "h2d": "h2d_bytes",
+    "comm": "comm_bytes",
+    "disk_read": "disk_read_bytes",
+    "disk_write": "disk_written_bytes",
+}
+
+
 def _moved(lane: str, view: View) -> str:
-    field = {"d2h": "d2h_bytes", "h2d": "h2d_bytes", "comm": "comm_bytes"}.get(lane)
+    field = _FIELDS.get(lane)
     if field is None:
         return _adam(view) if lane == "host" else ""
     nbytes, busy_ms = view.last(field) or 0.0, view.busy_ms(lane)

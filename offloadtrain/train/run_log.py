@@ -28,7 +28,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.step.tiers import Tier
-from offloadtrain.train.build import TrainingContext, update_rule
+from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.command_hooks import CommandHooks
@@ -42,6 +42,7 @@ from offloadtrain.train.records import plan_facts, step_record
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_memory import RunMemory, gpu_uuid
 from offloadtrain.train.signals import StoppedEarlyError
+from offloadtrain.train.update_rules import update_rule
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled

@@ -1,22 +1,30 @@
 """A job: one TOML file read into frozen dataclasses, every rule checked once.
 
-Standard library only. `load` is the entry point; its result satisfies every rule of this file, so
+Standard library only. `load` is the entry point; its result satisfies every rule of this folder, so
 nothing downstream checks again. `dump` writes the resolved job, which loads back equal.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from offloadtrain.config import command_hooks, data_options, optim_options, ranks_options, toml
+from offloadtrain.config import (
+    command_hooks,
+    data_options,
+    optim_options,
+    ranks_options,
+    rules,
+    toml,
+    train_options,
+)
 from offloadtrain.config.data_options import DataConfig
+from offloadtrain.config.device_options import DeviceConfig
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.hf_section import HF_KEYS, looked_at, read_hf
@@ -26,6 +34,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.overrides import settle
 from offloadtrain.config.ranks_options import RanksConfig, Stage
+from offloadtrain.config.train_options import TrainConfig
 from offloadtrain.config.units import parse_bytes
 
 __all__ = [
@@ -43,92 +52,12 @@ __all__ = [
     "of_tables",
 ]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
 
 Say: TypeAlias = Callable[[str], object]
-_Rule: TypeAlias = tuple[Callable[[Any], object], str]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceConfig:
-    """The device of forward and backward.
-
-    Attributes:
-        threads: number of torch's CPU threads; 0: torch's choice.
-        process_memory_limit: limit on torch's GPU memory in this process, activations included
-            (CUDA only), such as "10 GiB"; empty: none.
-        placement: "as-set": as in [offload]; "auto": the plan chooses the fastest `working` and
-            `activation` that fit.
-        machine: a machine file of `offloadtrain doctor --save`, with the rates for the plan.
-    """
-
-    kind: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 0
-    process_memory_limit: str = ""
-    placement: Literal["as-set", "auto"] = "as-set"
-    machine: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """The training loop. Zero in an `…_every` key means never.
-
-    Attributes:
-        steps: optimizer steps of the whole run.
-        micro_batch: sequences per forward.
-        grad_accum_steps: microbatches per step.
-        global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
-        chunked_loss: make the logits of a part of the vocabulary at a time: their memory is a few
-            parts instead of two copies of the whole, at the price of the head's product once more.
-        label_smoothing, z_loss: weights of two more terms of the loss in training, not of the
-            validation loss; with `chunked_loss` only.
-        eval_batches: microbatches of one evaluation.
-        keep_last: number of checkpoints kept, the newest ones.
-        keep_every: checkpoints of steps that it divides are kept besides; 0: none.
-        checkpoint_spill: bytes of each rank's host memory into which a save copies the state that
-            it writes last, so that the next update waits less; 0: none. With `checkpoint_every` and
-            state on the host only.
-        on_spike: what becomes of a step whose loss is a spike: its update is made, and an alert
-            tells; or it is skipped; or it is skipped, and the run goes back to its last checkpoint
-            and on from there with other data.
-        spike_score: robust standard deviations above the last losses that make a spike.
-        max_rollbacks: rollbacks of the whole run; one more spike ends it.
-        log_every_s: seconds between plain console lines.
-        hang_timeout_s: least time without any progress that ends the run as hung; 0: never. A run
-            whose own healthy phases are silent for longer gets four times that.
-        sample_tokens: length of the text generated at the end; 0: none.
-        on_alert, on_end: a command and its arguments, run by rank 0 without a shell when an alert
-            is raised and when this start ends; what happened is in OFFLOADTRAIN_… variables.
-    """
-
-    steps: int
-    micro_batch: int = 8
-    grad_accum_steps: int = 1
-    global_batch_tokens: int = 0
-    chunked_loss: bool = False
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    eval_every: int = 0
-    eval_batches: int = 8
-    checkpoint_every: int = 0
-    keep_last: int = 2
-    keep_every: int = 0
-    checkpoint_spill: int = 64 << 20
-    on_spike: Literal["report", "skip", "rollback"] = "report"
-    spike_score: float = 8.0
-    max_rollbacks: int = 3
-    log_every_s: float = 5.0
-    hang_timeout_s: float = 60.0
-    sample_tokens: int = 0
-    sample_prompt: str = ""
-    on_alert: tuple[str, ...] = ()
-    on_end: tuple[str, ...] = ()
-    seed: int = 1234
-    deterministic: bool = False
-
-
-DATA, LOG, OPTIM, RANKS = DataConfig(), LogConfig(), OptimConfig(), RanksConfig()
+DATA, DEVICE, LOG = DataConfig(), DeviceConfig(), LogConfig()
+OPTIM, RANKS = OptimConfig(), RanksConfig()
 OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
@@ -154,7 +83,7 @@ class Config:
     data: DataConfig = DATA
     optim: OptimConfig = OPTIM
     offload: OffloadConfig = OFFLOAD
-    device: DeviceConfig = DeviceConfig()
+    device: DeviceConfig = DEVICE
     log: LogConfig = LOG
     ranks: RanksConfig = RANKS
     train: TrainConfig
@@ -372,85 +301,9 @@ def _with_accumulation(config: Config, job: toml.Job) -> Config:
     return replace(config, train=replace(train, grad_accum_steps=count))
 
 
-def _at_least(least: int) -> _Rule:
-    return (lambda value: value >= least), f"at least {least}"
-
-
-_POSITIVE: _Rule = (lambda value: value > 0), "above 0"
-_NOT_NEGATIVE: _Rule = (lambda value: value >= 0), "0 or more"
-_SHARE: _Rule = (lambda value: 0 <= value <= 1), "from 0 to 1"
-_PATH: _Rule = (lambda value: value and value.isprintable()), "a path: not empty, printable"
-_PATH_OR_NONE: _Rule = (lambda value: not value or value.isprintable()), "a printable path"
-
-
-def _is_size(text: str) -> bool:
-    try:
-        return not text or parse_bytes(text) > 0
-    except ValueError:
-        return False
-
-
-_COMMAND: _Rule = (command_hooks.is_command, "a program and its arguments, printable; or empty")
-_SIZE: _Rule = (_is_size, 'a size such as "10 GiB", or empty for none')
-
-_RULES: dict[str, _Rule] = {
-    "name": (
-        _NAME.fullmatch,
-        "1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit",
-    ),
-    "runs_dir": _PATH,
-    "data.source": _PATH_OR_NONE,
-    "data.tokenizer": _PATH_OR_NONE,
-    "data.field": ((lambda value: value and value.isprintable()), "a name: not empty, printable"),
-    "data.chat_template": _PATH_OR_NONE,
-    "data.train": _PATH_OR_NONE,
-    "data.val": _PATH_OR_NONE,
-    "data.cache": _PATH,
-    "data.val_fraction": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
-    "data.seq_len": _at_least(2),
-    "optim.lr": _POSITIVE,
-    "optim.betas": ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
-    "optim.eps": _POSITIVE,
-    "optim.momentum": _NOT_NEGATIVE,
-    "optim.dampening": ((lambda value: value <= 1), "at most 1"),
-    "optim.lr_decay": _NOT_NEGATIVE,
-    "optim.muon_momentum": _SHARE,
-    "optim.adamw_lr": _POSITIVE,
-    "optim.weight_decay": _NOT_NEGATIVE,
-    "optim.warmup_steps": _NOT_NEGATIVE,
-    "optim.min_lr_ratio": _SHARE,
-    "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
-    "device.process_memory_limit": _SIZE,
-    "device.machine": _PATH_OR_NONE,
-    "ranks.pipeline": _at_least(1),
-    "train.steps": _at_least(1),
-    "train.micro_batch": _at_least(1),
-    "train.global_batch_tokens": _NOT_NEGATIVE,
-    "train.label_smoothing": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
-    "train.z_loss": _NOT_NEGATIVE,
-    "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
-    "train.eval_batches": _at_least(1),
-    "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
-    "train.keep_every": ((lambda value: value >= 0), "0 (none) or more"),
-    "train.checkpoint_spill": _NOT_NEGATIVE,
-    "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
-    "train.spike_score": _POSITIVE,
-    "train.max_rollbacks": _at_least(1),
-    "train.log_every_s": _POSITIVE,
-    "train.hang_timeout_s": _NOT_NEGATIVE,
-    "train.sample_tokens": _NOT_NEGATIVE,
-    "train.on_alert": _COMMAND,
-    "train.on_end": _COMMAND,
-    "train.seed": _NOT_NEGATIVE,
-}
-
-
 def _problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each broken rule; each begins with the dotted key."""
-    for key, (holds, allowed) in _RULES.items():
-        value = attrgetter(key)(config)
-        if not holds(value):
-            yield f"{key} = {toml.shown(value)} must be {allowed}"
+    yield from rules.out_of_range(config)
     for sentence in config.model.problems() if config.hf is None else ():
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
@@ -463,10 +316,11 @@ def _problems(config: Config) -> Iterator[str]:
         is_own=config.hf is None,
         samples=config.train.sample_tokens > 0,
     )
-    yield from _contradictions(config)
+    yield from _of_several_sections(config)
+    yield from train_options.contradictions(config.train, config.offload)
 
 
-def _contradictions(config: Config) -> Iterator[str]:
+def _of_several_sections(config: Config) -> Iterator[str]:
     data, optim, train, model = config.data, config.optim, config.train, config.model
     if optim.warmup_steps > train.steps:
         yield (
@@ -476,16 +330,3 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = {model.max_seq_len}"
         )
-    for key in ("label_smoothing", "z_loss"):
-        if (value := getattr(train, key)) and not train.chunked_loss:
-            yield f"train.{key} = {value} needs train.chunked_loss = true"
-    if train.on_spike != "report" and config.offload.updates_early:
-        yield (
-            f'train.on_spike = "{train.on_spike}" decides before the update, but with '
-            "offload.skip_nonfinite = false and no offload.clip_norm Adam runs inside backward: "
-            "set one of them"
-        )
-    if train.on_spike == "rollback" and not train.checkpoint_every:
-        yield 'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every'
-    if train.sample_prompt and not train.sample_tokens:
-        yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"

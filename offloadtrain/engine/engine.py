@@ -21,9 +21,10 @@ from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
+from offloadtrain.engine.step_counter import Reporter, StepCounter
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
 from offloadtrain.optim import LossScaler
-from offloadtrain.runtime.lanes import Interval, Lanes
+from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.program import Program
@@ -49,10 +50,7 @@ class Engine:
         scaler: LossScaler | None,
     ) -> None:
         self.lanes = lanes
-        self.scaler = scaler
-        self.step_count = 0
-        self.tries = 0
-        """Steps decided so far, skipped ones included."""
+        self.counter = StepCounter(scaler)
         self.last_step: StepReport | None = None
         self.program = program
         self._behind = program.behind
@@ -71,13 +69,9 @@ class Engine:
         self._by_name = {block.name: block for block in blocks}
         self._in_explicit_backward = False
         self._closed = False
-        self._totals = lanes.read_totals()
-        self._sampling = False
+        self._reporter = Reporter(lanes, ranks)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
-        self._skipped_in_a_row = 0
-        self._unscaled: bool | None = None
-        """The step was decided and the loss scale does not know yet: whether it overflowed."""
         self.salvaged = False
         self.warns_of_skips = True
 
@@ -88,10 +82,6 @@ class Engine:
         if self._gradients.open:
             return Phase.BACKWARD
         return Phase.ACCUMULATED if self._gradients.micro_steps else Phase.FORWARD
-
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     def seed(self) -> int:
@@ -124,7 +114,7 @@ class Engine:
         """
         if self._closed:
             self._require_open("backward")
-        if self.scaler is not None and not self._in_explicit_backward:
+        if self.counter.scaler is not None and not self._in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones"
@@ -168,7 +158,7 @@ class Engine:
         """Return the loss divided by the number of microbatches, times the loss scale."""
         if divide and self._config.grad_accum_steps > 1:
             loss = loss / self._config.grad_accum_steps
-        return loss if self.scaler is None else loss * self.scaler.scale
+        return loss if self.counter.scaler is None else loss * self.counter.loss_scale
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -202,11 +192,7 @@ class Engine:
             EngineError: without a backward, or where Adam runs inside backward.
         """
         self._require_open("clip_grad_norm_")
-        if not self.program.waits_for_norm:
-            raise EngineError(
-                "clip_grad_norm_() after Adam: with skip_nonfinite = False and no clip_norm, Adam "
-                "runs inside backward. Offload with clip_norm, or with skip_nonfinite = True"
-            )
+        self._require_undecided("clip_grad_norm_()")
         norm = self._norm = self._norm or self._measure("clip_grad_norm_", max_norm)
         before = norm.clipped
         norm.clip(max_norm)
@@ -226,14 +212,11 @@ class Engine:
             UpdateError: hyperparameters changed after updates inside backward.
         """
         self._require_open("step")
-        if skip and not self.program.waits_for_norm:
-            raise EngineError(
-                "step(skip=True) after Adam: with skip_nonfinite = False and no clip_norm, Adam "
-                "runs inside backward. Offload with clip_norm, or with skip_nonfinite = True"
-            )
+        if skip:
+            self._require_undecided("step(skip=True)")
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self._norm is not None:
-            self._norm_measure.check_after_clipping(self.step_count, self._norm.coef)
+            self._norm_measure.check_after_clipping(self.counter.steps, self._norm.coef)
         # Otherwise the training thread waits here, and nowhere else in a step: the decision to skip
         # and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step")
@@ -244,7 +227,10 @@ class Engine:
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
-        self._decide(skipped=skipped, overflow=overflow)
+        # From here on the step counts: the lanes, or `salvage`, will do it.
+        self._interpreter.require_whole()
+        self._interpreter.journal.decide()
+        self.counter.decide(skipped=skipped, overflow=overflow)
         # Only launches: Adam and uploads run beside the user's code and the next forward, whose
         # blocks wait for their own upload.
         self._run(self.program.norm_known(order, decision), updates=True)
@@ -253,12 +239,15 @@ class Engine:
         self.program.step_ends()
         # Launches the loads of the first streamed blocks, beside Adam of the others.
         self.residency.restart()
-        self.last_step = self._report(norm, decision, micro_steps)
+        speculation = self.program.speculation
+        self.last_step = self._reporter.report(
+            self.counter, norm, decision, micro_steps, speculation
+        )
         # The step is done and reported: raising before would have left it half done.
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
-        self._update_scale()
+        self.counter.update_scale()
         return self.last_step
 
     def salvage(self, failure: BaseException) -> None:
@@ -279,7 +268,7 @@ class Engine:
                 f"{lost[0].state_tier} (offload.state_on)"
             )
         self._interpreter.salvage(failure)
-        self._update_scale()
+        self.counter.update_scale()
         self.salvaged = True
         # The lanes are at rest: nothing writes this memory any more.
         for block in self.residency.streamed:
@@ -295,11 +284,7 @@ class Engine:
         Raises:
             EngineError: between backward and step().
         """
-        self._require_open("replace the weights")
-        if self.phase is not Phase.FORWARD:
-            raise EngineError(
-                "weights cannot be replaced between backward and step(): call zero_grad()"
-            )
+        self._require_between_steps("replace the weights")
         self._interpreter.journal.forget()
         set_ = self.program.delay_set if delayed else self.program.masters_set
         self._run(set_(), updates=True)
@@ -312,9 +297,7 @@ class Engine:
         Raises:
             EngineError: between backward and step().
         """
-        self._require_open("write the state")
-        if self.phase is not Phase.FORWARD:
-            raise EngineError("state cannot be written between backward and step()")
+        self._require_between_steps("write the state")
         self._functions.writer = writer
         self._run(self.program.save())
 
@@ -361,8 +344,7 @@ class Engine:
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step(), which then waits for them."""
-        self._sampling = True
-        self.lanes.start_timeline()
+        self._reporter.sample_timeline()
 
     def close(self) -> None:
         """Drain the lanes and take the hooks off. Idempotent."""
@@ -382,58 +364,28 @@ class Engine:
 
     def _measure(self, asker: str, max_norm: float | None = None) -> Norm:
         """Wait for the norm of the step; raises as `NormMeasure.measure`."""
-        return self._norm_measure.measure(asker, self.step_count, self.loss_scale, max_norm)
+        return self._norm_measure.measure(
+            asker, self.counter.steps, self.counter.loss_scale, max_norm
+        )
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
-        scale = self.loss_scale * self._ranks.size
+        scale = self.counter.loss_scale * self._ranks.size
         used = self._functions.hyperparameters() if self.program.updates_in_backward else None
-        return Decision(self.step_count + 1, skipped, coef, scale, used)
-
-    def _decide(self, *, skipped: bool, overflow: bool) -> None:
-        """From here on the step counts: the lanes, or `salvage`, will do it."""
-        self._interpreter.require_whole()
-        self._interpreter.journal.decide()
-        self.tries += 1
-        self.step_count += not skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        # A step that was skipped without an overflow says nothing about the loss scale.
-        self._unscaled = overflow if overflow or not skipped else None
-
-    def _update_scale(self) -> None:
-        overflow, self._unscaled = self._unscaled, None
-        if self.scaler is not None and overflow is not None:
-            self.scaler.update(overflow=overflow)
-
-    def _report(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
-        timeline: tuple[Interval, ...] = ()
-        # A sampled step waits for its lanes, so that its intervals have ended; others never wait.
-        if self._sampling:
-            self._sampling = False
-            timeline = tuple(self.lanes.take_timeline())
-        totals = self.lanes.read_totals()
-        spent, self._totals = totals.minus(self._totals), totals
-        return StepReport(
-            step=self.step_count,
-            skipped=decision.skipped,
-            grad_norm=norm.value,
-            skipped_in_a_row=self._skipped_in_a_row,
-            nonfinite=tuple(norm.nonfinite),
-            nonfinite_ranks=() if self._ranks.is_single else tuple(norm.nonfinite.values()),
-            clip_coef=decision.coef,
-            loss_scale=self.loss_scale,
-            micro_steps=micro_steps,
-            early_buckets=self.program.speculation.buckets,
-            speculation_hit=self.program.speculation.right,
-            exposed_ms=spent.exposed_ms,
-            busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
-            d2h_bytes=spent.d2h_bytes,
-            h2d_bytes=spent.h2d_bytes,
-            comm_bytes=spent.comm_bytes,
-            disk_read_bytes=spent.disk_read_bytes,
-            disk_written_bytes=spent.disk_written_bytes,
-            timeline=timeline,
-        )
+        return Decision(self.counter.steps + 1, skipped, coef, scale, used)
 
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise EngineError(f"{what} after close(): offload the model again")
+
+    def _require_undecided(self, asked: str) -> None:
+        """Raises EngineError where no step can be clipped or skipped any more."""
+        if not self.program.waits_for_norm:
+            raise EngineError(
+                f"{asked} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
+                "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
+            )
+
+    def _require_between_steps(self, what: str) -> None:
+        self._require_open(what)
+        if self.phase is not Phase.FORWARD:
+            raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.stage_modules import PipelineError
+from offloadtrain.engine.step_report import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -75,22 +77,38 @@ def _nobody() -> None:
     """Stands for a weak reference to an object that is gone."""
 
 
-def watch_readers(param: nn.Parameter, noticed: Callable[[], Callable[[str], None] | None]) -> None:
-    """Call the function that `noticed` (a weak reference) refers to when torch's clipping or
-    pipelining reads the gradient. Parameters of other classes than torch's are left as they are."""
-    if type(param) is nn.Parameter:
-        param.__class__ = WatchedParameter
-        _on_reading[param] = noticed
+class GradReaders:
+    """Watches one parameter, while the gradients of its step have left for the host."""
+
+    def __init__(self, param: nn.Parameter, clip_norm: float | None, engine: Engine) -> None:
+        """A parameter of another class than torch's is not watched. `clip_norm`: the engine's."""
+        self._param, self._clip_norm, self._engine = param, clip_norm, engine
+        self._told = False
+        if type(param) is nn.Parameter:
+            param.__class__ = WatchedParameter
+            _on_reading[param] = weakref.WeakMethod(self._is_read)
+
+    def close(self) -> None:
+        """Make it an ordinary parameter again."""
+        if type(self._param) is WatchedParameter:
+            self._param.__class__ = nn.Parameter  # type: ignore[assignment]
+            _on_reading.pop(self._param, None)
+
+    def _is_read(self, reader: str) -> None:
+        """torch's clipping or pipelining looks for gradients: warn once if some have left.
+
+        Raises:
+            PipelineError: the schedule would train with wrong gradients.
+        """
+        if reader != CLIPPING:
+            _refuse_pipelining(reader)
+        left = self._engine.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
+        if left and not self._told:
+            self._told = True
+            _warn_of_clipping(self._clip_norm)
 
 
-def unwatch(param: nn.Parameter) -> None:
-    """Make it an ordinary parameter again."""
-    if type(param) is WatchedParameter:
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
-        _on_reading.pop(param, None)
-
-
-def warn_of_clipping(clip_norm: float | None) -> None:
+def _warn_of_clipping(clip_norm: float | None) -> None:
     """Warn that torch's clipping was called after backward; `clip_norm`: the engine's own."""
     _log.warning(
         "torch's clip_grad_norm_ (or what calls it: Accelerate's, Lightning's gradient_clip_val, "
@@ -102,7 +120,7 @@ def warn_of_clipping(clip_norm: float | None) -> None:
     )
 
 
-def refuse_pipelining(reader: str) -> None:
+def _refuse_pipelining(reader: str) -> None:
     """Raises PipelineError for what torch's pipeline schedule is about to do with gradients."""
     if reader == SCALING:
         raise PipelineError(

@@ -10,7 +10,7 @@ state. A parameter stays the same object, so that ties and parameter groups hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from zlib import crc32
 
 import torch
@@ -149,7 +149,7 @@ def _equal(value: Tensor, param: nn.Parameter) -> bool:
 @torch.no_grad()
 def adopt_loaded(
     slots: Iterable[tuple[Bucket, Slot]],
-    written: set[nn.Parameter],
+    written: Collection[nn.Parameter],
     given: Given | None,
     rules: Sequence[AnyRule],
 ) -> bool:

@@ -169,7 +169,6 @@ class NormMeasure:
         self._gradients, self._functions = gradients, functions
         self._ranks, self._stages, self._parts = ranks, place.stages, place.parts
         self.names = gradients.names
-        self._told_before: list[float] = []
         place.stages.join(self)
 
     @property

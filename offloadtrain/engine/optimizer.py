@@ -18,21 +18,15 @@ from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
 from offloadtrain.engine.eager import eager
-from offloadtrain.engine.foreign_readers import (
-    CLIPPING,
-    refuse_pipelining,
-    unwatch,
-    warn_of_clipping,
-    watch_readers,
-)
-from offloadtrain.engine.load_weights import Given, ParamInit, adopt_loaded
-from offloadtrain.engine.norm import EngineError, StagePlace, Stages
+from offloadtrain.engine.foreign_readers import GradReaders
+from offloadtrain.engine.load_weights import ParamInit
+from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
-from offloadtrain.engine.state_io import StateIO
 from offloadtrain.engine.step_report import Phase, StepReport
+from offloadtrain.engine.weights_io import WeightsIO
 from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
@@ -41,7 +35,7 @@ from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import ALONE, Ranks
 
 
-class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
+class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state lives in pinned host memory.
 
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
@@ -92,16 +86,13 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         except BaseException:
             self._finalizer()
             raise
-        self._model, self._flips = model, config.update == "speculative"
+        self.model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
         held = [bucket for block in self._blocks for bucket in block.held]
         moving = [slot.param for bucket in held if bucket.streamed for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
-        self._given: Given | None = None
-        # Parameters written by others before the values of `_given` were loaded.
-        self._written_before: set[nn.Parameter] = set()
-        self._told_of_clipping, self._told_of_local_norm = False, place is not None
+        self._told_of_local_norm = place is not None
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -110,13 +101,8 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self._handles = hook_parameters(self._engine, self._blocks)
         self._handles += attach_state_dict_hooks(model, self)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-        self._watched = next(self._slots())[1].param
-        watch_readers(self._watched, weakref.WeakMethod(self._grad_is_read))
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that it trains."""
-        return self._model
+        watched = next(self._slots())[1].param
+        self._grad_readers = GradReaders(watched, config.clip_norm, self._engine)
 
     @property
     def config(self) -> OffloadConfig:
@@ -146,7 +132,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor that the next `backward` applies to the loss; 1.0 unless precision is fp16."""
-        return self._engine.loss_scale
+        return self._engine.counter.loss_scale
 
     @property
     def phase(self) -> Phase:
@@ -290,8 +276,7 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         self.synchronize()
         # Some wrappers replace the entries of `state` by copies on a device.
         self._fill_state()
-        scaler = self._engine.scaler
-        kept = {"scaler": scaler.state_dict() if scaler else None, "seed": self._engine.seed}
+        kept = {"scaler": self.scaler_state(), "seed": self._engine.seed}
         return eager(torch.optim.Optimizer.state_dict)(self) | kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -309,98 +294,13 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         step = state.load_dict(state_dict, self.param_groups, held, self._rules)
         self._engine.seed = state_dict.get("seed", self._engine.seed)
-        scaler = self._engine.scaler
-        self.finish_load(
-            step=step, scaler=state_dict.get("scaler", scaler.state_dict() if scaler else None)
-        )
-
-    def require_whole_weights(self) -> None:
-        """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
-        if not self.ranks.is_single and any(b.streamed for k in self._blocks for b in k.held):
-            raise ModelError(
-                f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
-                "has no state dict of its own. On every rank, take "
-                "dict(optimizer.full_weights()), or save a checkpoint"
-            )
-
-    @torch.no_grad()
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, a copy of its working weights on the host), one block at a time.
-
-        All ranks must exhaust it: each block is gathered in a collective.
-        """
-        # Mode "delayed" uploads the weights that it holds back.
-        self.synchronize()
-        done: set[nn.Parameter] = set()
-        for block in self._blocks:
-            # Compute waits for the block's load; the next block's runs beside the copies below.
-            block.use()
-            for slot in (slot for bucket in block.held for slot in bucket.slots):
-                done.add(slot.param)
-                # Blocking: the slot may go to another block when the generator goes on.
-                yield slot.name, slot.local.data.to("cpu", copy=True)
-        for name, param in self._model.named_parameters():
-            if param not in done:
-                yield name, param.detach().to("cpu", copy=True)
-
-    @torch.no_grad()
-    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
-        shape), one at a time, in the order of `model.named_parameters()`.
-
-        Frozen parameters have no master: they yield the weights that forward uses, widened to fp32;
-        integers as they are. All ranks must exhaust it, and each receives whole tensors. No step
-        may be taken meanwhile.
-
-        Raises:
-            EngineError: after close().
-        """
-        if self.phase is Phase.CLOSED:
-            raise EngineError("master_weights() after close(), which gives their memory back")
-        # This thread reads masters that Adam on the host lane may still write.
-        self.synchronize()
-        held = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
-        for name, param in self._model.named_parameters():
-            if param in held:
-                bucket, slot = held[param]
-                rule = self._rules[bucket.group]
-                yield name, state.whole_master(bucket, slot, rule, self.ranks)
-            elif param.is_floating_point():
-                yield name, param.detach().to("cpu", torch.float32, copy=True)
-            else:
-                yield name, param.detach().to("cpu", copy=True)
-
-    def adopt_written_weights(self) -> None:
-        """Set the masters of the parameters that others wrote; moments stay.
-
-        After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
-        16-bit ones that the model had already change nothing. Otherwise, and for parameters written
-        before it, they are the parameters' values.
-
-        Raises:
-            ModelError: for values beyond the range of the working weights.
-        """
-        # This thread writes masters, which Adam in flight still uses.
-        self.synchronize()
-        given, self._given = self._given, None
-        written, before = set(self._seal.written()), self._written_before
-        if given is not None and not given.new:
-            given, written = None, before
-        if adopt_loaded(self._slots(), written, given, self._rules):
-            self._engine.emit()
-        self._seal.renew()
-
-    @torch.no_grad()
-    def expect_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Values, by the model's own names, are about to be written into it."""
-        self._given = Given(self._model, values)
-        self._written_before = set(self._seal.written())
+        self.finish_load(step=step, scaler=state_dict.get("scaler", self.scaler_state()))
 
     @property
     def tries(self) -> int:
         """Steps decided so far, skipped ones included: their updates are done, or `salvage` does
         them."""
-        return self._engine.tries
+        return self._engine.counter.tries
 
     def salvage(self, failure: BaseException) -> int:
         """After a failure of the device: finish on the host what was decided, and touch the device
@@ -411,9 +311,9 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             SalvageError: the state is between two steps, or not on the host.
         """
         self._engine.salvage(failure)
-        self._step_tensor.fill_(self._engine.step_count)
+        self._step_tensor.fill_(self._engine.counter.steps)
         self._fill_state()
-        return self._engine.step_count
+        return self._engine.counter.steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after `offload()`, which fixes the layout of host memory."""
@@ -433,29 +333,16 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            unwatch(self._watched)
+            self._grad_readers.close()
             # Views of memory that the finalizer is about to give back.
             self.state.clear()
             self._finalizer()
-            offloaded.pop(self._model, None)
+            offloaded.pop(self.model, None)
 
     def _tell_of_local_norm(self, asker: str) -> None:
         if not self._told_of_local_norm:
             self._told_of_local_norm = True
             warn_of_local_norm(asker, self.ranks)
-
-    def _grad_is_read(self, reader: str) -> None:
-        """torch's clipping or pipelining looks for gradients: warn once if some have left.
-
-        Raises:
-            PipelineError: the schedule would train with wrong gradients.
-        """
-        if reader != CLIPPING:
-            refuse_pipelining(reader)
-        left = self.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
-        if left and not self._told_of_clipping:
-            self._told_of_clipping = True
-            warn_of_clipping(self.config.clip_norm)
 
     def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
         for _, slot in self._slots():

@@ -88,7 +88,7 @@ class StateIO:
 
     def scaler_state(self) -> dict[str, float] | None:
         """Return the state of the loss scaler after the last step; None without loss scaling."""
-        scaler = self._engine.scaler
+        scaler = self._engine.counter.scaler
         return None if scaler is None else scaler.state_dict()
 
     def own_states(self) -> dict[str, OwnState]:
@@ -149,11 +149,12 @@ class StateIO:
         Raises:
             EngineError: only one of state and optimizer has a loss scaler.
         """
-        if (scaler is None) != (self._engine.scaler is None):
+        counter = self._engine.counter
+        if (scaler is None) != (counter.scaler is None):
             raise EngineError("the loss scaler's state is there in only one of state and optimizer")
-        if self._engine.scaler is not None and scaler is not None:
-            self._engine.scaler.load_state_dict(dict(scaler))
-        self._engine.step_count = step
+        if counter.scaler is not None and scaler is not None:
+            counter.scaler.load_state_dict(dict(scaler))
+        counter.steps = step
         self._step_tensor.fill_(step)
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)

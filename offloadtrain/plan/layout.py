@@ -30,7 +30,7 @@ _MOMENTS = {
 
 
 def moments_of(optim: OptimConfig) -> tuple[str, ...]:
-    """State of the rule that a job names; `train.build.update_rule` makes it."""
+    """State of the rule that a job names; `train.update_rules.update_rule` makes it."""
     return () if optim.name == "sgd" and not optim.momentum else _MOMENTS[optim.name]
 
 

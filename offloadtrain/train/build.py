@@ -1,30 +1,20 @@
-"""Construction of the training context from a job: seeds, device, data, model, optimizer."""
+"""From a job to a `TrainingContext`: device, plan, data, model and optimizer, on every rank."""
 
 from __future__ import annotations
 
-import logging
-import os
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offloadtrain import optim
 from offloadtrain.config.batch_split import replicas
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, Precision
-from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.data.batches import Batches
-from offloadtrain.data.prepare import prepare
-from offloadtrain.data.source import HUB, PYTHON_STDLIB
-from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import DataError, Progress, TokenFile
-from offloadtrain.data.verified import verify
+from offloadtrain.data.tokens import Progress, TokenFile
 from offloadtrain.engine import OffloadOptimizer, offload
-from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.language_model import LanguageModel, OwnModel
@@ -32,19 +22,18 @@ from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
-from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
-from offloadtrain.train import rng
 from offloadtrain.train.resume import ResumedSettings
+from offloadtrain.train.token_files import check_tokenizers, open_on_ranks
+from offloadtrain.train.torch_setup import set_up_torch
+from offloadtrain.train.update_rules import decay_groups, update_rule
 
 if TYPE_CHECKING:
     from offloadtrain.train.pipelined import PipelinedModel
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +86,7 @@ def assemble(
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
-    _set_up_torch(job, device, rank_info, resumed)
-    _bound_process(job.device.process_memory_limit, device)
+    set_up_torch(job, device, rank_info, resumed)
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,
@@ -108,14 +96,15 @@ def assemble(
     mesh = _mesh(job, device, ranks)
     plan = _planned(chosen, device, rank_info, ranks, mesh)
     config = plan.placed.config
-    train_tokens, val_tokens = _open_together(config, on_prepare, ranks)
-    if rank_info.local_rank == 0:  # once on each host
-        for tokens in filter(None, (train_tokens, val_tokens)):
-            verify(tokens, on_verify)
-    ranks.barrier()
+    train_tokens, val_tokens = open_on_ranks(
+        config,
+        ranks,
+        verifies=rank_info.local_rank == 0,  # once on each host
+        on_prepare=on_prepare,
+        on_verify=on_verify,
+    )
     _check_same_job(job, train_tokens, ranks)
-    _check_tokenizer(config, train_tokens, val_tokens)
-    _check_sampling(job, train_tokens)
+    check_tokenizers(job, train_tokens, val_tokens)
     model, optimizer, pipelined = _offloaded(config, job.model, device, mesh)
     return TrainingContext(
         local=config,
@@ -238,20 +227,6 @@ def offload_job(model: Transformer, config: Config, device: torch.device) -> Off
     )
 
 
-def _open_together(
-    config: Config, on_prepare: Progress | None, ranks: Ranks
-) -> tuple[TokenFile, TokenFile | None]:
-    """Open the token files on all ranks; rank 0 makes them first if they are missing."""
-    if ranks.rank:
-        ranks.barrier()
-    opened = open_tokens(config, on_prepare)
-    if ranks.rank == 0:
-        ranks.barrier()
-    for tokens in filter(None, opened):
-        _check_vocabulary(config, tokens)
-    return opened
-
-
 def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
     """Raises RankError if ranks have different job files, overrides or token files."""
     of_ranks = ranks.gather((asdict(job), tokens.header.content))
@@ -261,54 +236,6 @@ def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
             raise RankError(f"rank {rank} has another job than rank 0: {', '.join(keys)} differ")
         if content != of_ranks[0][1]:
             raise RankError(f"rank {rank} has other tokens in {tokens.path} than rank 0")
-
-
-def _bound_process(limit: str, device: torch.device) -> None:
-    """Let torch enforce the limit for every allocation."""
-    if not limit:
-        return
-    if device.type != "cuda":
-        raise ConfigError(
-            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
-            "CPU: leave it out"
-        )
-    total = torch.cuda.get_device_properties(device).total_memory
-    if parse_bytes(limit) > total:
-        raise ConfigError(
-            f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
-        )
-    torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
-
-
-def open_tokens(
-    config: Config, on_prepare: Progress | None = None
-) -> tuple[TokenFile, TokenFile | None]:
-    """Open the token files of a job, made first if the job names a source."""
-    data = config.data
-    if not data.source:
-        return TokenFile(data.train), TokenFile(data.val) if data.val else None
-    named = data.source == PYTHON_STDLIB or data.source.startswith(HUB)
-    if not named and not Path(data.source).exists():
-        raise DataError(
-            f"data.source = {data.source} is not there. Set it to a file of text or records or a "
-            "folder of them (--set data.source=my_texts), or name token files made by "
-            "`offloadtrain prepare my_texts data` (--set data.train=data/train.bin "
-            "data.val=data/val.bin)"
-        )
-    folder = Path(data.cache) / (Path(data.source).stem or "source")
-    made = prepare(
-        data.source,
-        folder,
-        val_fraction=data.val_fraction,
-        tokenizer=data.tokenizer or "bytes",
-        form=data.form,
-        field=data.field,
-        chat_template=data.chat_template,
-        progress=on_prepare,
-    )
-    if made.remark:
-        _log.warning(made.remark)
-    return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 
 def _on_disk_of(job: Config, offload: OffloadConfig) -> OffloadConfig:
@@ -328,45 +255,6 @@ def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
     if problems := [f"offload.{problem}{chosen}" for problem in offload.problems()]:
         raise ConfigError(*problems)
     return offload
-
-
-def _set_up_torch(
-    config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
-) -> None:
-    rng.seed_all(config.train.seed + rank_info.rank)  # each rank draws its own dropout
-    torch.set_num_threads(_threads(config, device, rank_info, resumed))
-    if config.device.threads:
-        kernels.set_threads(config.device.threads)
-    elif rank_info.local_size > 1 and device.type == "cpu":
-        kernels.set_threads(_share(rank_info))
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.train.deterministic)
-
-
-def _threads(
-    config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
-) -> int:
-    """Return torch's number of threads: as requested, or as in the checkpoint since bits depend on
-    it, or as available."""
-    if config.device.threads:
-        return config.device.threads
-    alone = rank_info.local_size == 1
-    if alone and "OMP_NUM_THREADS" in os.environ:
-        return torch.get_num_threads()
-    if resumed is not None and resumed.threads and resumed.ranks == rank_info.size:
-        return min(resumed.threads, len(os.sched_getaffinity(0)))
-    if not alone and device.type == "cuda":
-        return torch.get_num_threads()
-    return _share(rank_info) if not alone else min(torch.get_num_threads(), _share(rank_info))
-
-
-def _share(rank_info: RankInfo) -> int:
-    """Return the CPUs per rank of this host, by affinity and quota; at least 1."""
-    usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
-    if quota is not None:
-        usable = min(usable, int(quota))
-    return max(1, usable // rank_info.local_size)
 
 
 def _planned(
@@ -407,87 +295,3 @@ def _rates_of(rates: Machine, here: Machine) -> Machine:
         node_link_gbps=rates.node_link_gbps or rates.gpu_link_gbps,
         **kept,
     )
-
-
-def update_rule(config: Config) -> optim.AnyRule:
-    """Return the rule that the job names, with its hyperparameters among the job's."""
-    chosen = config.optim
-    if chosen.name == "muon":
-        rest = optim.AdamW(
-            lr=chosen.adamw_lr,
-            betas=chosen.betas,
-            eps=chosen.eps,
-            weight_decay=chosen.weight_decay,
-        )
-        return optim.Muon(
-            lr=chosen.lr,
-            weight_decay=chosen.weight_decay,
-            momentum=chosen.muon_momentum,
-            adjust_lr_fn=chosen.adjust_lr,
-            rest=rest,
-        )
-    rule: type[Any] = _RULES[chosen.name]
-    made: optim.UpdateRule = rule(
-        **{field.name: getattr(chosen, field.name) for field in fields(rule)}
-    )
-    return made
-
-
-_RULES: dict[str, Any] = {
-    "adamw": optim.AdamW,
-    "adam": optim.Adam,
-    "lion": optim.Lion,
-    "sgd": optim.SGD,
-    "adagrad": optim.Adagrad,
-}
-
-
-def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return parameter groups: with "matrices", norms and biases do not decay."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    if config.optim.decay == "all":
-        return [{"params": params}]
-    groups: list[dict[str, Any]] = [
-        {"params": [param for param in params if param.ndim >= 2]},
-        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _check_sampling(config: Config, tokens: TokenFile) -> None:
-    """Raises ConfigError if the text generated after the last step could not be decoded."""
-    if not (count := config.train.sample_tokens):
-        return
-    try:
-        identity = tokenizer(tokens.header.tokenizer).identity
-        if tokens.header.tokenizer_id not in ("", identity):
-            raise DataError(f"the tokenizer {tokens.header.tokenizer} is another one by now")
-    except DataError as error:
-        raise ConfigError(
-            f"train.sample_tokens = {count}, but the text cannot be decoded: {tokens.path}: "
-            f"{error}; set train.sample_tokens = 0"
-        ) from None
-
-
-def _check_tokenizer(config: Config, train: TokenFile, val: TokenFile | None) -> None:
-    """Raises ConfigError if the files are known not to be of one tokenizer, or not of the job's."""
-    identity = train.header.tokenizer_id
-    if val is not None and val.header.tokenizer_id not in ("", identity):
-        raise ConfigError(
-            f"{val.path} is of another tokenizer ({val.header.tokenizer}) than {train.path} "
-            f"({train.header.tokenizer}): prepare both with one"
-        )
-    asked = config.data.tokenizer
-    if asked and identity not in ("", tokenizer(asked).identity):
-        raise ConfigError(
-            f"data.tokenizer = {asked}, but {train.path} was prepared with another one "
-            f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
-        )
-
-
-def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
-    if tokens.header.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
-            f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
-        )

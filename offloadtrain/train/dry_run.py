@@ -30,7 +30,8 @@ from offloadtrain.step.operations import Launch
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
-from offloadtrain.train.build import decay_groups, empty_model, update_rule
+from offloadtrain.train.build import empty_model
+from offloadtrain.train.update_rules import decay_groups, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16

@@ -20,13 +20,14 @@ from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes
 from offloadtrain.runtime.device_failure import device_failure
-from offloadtrain.train.build import TrainingContext, update_rule
+from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.saving import Position, Saving
+from offloadtrain.train.update_rules import update_rule
 
 _NAMED = 4
 """Owners of device memory in a message."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
-from offloadtrain.config.units import format_bytes, format_count, format_duration
+from offloadtrain.config.units import format_bytes, format_duration
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
@@ -22,13 +20,11 @@ from offloadtrain.events.control import Request
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
+from offloadtrain.hardware.telemetry import Sampler, probe
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.step.tiers import Tier
-from offloadtrain.train.build import TrainingContext, update_rule
+from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.command_hooks import CommandHooks
@@ -38,9 +34,10 @@ from offloadtrain.train.loggers.row import Source
 from offloadtrain.train.pace import Pace
 from offloadtrain.train.plan_vs_actual import Hindsight
 from offloadtrain.train.progress import Progress, StepClock, StepStats
-from offloadtrain.train.records import plan_facts, step_record
+from offloadtrain.train.records import step_record
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.run_memory import RunMemory, gpu_uuid
+from offloadtrain.train.run_memory import RunMemory
+from offloadtrain.train.run_start import RunStart
 from offloadtrain.train.signals import StoppedEarlyError
 
 _TIMELINE_EVERY_S = 10.0
@@ -116,32 +113,17 @@ class RunLog:
             waiting: the wait policy of torch's threads, if not OpenMP's default.
         """
         self._progress, self._optimizer = progress, context.optimizer
-        config, device = self._config, context.optimizer.device
-        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        one = peak_flops(device_name, context.precision)
-        self._peak_flops = one and one * context.ranks.size
-        machine = probe(self._nvml)
-        facts: dict[str, Any] = {"name": config.name, "num_params": config.num_params}
+        config, machine = self._config, probe(self._nvml)
+        start = RunStart.of(self._run, config, context, machine, progress.step, waiting)
+        self._peak_flops = start.peak_flops
+        self._alerts.calibrated_gbps = start.calibrated_gbps
         if self._rank == 0:
             killed = oom_kills.count(cgroup.oom_counters())
-            self._run.write_run(facts | {"ranks": context.ranks.size, "oom_kills": killed})
+            self._run.write_run(start.facts | {"ranks": context.ranks.size, "oom_kills": killed})
         self._writer.open(self._run.events(self._rank))
         if self._rank == 0:
             self._loggers.open(self._run.path, config, progress.step)
-        self._writer.emit(
-            schema.RunStarted(
-                run_id=self._run.run_id,
-                pid=os.getpid(),
-                config=as_tables(config),
-                plan=self._plan(context)
-                | {"threads": torch.get_num_threads(), "waiting": waiting or "as OpenMP does"},
-                backend=asdict(kernels.backend()),
-                machine=asdict(machine),
-                start_step=progress.step,
-                peak_flops=self._peak_flops,
-                **facts,
-            )
-        )
+        self._writer.emit(start.record())
         self._writer.emit(self._set_up())
         self._memory = RunMemory(
             context.optimizer,
@@ -150,11 +132,18 @@ class RunLog:
             nvml=self._nvml,
             warn=self.warn,
         )
-        self._introduce(context, machine, device_name, waiting)
+        self._console.say(start.introduction())
         self._hindsight = Hindsight(
             context.plan, measured_rates=config.device.machine.endswith(".toml")
         )
-        self._warn_of(context)
+        for code, message in start.warnings():
+            self.warn(code, message)
+        if start.pins_in_vain:
+            self._alerts.standing(
+                "not-pinned",
+                "host memory could not be page-locked: transfers are slow and do not overlap; "
+                "raise `ulimit -l` or the container's limit",
+            )
 
     def _set_up(self) -> schema.SetUp:
         """What came before the first step, in this start."""
@@ -163,66 +152,6 @@ class RunLog:
         return schema.SetUp(
             duration_s=time.monotonic() - self._began_s,
             parts_s={part: spent_s for part, spent_s in parts.items() if spent_s > 0},
-        )
-
-    def _warn_of(self, context: TrainingContext) -> None:
-        """Warn of what is known before the first step."""
-        documents, tokens = context.batches.cut_documents()
-        if documents:
-            self.warn(
-                "documents-cut",
-                f"{format_count(documents)} documents are longer than data.seq_len = "
-                f"{self._config.data.seq_len} and lose their ends, {format_count(tokens)} of "
-                f"{format_count(len(context.train_tokens))} tokens: raise data.seq_len, or set "
-                'data.packing = "isolated"',
-            )
-        if problems := context.plan.problems:
-            self.warn("plan", f"according to the plan the job may not fit: {' '.join(problems)}")
-        device = context.optimizer.device
-        if (
-            device.type == "cuda"
-            and self._config.offload.pin_memory
-            and not context.optimizer.pinned
-        ):
-            self._alerts.standing(
-                "not-pinned",
-                "host memory could not be page-locked: transfers are slow and do not overlap; "
-                "raise `ulimit -l` or the container's limit",
-            )
-
-    def _plan(self, context: TrainingContext) -> dict[str, Any]:
-        """Return the device of the run, and the planned bytes by tier and owner."""
-        device = context.optimizer.device
-        plan: dict[str, Any] = {
-            "device": str(device),
-            "precision": context.precision,
-            "why": context.why,
-        }
-        if device.type == "cuda":
-            plan["gpu_uuid"] = gpu_uuid(device)
-            measured = bandwidth(device)
-            self._alerts.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
-            plan["calibrated_gbps"] = self._alerts.calibrated_gbps
-        rule = type(update_rule(self._config)).__name__
-        if (stage := context.local.stage) is not None:
-            plan["stage"] = stage.name
-        return plan | plan_facts(context.plan) | {"update_rule": rule}
-
-    def _introduce(
-        self, context: TrainingContext, machine: SystemInfo, device_name: str, waiting: str
-    ) -> None:
-        config, backend = self._config, kernels.backend()
-        threads = f"{torch.get_num_threads()} threads{f' {waiting}' if waiting else ''}"
-        where = machine.cpu if device_name == "CPU" else device_name
-        self._console.say(
-            f"{config.name}: {format_count(config.num_params)} parameters, "
-            f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
-            f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
-            f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads\n"
-            f"data: {format_count(len(context.train_tokens))} tokens to train on"
-            + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
-            + f"\nrun: {self._run.path}"
-            + (f"; resuming after step {self._progress.step}" if self._progress.step else "")
         )
 
     def ended(self, status: str, message: str = "") -> None:

@@ -32,11 +32,11 @@ from offloadtrain.integrations.own_model import renamed, tokenizer_files
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.train.build import update_rule
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from offloadtrain.train.saved_state import require_run_state
+from offloadtrain.train.update_rules import update_rule
 
 BASE_PREFIX = "base_model.model."
 """Of the base model's names in a PEFT model."""

@@ -18,7 +18,7 @@ from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
-from offloadtrain.train import build
+from offloadtrain.train import token_files
 from offloadtrain.train.build import assemble
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.console import Console
@@ -240,11 +240,11 @@ def verified_here(data: Path) -> int:
     """How many token files this rank reads through, all ranks being on one host."""
     ranks, seen = Ranks.of(None, torch.device("cpu")), []
     rank_info = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
-    real, build.verify = build.verify, lambda tokens, _: seen.append(tokens)
+    real, token_files.verify = token_files.verify, lambda tokens, _: seen.append(tokens)
     try:
         assemble(job_of(data), ranks=ranks, rank_info=rank_info).optimizer.close()
     finally:
-        build.verify = real
+        token_files.verify = real
         ranks.close()
     return len(seen)
 

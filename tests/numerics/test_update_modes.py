@@ -176,7 +176,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_overflow_undoes_the_guess() -> None:
     resident, optimizer, model = pair(make("chain"), "fp16", **SPECULATIVE)
-    scaler = optimizer._engine.scaler
+    scaler = optimizer._engine.counter.scaler
     assert scaler is not None
     resident.scale = scaler.scale = 2.0**21
     stream = batches(16)

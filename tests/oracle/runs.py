@@ -160,7 +160,7 @@ def offloaded(case: Case, lanes: KeepingLanes, limit: int = ROOM) -> Loop:
             **{**PLACEMENTS, **MORE_PLACEMENTS, **SHARED}[case.placement],
             **_OPTIONS.get(case.model, lambda model: {})(model),
         )
-    if optimizer._engine.scaler is not None:
-        optimizer._engine.scaler.scale = SCALE
+    if optimizer._engine.counter.scaler is not None:
+        optimizer._engine.counter.scaler.scale = SCALE
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Loop(case, model, optimizer, iter(batches(60)[rank :: case.ranks]))

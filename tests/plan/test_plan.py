@@ -30,8 +30,8 @@ from offloadtrain.step import memory as step_memory
 from offloadtrain.step.simulate import steady
 from offloadtrain.step.spec import MatrixSpec
 from offloadtrain.train import dry_run
-from offloadtrain.train.build import update_rule
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
+from offloadtrain.train.update_rules import update_rule
 from tests import levels
 from tests.plan.test_memory import job
 

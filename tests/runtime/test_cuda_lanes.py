@@ -132,8 +132,8 @@ def train(
     model, found, lanes.poison = MODELS[case.model](), Trained(), case.poison
     accum = case.options.get("grad_accum_steps", 1)
     optimizer = made(lanes, model, **case.options)
-    if loss_scale is not None and optimizer._engine.scaler is not None:
-        optimizer._engine.scaler.scale = loss_scale
+    if loss_scale is not None and optimizer._engine.counter.scaler is not None:
+        optimizer._engine.counter.scaler.scale = loss_scale
     try:
         tokens = iter(stream(steps * accum))
         for step in range(steps):

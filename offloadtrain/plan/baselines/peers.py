@@ -72,9 +72,9 @@ class Peer:
     device: Bytes
     host: Bytes
     seconds: Callable[[Work, Machine], float]
-    most_ranks: int | None
-    master: str
-    clips: bool
+    most_ranks: int | None = None
+    master: str = "fp32"
+    clips: bool = True
 
 
 # ── DeepSpeed, ZeRO stage 2, optimizer on the CPU ──

@@ -1,0 +1,26 @@
+"""The [device] section of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """The device of forward and backward.
+
+    Attributes:
+        threads: number of torch's CPU threads; 0: torch's choice.
+        process_memory_limit: limit on torch's GPU memory in this process, activations included
+            (CUDA only), such as "10 GiB"; empty: none.
+        placement: "as-set": as in [offload]; "auto": the plan chooses the fastest `working` and
+            `activation` that fit.
+        machine: a machine file of `offloadtrain doctor --save`, with the rates for the plan.
+    """
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    process_memory_limit: str = ""
+    placement: Literal["as-set", "auto"] = "as-set"
+    machine: str = ""

@@ -1,0 +1,97 @@
+"""The count of steps with their loss scale, and the report of each."""
+
+from __future__ import annotations
+
+from offloadtrain.engine.norm import Norm
+from offloadtrain.engine.step_report import StepReport
+from offloadtrain.optim import LossScaler
+from offloadtrain.runtime.lanes import Interval, Lanes
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.modes import Decision, Speculation
+
+
+class StepCounter:
+    """Counts steps, and tells the loss scale of overflows.
+
+    Attributes:
+        scaler: None unless precision is fp16.
+        steps: optimizer steps done.
+        tries: steps decided, skipped ones included.
+        skipped_in_a_row: skipped steps since the last one that was not.
+    """
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        self.scaler = scaler
+        self.steps = self.tries = self.skipped_in_a_row = 0
+        self._overflowed: bool | None = None
+        """What the loss scale does not know yet of a step that was decided."""
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def decide(self, *, skipped: bool, overflow: bool) -> None:
+        """Count a step that the lanes, or `salvage`, will do."""
+        self.tries += 1
+        self.steps += not skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        # A step that was skipped without an overflow says nothing about the loss scale.
+        self._overflowed = overflow if overflow or not skipped else None
+
+    def update_scale(self) -> None:
+        """Tell the loss scale of the step that was decided last; once."""
+        overflow, self._overflowed = self._overflowed, None
+        if self.scaler is not None and overflow is not None:
+            self.scaler.update(overflow=overflow)
+
+
+class Reporter:
+    """Reports steps, with what the lanes did since the step before."""
+
+    def __init__(self, lanes: Lanes, ranks: Ranks) -> None:
+        self._lanes, self._ranks = lanes, ranks
+        self._totals = lanes.read_totals()
+        self._sampling = False
+
+    def sample_timeline(self) -> None:
+        """Record the intervals of all lanes until the next report, which then waits for them."""
+        self._sampling = True
+        self._lanes.start_timeline()
+
+    def report(
+        self,
+        counter: StepCounter,
+        norm: Norm,
+        decision: Decision,
+        micro_steps: int,
+        speculation: Speculation,
+    ) -> StepReport:
+        """Report the step that `counter` counted last, before its loss scale changes."""
+        timeline: tuple[Interval, ...] = ()
+        # A sampled step waits for its lanes, so that its intervals have ended; others never wait.
+        if self._sampling:
+            self._sampling = False
+            timeline = tuple(self._lanes.take_timeline())
+        totals = self._lanes.read_totals()
+        spent, self._totals = totals.minus(self._totals), totals
+        return StepReport(
+            step=counter.steps,
+            skipped=decision.skipped,
+            grad_norm=norm.value,
+            skipped_in_a_row=counter.skipped_in_a_row,
+            nonfinite=tuple(norm.nonfinite),
+            nonfinite_ranks=() if self._ranks.is_single else tuple(norm.nonfinite.values()),
+            clip_coef=decision.coef,
+            loss_scale=counter.loss_scale,
+            micro_steps=micro_steps,
+            early_buckets=speculation.buckets,
+            speculation_hit=speculation.right,
+            exposed_ms=spent.exposed_ms,
+            busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
+            d2h_bytes=spent.d2h_bytes,
+            h2d_bytes=spent.h2d_bytes,
+            comm_bytes=spent.comm_bytes,
+            disk_read_bytes=spent.disk_read_bytes,
+            disk_written_bytes=spent.disk_written_bytes,
+            timeline=timeline,
+        )

@@ -7,16 +7,18 @@ Writes a model like Llama (1.1B parameters at 22 layers; fewer where memory is s
 weights into a temporary folder, as bf16 shards, and loads it in a process of its own for each state
 format. A row has the seconds from the call of `ot.from_pretrained` to the end of the first step,
 and the floor: reading the files once, touching as many bytes as the engine holds for the first
-time, and a later step, each measured in that process, before and after. `ratio` is (load + first
-step - a later step) / (reading + touching), in seconds and in seconds of all its threads' CPU time,
-which other processes disturb less; "of the load" leaves both steps out. `peak` is the most
-anonymous host memory while it loads, above that of the imports, over what the engine holds. Files
-are read from the page cache, where the writer has left them.
+time, and a later step, each measured in that process, before and after. About as much memory is
+touched to measure that: a small part of it, just given back, would be new at a fraction of the
+price. `ratio` is (load + first step - a later step) / (reading + touching), in seconds and in
+seconds of all its threads' CPU time, which other processes disturb less; "of the load" leaves both
+steps out. `peak` is the most anonymous host memory while it loads, above that of the imports, over
+what the engine holds. Files are read from the page cache, where the writer has left them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -46,7 +48,8 @@ STATES = ("int8", "split16")
 LAYERS, WIDTH, INNER, VOCABULARY = 22, 2048, 5632, 32000
 BYTES_PER_PARAMETER = 13  # of the widest state, gradients, and the files in the page cache
 TOKENS = 32
-READ_BYTES, TOUCHED_BYTES = 1 << 24, 1 << 29
+READ_BYTES = 1 << 24
+TOUCHED_OF_FILES = 5  # times the files' bytes: about what the engine holds
 PHASES = {
     "_deferred": "model without weights",
     "map_memory": "memory: mapped and touched",
@@ -141,10 +144,10 @@ def read(folder: Path) -> None:
                 pass
 
 
-def touch() -> None:
+def touch(num_bytes: int) -> None:
     """Touch new memory as the engine's arena does."""
     arena = Arena(Ledger(), pin=False)
-    arena.map([MemoryRequest("touched", TOUCHED_BYTES, "uint8")])
+    arena.map([MemoryRequest("touched", num_bytes, "uint8")])
     arena.close()
 
 
@@ -164,7 +167,8 @@ def measured(folder: Path, state: str) -> Row:
 
     transformers.logging.disable_progress_bar()
     before = resident()[0]
-    floors = [(Spent.of(partial(read, folder)), Spent.of(touch)) for _ in range(2)]
+    touched = TOUCHED_OF_FILES * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    floors = [floor(folder, touched) for _ in range(2)]
     made: list[Any] = []
 
     def load() -> None:
@@ -178,20 +182,28 @@ def measured(folder: Path, state: str) -> Row:
         first_step = Spent.of(partial(step_once, model, optimizer))
     held_bytes = sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE))
     step = Spent.of(partial(step_once, model, optimizer))
+    parameters = sum(param.numel() for param in model.parameters())
     optimizer.close()
-    floors += [(Spent.of(partial(read, folder)), Spent.of(touch)) for _ in range(2)]
+    made.clear()
+    del model, optimizer
+    gc.collect()  # the engine's memory goes with the last view of it
+    floors += [floor(folder, touched) for _ in range(2)]
     return Row(
         state=state,
-        parameters=sum(param.numel() for param in model.parameters()),
+        parameters=parameters,
         load=load_spent,
         first_step=first_step,
         step=step,
         read=median([reading for reading, _ in floors]),
-        touch=median([touching for _, touching in floors]).times(held_bytes / TOUCHED_BYTES),
+        touch=median([touching for _, touching in floors]).times(held_bytes / touched),
         held_bytes=held_bytes,
         peak_bytes=peak_bytes - before,
         shares=watch.shares,
     )
+
+
+def floor(folder: Path, touched_bytes: int) -> tuple[Spent, Spent]:
+    return Spent.of(partial(read, folder)), Spent.of(partial(touch, touched_bytes))
 
 
 def median(spent: Sequence[Spent]) -> Spent:

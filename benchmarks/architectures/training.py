@@ -85,6 +85,41 @@ def train_autocast(architecture: Architecture, steps: int) -> list[float]:
     return train_plain(architecture, steps, lambda: torch.autocast("cpu", torch.bfloat16))
 
 
+def train_masters(architecture: Architecture, steps: int) -> list[float]:
+    """Losses of a model cast to bf16 whole, over fp32 masters under torch.optim.AdamW."""
+    model = build(architecture)
+    masters = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, **ADAMW)
+    model.bfloat16()
+    losses: list[float] = []
+    batches = [_in_bf16(batch) for batch in microbatches(architecture)]
+    for _ in range(steps):
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for batch in batches:
+            loss = loss_of(architecture, model, batch, len(losses))
+            losses.append(loss.item())
+            (loss / len(batches)).backward()
+            _move_gradients(model, masters)
+        torch.nn.utils.clip_grad_norm_(masters, CLIP_NORM)
+        optimizer.step()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.data.copy_(master)
+    return losses
+
+
+def _in_bf16(batch: Batch) -> Batch:
+    return {key: x.bfloat16() if x.is_floating_point() else x for key, x in batch.items()}
+
+
+def _move_gradients(model: nn.Module, masters: list[Tensor]) -> None:
+    """Add the 16-bit gradients to those of the masters."""
+    for param, master in zip(model.parameters(), masters, strict=True):
+        if param.grad is not None and master.grad is not None:
+            master.grad += param.grad
+            param.grad = None
+
+
 def train_offloaded(architecture: Architecture, steps: int, **options: Any) -> Trained:
     model = build(architecture)
     optimizer = ot.offload(

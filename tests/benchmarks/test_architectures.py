@@ -16,7 +16,7 @@ from torch import nn
 import offloadtrain as ot
 from benchmarks.architectures import __main__ as command
 from benchmarks.architectures import training
-from benchmarks.architectures.cells import CELLS, SAME, Case
+from benchmarks.architectures.cells import CELLS, SAME, Case, deviation
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from offloadtrain.engine import optimizer
 from offloadtrain.engine.checks import ModelError
@@ -74,10 +74,14 @@ def test_a_run_with_another_learning_rate_fails_in_fp32(monkeypatch: pytest.Monk
 def test_a_run_without_training_fails_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("llama", steps=3)
     assert case.plain and case.autocast
+    masters = training.train_masters(case.architecture, case.steps)
+    assert 0 < deviation(masters, case.plain) < 5e-3
     monkeypatch.setitem(training.ADAMW, "lr", 0.0)
     found = case.fill("bf16")
     assert not found.passed
     assert found.deviation is not None and found.deviation > 5e-3
+    beside = re.search(r"masters of the model in bf16 is (\S+) off", found.why)
+    assert beside and float(beside[1]) > 5e-3
 
 
 def test_another_update_is_not_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,10 +333,11 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
 
 
 def first_touch(memory: Tensor) -> None:
-    """Zero a new buffer, each part by the thread that will use it, which places its pages.
+    """Fault in the pages of a new buffer, each by the thread that will use it, which places them.
 
     Args:
-        memory: (n,) of any dtype, split as the kernels split buffers of n elements.
+        memory: (n,) zeros of any dtype in a fresh mapping, split as the kernels split buffers of n
+            elements. Zeros after the call.
     """
     if memory.device.type != "cpu" or memory.dim() != 1 or not memory.is_contiguous():
         raise TypeError(f"memory must be 1-D, contiguous and on the CPU, not {describe(memory)}")

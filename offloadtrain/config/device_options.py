@@ -14,9 +14,9 @@ class DeviceConfig:
         threads: number of torch's CPU threads; 0: torch's choice.
         process_memory_limit: limit on torch's GPU memory in this process, activations included
             (CUDA only), such as "10 GiB"; empty: none.
-        placement: "as-set": as in [offload]; "auto": the plan chooses the fastest `working` and
+        placement: "as-set": as [offload] says; "auto": the plan chooses the fastest `working` and
             `activation` that fit.
-        machine: a machine file of `offloadtrain doctor --save`, with the rates for the plan.
+        machine: a machine file written by `offloadtrain doctor --save`; the plan uses its rates.
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"

@@ -18,27 +18,28 @@ class TrainConfig:
         micro_batch: sequences per forward.
         grad_accum_steps: microbatches per step.
         global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
-        chunked_loss: make the logits of a part of the vocabulary at a time: their memory is a few
-            parts instead of two copies of the whole, at the price of the head's product once more.
-        label_smoothing, z_loss: weights of two more terms of the loss in training, not of the
-            validation loss; with `chunked_loss` only.
+        chunked_loss: compute the logits in parts of the vocabulary. They then take the memory of a
+            few parts instead of two copies of the whole; the head's product is computed twice.
+        label_smoothing, z_loss: weights of two more terms of the training loss, which validation
+            leaves out; with `chunked_loss` only.
         eval_batches: microbatches of one evaluation.
-        keep_last: number of checkpoints kept, the newest ones.
-        keep_every: checkpoints of steps that it divides are kept besides; 0: none.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_every: also keep the checkpoints of steps divisible by it; 0: none.
         checkpoint_spill: bytes of each rank's host memory into which a save copies the state that
             it writes last, so that the next update waits less; 0: none. With `checkpoint_every` and
             state on the host only.
-        on_spike: what becomes of a step whose loss is a spike: its update is made, and an alert
-            tells; or it is skipped; or it is skipped, and the run goes back to its last checkpoint
-            and on from there with other data.
-        spike_score: robust standard deviations above the last losses that make a spike.
-        max_rollbacks: rollbacks of the whole run; one more spike ends it.
+        on_spike: what a spike of the loss does to its step. "report": an alert is raised, and the
+            step is taken; "skip": the step is skipped; "rollback": the step is skipped, and the run
+            returns to its last checkpoint and continues with the data behind the spike.
+        spike_score: a loss is a spike if it is this many robust standard deviations above the last
+            ones.
+        max_rollbacks: largest number of rollbacks in a run; the next spike ends it.
         log_every_s: seconds between plain console lines.
-        hang_timeout_s: least time without any progress that ends the run as hung; 0: never. A run
-            whose own healthy phases are silent for longer gets four times that.
+        hang_timeout_s: least seconds without progress that end the run as hung; 0: never.
+            The limit rises to four times the longest silence that the same phase came out of.
         sample_tokens: length of the text generated at the end; 0: none.
-        on_alert, on_end: a command and its arguments, run by rank 0 without a shell when an alert
-            is raised and when this start ends; what happened is in OFFLOADTRAIN_… variables.
+        on_alert, on_end: a command and its arguments. Rank 0 runs it without a shell when an alert
+            is raised, or when this start ends; OFFLOADTRAIN_… variables say what happened.
     """
 
     steps: int

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.toml import shown
+from offloadtrain.engine.agreement import check_same_model, check_same_options
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
@@ -22,18 +21,15 @@ from offloadtrain.engine.checks import (
     check_rule,
     offloaded,
 )
+from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
-from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, AnyRule
-from offloadtrain.runtime import kernels
-from offloadtrain.runtime.cuda_driver import pci_address
-from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import lanes_for
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.process_group import ALONE, Group, RankError, Ranks
+from offloadtrain.runtime.process_group import ALONE, Group, Ranks
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -220,16 +216,25 @@ def attach(
     rule = rule or AdamW()
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
-    _check_same(model, groups, chosen, ranks)
+    check_same_model(model, groups, chosen, ranks)
     check_parts(model, rule, ALONE if place is None else place.parts)
     if place is not None:
-        _check_same_options(chosen, rule, place.stages)
+        check_same_options(chosen, rule, place.stages)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
         model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place
     )
     offloaded[model] = weakref.ref(optimizer)
     return optimizer
+
+
+def _check_scratch(config: OffloadConfig) -> None:
+    """Raises OptionError for state on the disk without a folder for it, which a job has."""
+    if config.disk_share and not config.scratch_dir:
+        raise OptionError(
+            f"state_on = {shown(config.state_on)} without scratch_dir: set it to a folder on a "
+            "local drive, best an NVMe one, which holds the state while the run lasts"
+        )
 
 
 def optimizer_of(model: nn.Module) -> OffloadOptimizer | None:
@@ -254,107 +259,3 @@ def _chosen(options: OffloadConfig, config: OffloadConfig | None) -> OffloadConf
                 f"(dataclasses.replace(config, {option.name}={value!r})), or leave the config out"
             )
     return config
-
-
-def resolve_device(device: str | torch.device, precision: str) -> torch.device:
-    """Return the device to compute on, and bind this process to its NUMA node.
-
-    Raises:
-        ValueError: it is not there, or has no arithmetic of this precision.
-    """
-    on = _named_device(device)
-    _check_precision(precision, on)
-    # Before any host memory is mapped: it lies next to the CPUs that touch it first.
-    _place_kernels(on)
-    return on
-
-
-def _named_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device = '{device}': offload to the host works for 'cuda' and 'cpu'")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device = '{device}', but this torch sees no CUDA GPU: use 'cpu'")
-        index = torch.cuda.current_device() if resolved.index is None else resolved.index
-        resolved = torch.device("cuda", index)
-    return resolved
-
-
-def _check_scratch(config: OffloadConfig) -> None:
-    """Raises OptionError for state on the disk without a folder for it, which a job has."""
-    if config.disk_share and not config.scratch_dir:
-        raise OptionError(
-            f"state_on = {shown(config.state_on)} without scratch_dir: set it to a folder on a "
-            "local drive, best an NVMe one, which holds the state while the run lasts"
-        )
-
-
-def _place_kernels(device: torch.device) -> None:
-    """Bind kernels and host memory to the GPU's NUMA node, whose ranks share its cores."""
-    if device.type != "cuda":
-        return
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), rank + 1)
-    count = torch.cuda.device_count()
-    gpus = [pci_address(index % count) for index in range(ranks)]
-    gpus[rank] = pci_address(device.index or 0)
-    kernels.place(local_plan(gpus, rank))
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    """Raises ValueError for a precision without arithmetic on this device."""
-    if precision == "auto":
-        raise ValueError(f"precision = 'auto' is not one of {', '.join(map(repr, PRECISIONS))}")
-    if device.type == "cuda" and precision == "bf16":
-        with torch.cuda.device(device):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                name = torch.cuda.get_device_name(device)
-                raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
-
-
-def _check_same(
-    model: nn.Module, groups: list[dict[str, Any]], config: OffloadConfig, ranks: Ranks
-) -> None:
-    """Raises RankError unless all ranks have the same model, groups and options."""
-    if ranks.is_single:
-        return
-    names = {param: name for name, param in model.named_parameters()}
-    shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
-    grouped = [[names[param] for param in group["params"]] for group in groups]
-    chosen = _options(config, but=_OF_ONE_HOST)
-    chosen["zero_stage"] = str(config.zero_stage_among(ranks.size))
-    of_ranks = ranks.gather((shapes, grouped, chosen))
-    for rank, other in enumerate(of_ranks):
-        kinds = zip(("model", "groups", "options"), other, of_ranks[0], strict=True)
-        for what, one, first in kinds:
-            if one != first:
-                raise RankError(f"rank {rank} and rank 0 differ in {what}: {_first(one, first)}")
-
-
-_OF_ONE_HOST = ("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory")
-_OF_ONE_STAGE = (*_OF_ONE_HOST, "device_memory_limit", "resident_blocks", "checkpoint_spill")
-
-
-def _options(config: OffloadConfig, *, but: Sequence[str]) -> dict[str, str]:
-    keys = [option.name for option in fields(config) if option.name not in but]
-    return {key: str(getattr(config, key)) for key in keys}
-
-
-def _check_same_options(config: OffloadConfig, rule: AnyRule, stages: Stages) -> None:
-    """Raises RankError unless all stages have the same options and rule; their parameters
-    differ."""
-    chosen = _options(config, but=_OF_ONE_STAGE) | {"rule": type(rule).__name__}
-    for stage, other in enumerate(of_stages := stages.ranks.gather(chosen)):
-        if other != of_stages[0]:
-            told = _first(other, of_stages[0])
-            raise RankError(f"stage {stage} and stage 0 differ in options: {told}")
-
-
-def _first(one: Any, first: Any) -> str:
-    """Describe the first entry that differs."""
-    pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (one, first)))
-    a, b = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"{a} and {b}"

@@ -14,8 +14,9 @@ from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import StateFormat, format_for
-from offloadtrain.step.spec import BucketSpec, MatrixSpec, padded, placed
+from offloadtrain.step.spec import BucketSpec, MatrixSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,14 +159,10 @@ class Bucket:
         return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
 
     @property
-    def host_weight(self) -> Buffer | None:
-        """The working weights in the state, which are uploaded from there."""
-        return self.state[0] if self.format.holds_weight else None
-
-    @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
-        buffer = self.device_shard or self.snapshot or self.pending or self.host_weight
+        in_state = self.state[0] if self.format.holds_weight else None
+        buffer = self.device_shard or self.snapshot or self.pending or in_state
         assert buffer is not None
         return buffer
 

@@ -28,7 +28,7 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.load_weights import Adopt, ParamInit, adopt_weights
+from offloadtrain.engine.load_weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
@@ -62,14 +62,14 @@ def build(
     arena: Arena,
     disk: DiskArena,
     ledger: Ledger,
-    adopt: Adopt = adopt_weights,
+    has_values: bool = True,
 ) -> tuple[Engine, list[Block]]:
     """Partition the model, move its weights into flat buffers, make the engine.
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
     arena, or on the disk. Frozen parameters and buffers are on the device, except the frozen
-    parameters of streamed blocks, which are in the arena. `rules`: that of each group. `adopt`:
-    moves the weights; another one only where there are none.
+    parameters of streamed blocks, which are in the arena. `rules`: that of each group. Without
+    `has_values` nothing is moved: parameters and memory are fake.
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
@@ -85,7 +85,10 @@ def build(
     norms = list(laid.norms.values())
     gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=norms)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
-    adopt(model, parts, blocks, rules, config, device, ranks, param_init_fn)
+    if has_values:
+        adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)
+    else:
+        view_weights(model, blocks, config)
     offloader = None
     if config.activation == "offload":
         offloader = ActivationOffloader(program, interpreter, block_inputs)
@@ -95,9 +98,11 @@ def build(
         entries,
         lanes,
         residency=residency,
-        recomputed=_recomputed(parts, config),
+        recomputed=[one.module for one in parts if one.repeated and config.activation != "keep"],
         offloader=offloader,
     )
+    scales = config.precision == "fp16"
+    scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
     engine = Engine(
         blocks,
         forward_hooks,
@@ -109,15 +114,9 @@ def build(
         norm_measure=NormMeasure(gradients, functions, ranks, place),
         residency=residency,
         ranks=ranks,
-        scaler=_loss_scaler(config),
+        scaler=scaler,
     )
     return engine, blocks
-
-
-def _loss_scaler(config: OffloadConfig) -> LossScaler | None:
-    if config.precision != "fp16":
-        return None
-    return LossScaler(hysteresis=config.loss_scale_hysteresis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +308,6 @@ def _buckets(
         )
         for i, ((group, dtype), params) in enumerate(sorted_in.items())
     )
-
-
-def _recomputed(parts: Sequence[Part], config: OffloadConfig) -> list[nn.Module]:
-    return [part.module for part in parts if part.repeated and config.activation != "keep"]
 
 
 def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> Staging:

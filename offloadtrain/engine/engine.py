@@ -141,16 +141,7 @@ class Engine:
                     self._run(self.program.graph_freed(name), updates=True)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
-        """Run one micro-step: mean over microbatches, loss scale, backward.
-
-        Args:
-            loss: scalar on the device, the mean over the microbatch.
-            divide: divide by the number of microbatches.
-
-        Raises:
-            EngineError, GradientError: out of turn, or a gradient that cannot be used; the
-                gradients of the step are dropped.
-        """
+        """See `OffloadOptimizer.backward`."""
         with self.micro_step():
             self.scaled(loss, divide=divide).backward()
 
@@ -162,11 +153,7 @@ class Engine:
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """What autograd delivers inside is one microbatch's, of a loss that `scaled` has made.
-
-        Raises:
-            EngineError, GradientError: as `backward`.
-        """
+        """See `OffloadOptimizer.micro_step`; of a loss that `scaled` has made."""
         self._require_open("backward")
         # A plain backward before this one may have left its micro-step open.
         self._gradients.end_micro_step()

@@ -36,21 +36,6 @@ _CHUNK = 1 << 18
 ParamInit = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module owns itself; called once per module."""
 
-Adopt = Callable[
-    [
-        nn.Module,
-        Sequence[Part],
-        Sequence[Block],
-        Sequence[AnyRule],
-        OffloadConfig,
-        torch.device,
-        Ranks,
-        ParamInit | None,
-    ],
-    None,
-]
-"""The signature of `adopt_weights`."""
-
 
 @torch.no_grad()
 def adopt_weights(
@@ -103,6 +88,17 @@ def adopt_weights(
             if buffer is not None:
                 _agree_on([buffer], ranks)
                 module._buffers[name] = buffer.to(device)
+
+
+def view_weights(model: nn.Module, blocks: Sequence[Block], config: OffloadConfig) -> None:
+    """Do what `adopt_weights` does to parameters, where there are no values to move."""
+    for bucket in (bucket for block in blocks for bucket in block.buckets):
+        for slot in bucket.slots:
+            slot.param.data = slot.view(bucket.working.flat)
+    full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
+    for param in model.parameters():
+        if not param.requires_grad and param.is_floating_point() and param not in full:
+            param.data = param.data.to(dtype)
 
 
 class Given:
@@ -257,12 +253,10 @@ def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
         if param.is_meta:
             real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
             torch.utils.swap_tensors(param, real)
-    module._apply(_to_cpu, recurse=False)
+    module._apply(
+        lambda one: torch.empty_like(one, device="cpu") if one.is_meta else one, recurse=False
+    )
     param_init_fn(module)
-
-
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
 
 
 def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:

@@ -43,18 +43,14 @@ def _walk(name: str, module: nn.Module) -> Iterator[Part]:
     if own:
         yield Part(name, module, own)
     children = [(_join(name, key), child) for key, child in module.named_children()]
-    if _is_repeated(module):
+    listed = isinstance(module, nn.ModuleList | nn.Sequential)
+    if listed and sum(_owns(child) for _, child in children) >= 2:
         for child_name, child in children:
             if _owns(child):
                 yield Part(child_name, child, tuple(_named(child_name, child, recurse=True)), True)
         return
     for child_name, child in children:
         yield from _walk(child_name, child)
-
-
-def _is_repeated(module: nn.Module) -> bool:
-    listed = isinstance(module, nn.ModuleList | nn.Sequential)
-    return listed and sum(_owns(child) for child in module.children()) >= 2
 
 
 def _owns(module: nn.Module) -> bool:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.api import attach, resolve_device
+from offloadtrain.engine.agreement import check_alike
+from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks import check_arguments
+from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
@@ -28,7 +30,7 @@ from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn, Schedule, StageSpec
-from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.process_group import Ranks
 
 
 def pipeline(
@@ -140,14 +142,10 @@ def _check_same(
     """Raises RankError unless all stages are cut out of one model, for one schedule."""
     shapes = [(name, list(param.shape)) for name, param in model.named_parameters()]
     told = {"example": _described(inputs), "schedule": numbers, "model": shapes}
-    of_stages = stages.gather(told)
-    for stage, other in enumerate(of_stages):
-        for what, value in other.items():
-            if value != of_stages[0][what]:
-                raise RankError(
-                    f"stage {stage} and stage 0 differ in {what}: every process passes the whole "
-                    "model, the same example and the same schedule to pipeline()"
-                )
+    remedy = (
+        "every process passes the whole model, the same example and the same schedule to pipeline()"
+    )
+    check_alike(stages, told, "stage", remedy)
 
 
 def _own_stages(

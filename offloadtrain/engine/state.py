@@ -113,7 +113,7 @@ def load(
     own_fields = bucket.format.fields(rule.moments)
     own = cut(own_fields, bucket.state_of(slot), begin - first, end - first)
     if without_master:
-        flat = (_master(bucket, rule, own, end - begin), *flat)
+        flat = (_decoded(bucket, rule, own, end - begin), *flat)
     if [x.dtype for x in own] == [x.dtype for x in flat]:
         for mine, value in zip(own, flat, strict=True):
             mine.copy_(value)
@@ -139,13 +139,8 @@ def whole_master(bucket: Bucket, slot: Slot, rule: Rule, ranks: Ranks) -> Tensor
 def master(bucket: Bucket, slot: Slot, rule: Rule) -> Tensor:
     """Copy this rank's part of a parameter's master weights to the host, decoded: (n,) fp32. The
     lanes must be empty."""
-    own = bucket.state_of(slot)
-    if bucket.format is FP32:
-        return own[0].to("cpu", copy=True)
     first, last = bucket.piece(slot)
-    found = torch.empty(last - first, device="cpu")
-    kernels.read_master(bucket.format, rule.moments, own, found)
-    return found
+    return _decoded(bucket, rule, bucket.state_of(slot), last - first)
 
 
 def load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
@@ -189,8 +184,10 @@ def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if key != "step"}
 
 
-def _master(bucket: Bucket, rule: Rule, own: tuple[Tensor, ...], count: int) -> Tensor:
-    """Decode the master weights of a piece of state to (count,) fp32, on the host."""
+def _decoded(bucket: Bucket, rule: Rule, own: tuple[Tensor, ...], count: int) -> Tensor:
+    """Copy the master weights of a piece of state to the host, decoded: (count,) fp32."""
+    if bucket.format is FP32:
+        return own[0].to("cpu", copy=True)
     found = torch.empty(count, device="cpu")
     kernels.read_master(bucket.format, rule.moments, own, found)
     return found

@@ -16,8 +16,9 @@ from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.config.ranks_options import Stage
+from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
-from offloadtrain.step.spec import BlockSpec, BucketSpec, MatrixSpec, padded, placed
+from offloadtrain.step.spec import BlockSpec, BucketSpec, MatrixSpec
 
 _MOMENTS = {
     "adamw": ADAM_MOMENTS,

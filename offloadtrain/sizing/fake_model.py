@@ -1,4 +1,4 @@
-"""A copy of a module, and of its batch, whose tensors have shapes and no memory."""
+"""A copy of a module whose tensors have shapes and no memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 
 def fake_mode() -> FakeTensorMode:
@@ -28,12 +27,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> Any:
         for buffer in model.buffers():
             stands_for[id(buffer)] = _like(buffer)
         return copy.deepcopy(model, stands_for)
-
-
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch with every tensor replaced by a fake one on the CPU."""
-    with mode:
-        return tree_map_only(Tensor, _like, batch)
 
 
 def _like(tensor: Tensor) -> Tensor:

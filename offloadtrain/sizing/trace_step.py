@@ -30,19 +30,18 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, check_model, keeps_fp32
+from offloadtrain.engine.checks import ModelError, check_model
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
-from offloadtrain.engine.partition import Part, partition
-from offloadtrain.optim import AdamW, AnyRule
+from offloadtrain.engine.partition import partition
+from offloadtrain.optim import AdamW
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
 from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Count, Meter, Place
@@ -132,7 +131,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         arena=host,
         disk=MetaDiskArena(ledger),
         ledger=ledger,
-        adopt=_view_weights,
+        has_values=False,
     )
     layers = [part.module for part in partition(model) if part.repeated]
     # Before the engine's own hook, which takes the gradient away.
@@ -145,26 +144,6 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
     dtype = PRECISIONS[config.precision]
     hooks += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
     return _Offloaded(model, engine, blocks, host, hooks)
-
-
-def _view_weights(
-    model: nn.Module,
-    parts: Sequence[Part],
-    blocks: Sequence[Block],
-    rules: Sequence[AnyRule],
-    config: OffloadConfig,
-    device: torch.device,
-    ranks: Ranks,
-    param_init_fn: ParamInit | None,
-) -> None:
-    """Do what `adopt_weights` does to parameters, where there are no values to move."""
-    for bucket in (bucket for block in blocks for bucket in block.buckets):
-        for slot in bucket.slots:
-            slot.param.data = slot.view(bucket.working.flat)
-    full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
-    for param in model.parameters():
-        if not param.requires_grad and param.is_floating_point() and param not in full:
-            param.data = param.data.to(dtype)
 
 
 def _delivered(meter: Meter, param: Tensor) -> None:

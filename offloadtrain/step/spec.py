@@ -17,12 +17,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.step.bucket_layout import ALIGN
 from offloadtrain.step.formats import ITEMSIZE, StateFormat
 from offloadtrain.step.spill import SPILL_BLOCK, SpillPart, spill
 from offloadtrain.step.tiers import Tier
-
-ALIGN = 128
-"""Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
 
 RING_SLOTS = 2
 """One slot is filled while the other is copied."""
@@ -35,7 +33,6 @@ STATE_SLOTS = 3
 
 STAGING_BYTES = 64 << 20
 """Enough for the bus's full speed; staging does not grow with the model."""
-
 
 MATRIX_BYTES = 2
 """Bytes of an element of a matrix on its way to be orthogonalized, which is bf16."""
@@ -375,32 +372,3 @@ class StepSpec:
     def slots(self) -> int:
         """The number of device slots for streamed blocks."""
         return min(self.config.device_slots, len(self.streamed))
-
-
-def padded(sizes: Sequence[int], ranks: int = 1) -> int:
-    """Return the elements of a bucket of parameters of these sizes, each aligned, and every shard
-    too."""
-    return _up(sum(_up(size, ALIGN) for size in sizes), ALIGN * ranks)
-
-
-def placed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
-    """Lay out parameters of these sizes so that each lies in the shard of one rank.
-
-    The largest parameters come first, each to the rank that has least: shards as even as that makes
-    them. What is left of a shard is padding.
-
-    Returns:
-        The offset of each, and the elements of the bucket.
-    """
-    filled, where = [0] * ranks, {}
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        rank = filled.index(min(filled))
-        where[number] = (rank, filled[rank])
-        filled[rank] += _up(sizes[number], ALIGN)
-    shard = max(filled)
-    offsets = [where[number][0] * shard + where[number][1] for number in range(len(sizes))]
-    return offsets, shard * ranks
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -26,7 +26,8 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_log import RunLog
-from offloadtrain.train.saving import Position, Saving
+from offloadtrain.train.run_state import Position
+from offloadtrain.train.saving import Saving
 from offloadtrain.train.update_rules import update_rule
 
 _NAMED = 4

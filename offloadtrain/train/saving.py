@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
-from offloadtrain.config.hf_model import read_config
-from offloadtrain.config.job import Config, TrainConfig, as_tables
-from offloadtrain.train import rng
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.job import Config, TrainConfig
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, disk_space, save
 from offloadtrain.train.checkpoint.manifest import (
@@ -23,10 +16,10 @@ from offloadtrain.train.checkpoint.manifest import (
     NotFiniteError,
 )
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.job_changes import changes_since
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.run_state import Position, RunState
 from offloadtrain.train.saved_state import require_run_state
 from offloadtrain.train.spikes import Spikes
 from offloadtrain.train.untrained import Untrained, Versions
@@ -44,16 +37,6 @@ class TrainingError(OffloadTrainError):
     """Training cannot continue: values are no longer finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """The end of a step: the next one begins with these random states, at this place in the
-    data, and compares its loss with these."""
-
-    rng: rng.Snapshot
-    data: Mapping[str, Any]
-    spikes: Mapping[str, Any]
-
-
 class Saving:
     """Saves the state after a step, prunes older checkpoints, and resumes from one."""
 
@@ -64,11 +47,10 @@ class Saving:
         self._config, self._run, self._log = config, run, log
         self._ranks, self._precision = context.ranks, context.precision
         self._model, self._optimizer = context.model.module, context.optimizer
-        self._batches, self._val_tokens = context.batches, context.val_tokens
-        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
-        self._tokens = context.train_tokens.header
+        self._batches = context.batches
         self._saved_step = -1
         self.spikes = Spikes(config.train, context.replicas)
+        self._state = RunState(config, context, self.spikes)
         self.untrained = Untrained(self._model, self._optimizer)
         self.saved_untrained: Versions = {}
         """What was not trained, as the newest checkpoint has it."""
@@ -77,13 +59,13 @@ class Saving:
         self._writing: save.Save | None = None
         self._told_of_page_cache = False
 
+    def here(self) -> Position:
+        """Return the position of the run now; between steps it is the end of the last one."""
+        return self._state.here()
+
     @property
     def folder(self) -> Path:
         return self._run.checkpoints
-
-    def here(self) -> Position:
-        """Return the position of the run now; between steps it is the end of the last one."""
-        return Position(rng.snapshot(), self._batches.state_dict(), self.spikes.state_dict())
 
     def check_room(self, step: int) -> None:
         """Check before the run goes on from `step` that its checkpoints fit on the disk.
@@ -119,46 +101,13 @@ class Saving:
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
-        self._check_same_job(found)
+        for code, message in self._state.changes(found):
+            self._log.warn(code, message)
         delayed = restore(found, self._model, self._optimizer, self._ranks)
-        state, ranks = found.state, self._ranks
-        self._optimizer.finish_load(**state["optimizer"], delayed=delayed)
-        self._batches.load_state_dict(state["data"])
-        self.spikes.load_state_dict(state["spikes"])
-        if ranks.rank < len(state["rng"]):
-            rng.restore(state["rng"][ranks.rank])
-        else:  # a new rank: numbers that no other rank draws
-            rng.seed_all(self._config.train.seed + ranks.rank + found.step * ranks.size)
+        self._optimizer.finish_load(**found.state["optimizer"], delayed=delayed)
+        self._state.load(found)
         self._saved_step, self.saved_untrained = found.step, self.untrained.versions()
-        return Progress(**state["progress"])
-
-    def _check_same_job(self, found: checkpoint.Checkpoint) -> None:
-        """Refuse changes that make it another run, and report the others."""
-        if self._precision != found.state["precision"]:
-            raise ConfigError(
-                f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
-                f"but this run uses {self._precision!r}"
-            )
-        own = self._tokens.tokenizer_id
-        if own and found.state["tokenizer"] not in ("", own):
-            raise ConfigError(
-                f"{found.path} was trained on tokens of another tokenizer than the data's, "
-                f"{self._tokens.tokenizer}: its tokens would mean something else"
-            )
-        before, threads = found.state.get("threads"), torch.get_num_threads()
-        if before not in (None, threads):
-            self._log.warn(
-                "threads-changed",
-                f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
-                "losses may now differ in their last digits",
-            )
-        changed = changes_since(found, self._config)
-        if found.state.get("held_out", self._held_out()) != self._held_out():
-            changed.append(
-                "the held-out tokens: validation losses are not comparable with earlier ones"
-            )
-        if changed:
-            self._log.warn("job-changed", f"changed since the checkpoint: {'; '.join(changed)}")
+        return Progress(**found.state["progress"])
 
     def roll_back(self, spike: str, progress: Progress) -> None:
         """Go back to the newest good checkpoint, and on from it behind the batches used so far. See
@@ -224,7 +173,7 @@ class Saving:
             TrainingError: weights of the checkpoint before it, which ends first, are not finite.
         """
         try:
-            self._begin(progress, self.here())
+            self._begin(progress, self._state.here())
         except CheckpointError as error:
             self._failed(progress.step, error)
         # Where writes are not asynchronous, or the model is small, all is written by now.
@@ -243,7 +192,7 @@ class Saving:
         """
         if at is not None:
             self._give_up()
-        self._begin(progress, at or self.here())
+        self._begin(progress, at or self._state.here())
         if self._writing is not None:
             self._commit(progress)
 
@@ -296,7 +245,7 @@ class Saving:
             progress.step,
             self._model,
             self._optimizer,
-            self._state(progress, at),
+            self._state.at(progress, at),
             ranks=self._ranks,
         )
         self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()
@@ -354,32 +303,6 @@ class Saving:
         if not self._config.offload.skip_nonfinite:
             advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
         return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
-
-    def _state(self, progress: Progress, at: Position) -> Mapping[str, Any]:
-        """Return all state outside tensors that the rest of the run depends on."""
-        hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
-        return {
-            "optimizer": {"step": progress.step, "scaler": self._optimizer.scaler_state()},
-            "progress": asdict(progress),
-            "data": at.data,
-            "spikes": at.spikes,
-            "held_out": self._held_out(),
-            "tokenizer": self._tokens.tokenizer_id,
-            "rng": self._ranks.gather(at.rng.as_json),
-            "param_groups": hyperparameters,
-            "precision": self._precision,
-            "threads": torch.get_num_threads(),
-            "config": as_tables(self._config),
-            "tokenizer_name": self._tokens.tokenizer,
-            "hf_config": self._hf_config,
-        }
-
-    def _held_out(self) -> str | None:
-        """Return the hash of the validation tokens."""
-        return None if self._val_tokens is None else self._val_tokens.header.content
 
 
 def _kept(config: TrainConfig, step: int) -> int:

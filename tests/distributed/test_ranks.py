@@ -18,9 +18,9 @@ from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import RankError
+from offloadtrain.step.bucket_layout import ALIGN
 from offloadtrain.step.prove import prove
 from offloadtrain.step.recording import Launched
-from offloadtrain.step.spec import ALIGN
 from offloadtrain.step.tiers import Tier
 from tests import levels
 from tests.distributed.conftest import Run

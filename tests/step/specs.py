@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
 from offloadtrain.step import spec as spec_module
+from offloadtrain.step.bucket_layout import padded
 from offloadtrain.step.drive import steps
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.memory import lay_out
 from offloadtrain.step.operations import Operations
 from offloadtrain.step.program import Program
-from offloadtrain.step.spec import STAGING_BYTES, BlockSpec, BucketSpec, StepSpec, padded
+from offloadtrain.step.spec import STAGING_BYTES, BlockSpec, BucketSpec, StepSpec
 from offloadtrain.step.spill import SPILL_BLOCK
 from offloadtrain.step.state_tiers import candidates, first_on_device
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step import memory
+from offloadtrain.step.bucket_layout import ALIGN, padded, placed
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import (
     MemoryRequest,
@@ -25,7 +26,7 @@ from offloadtrain.step.memory import (
     with_second_copies,
 )
 from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
-from offloadtrain.step.spec import ALIGN, STAGING_SLOTS_MOST, StepSpec, padded, placed
+from offloadtrain.step.spec import STAGING_SLOTS_MOST, StepSpec
 from offloadtrain.step.tiers import Tier
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of

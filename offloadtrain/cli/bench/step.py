@@ -23,11 +23,12 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.bucket_layout import padded
 from offloadtrain.step.formats import format_for
 from offloadtrain.step.memory import lay_out
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.simulate import steady
-from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec, padded
+from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec
 
 Mode = Literal["exact", "early", "speculative", "delayed"]
 

@@ -184,17 +184,11 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             device=_deepspeed_device,
             host=_deepspeed_host,
             seconds=_deepspeed_seconds,
-            most_ranks=None,
-            master="fp32",
-            clips=True,
         ),
         FSDP2: Peer(
             device=_fsdp2_device,
             host=_fsdp2_host,
             seconds=_fsdp2_seconds,
-            most_ranks=None,
-            master="fp32",
-            clips=True,
         ),
         TORCHAO: Peer(
             device=_torchao_device,

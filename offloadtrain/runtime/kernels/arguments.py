@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -31,39 +31,11 @@ def check_update(
     """Raises TypeError or ValueError for operands that `kernels.update` does not take."""
     if scalars.step < 1:
         raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
-    key = (type(state), type(out), out is state, scalars.moments, layout and layout.extent)
-    tensors = [*state, grad] if out is state else [*state, grad, *out]
-    if working is not None:
-        tensors.append(working)
-    try:
-        form = (key, len(state), working is None, *map(_form, tensors))
-    # No dense tensor, or none at all: the check says what is wrong.
-    except (AttributeError, RuntimeError):
-        _check_update(state, out, grad, working, layout, scalars)
+    key = (type(state), type(out), out is state, working is None, len(state), scalars.moments)
+    others = [*(() if out is state else out), *(() if working is None else (working,))]
+    form = _form((*key, layout and layout.extent), [*state, grad, *others])
+    if form in _RIGHT:
         return
-    if form not in _RIGHT:
-        _check_update(state, out, grad, working, layout, scalars)
-        # A run has as many as it has buckets; one with more pays for the check.
-        if len(_RIGHT) >= _RIGHT_KEPT:
-            _RIGHT.clear()
-        _RIGHT.add(form)
-
-
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    """Return all that the checks ask of a tensor: what was right in this form is right again."""
-    extent = tensor.data_ptr(), tensor.numel(), tensor.storage_offset()
-    own = tensor.untyped_storage().nbytes(), tensor.dtype, tensor.is_cpu
-    return (*extent, *own, tensor.dim(), tensor.is_contiguous())
-
-
-def _check_update(
-    state: State,
-    out: State,
-    grad: Tensor,
-    working: Tensor | None,
-    layout: Layout | None,
-    scalars: Scalars,
-) -> None:
     if not isinstance(state, State) or type(out) is not type(state):
         raise TypeError(f"state and out must be one kind of state, not {type(state)}, {type(out)}")
     check_operand("grad", grad, _FLOATS)
@@ -83,6 +55,26 @@ def _check_update(
     if state.format.holds_weight:
         _check_layout(layout, numel)
     check_disjoint(operands)
+    # A run has as many as it has buckets; one with more pays for the check.
+    if len(_RIGHT) >= _RIGHT_KEPT:
+        _RIGHT.clear()
+    if form is not None:
+        _RIGHT.add(form)
+
+
+def _form(key: tuple[object, ...], tensors: Iterable[Tensor]) -> tuple[object, ...] | None:
+    """Return all that the checks ask of tensors: what was right in this form is right again. None
+    for what is no dense tensor, or none at all: the checks say what is wrong."""
+    try:
+        return (*key, *map(_form_of, tensors))
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _form_of(tensor: Tensor) -> tuple[object, ...]:
+    extent = tensor.data_ptr(), tensor.numel(), tensor.storage_offset()
+    own = tensor.untyped_storage().nbytes(), tensor.dtype, tensor.is_cpu
+    return (*extent, *own, tensor.dim(), tensor.is_contiguous())
 
 
 def check_state(state: State, numel: int, moments: tuple[str, ...]) -> Sequence[str]:

@@ -39,6 +39,7 @@ from offloadtrain.runtime.kernels.numba_operands import (
 )
 from offloadtrain.runtime.kernels.scalars import Scalars
 from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State
+from offloadtrain.runtime.kernels.torch_backend import copy_flat, first_touch, zero_flat
 
 __all__ = [
     "accumulate",
@@ -347,18 +348,3 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
         for _ in range(-(-numel // SEGMENT)):
             total += next(values)
         squares[id] = total
-
-
-def copy_flat(source: Tensor, target: Tensor) -> None:
-    """See `kernels.copy`."""
-    target.copy_(source)
-
-
-def zero_flat(memory: Tensor) -> None:
-    """See `kernels.zero`."""
-    memory.zero_()
-
-
-def first_touch(memory: Tensor) -> None:
-    """See `kernels.first_touch`."""
-    memory.zero_()

@@ -30,6 +30,7 @@ from offloadtrain.engine.norm import EngineError, StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
+from offloadtrain.engine.split_step import SplitStep
 from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
 from offloadtrain.engine.state_io import StateIO
 from offloadtrain.engine.step_report import Phase, StepReport
@@ -96,7 +97,8 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
         held = [bucket for block in self._blocks for bucket in block.held]
-        moving = [slot.param for bucket in held if bucket.streamed for slot in bucket.slots]
+        moves = [bucket for bucket in held if bucket.streamed or len(bucket.versions) > 1]
+        moving = [slot.param for bucket in moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._given: Given | None = None
         # Parameters written by others before the values of `_given` were loaded.
@@ -252,12 +254,14 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._seal.check()
-        for rule, group in zip(self._rules, self.param_groups, strict=True):
-            rule.check(group)
+        self._check()
         report = self._engine.step(skip=skip)
         self._step_tensor.fill_(report.step)
         return loss
+
+    def split_step(self) -> SplitStep:
+        """Return the halves of `step()`, for a pipeline without flushes."""
+        return SplitStep(self._engine, self._check, self.param_groups, self._step_tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
@@ -438,6 +442,11 @@ class OffloadOptimizer(StateIO, Prepared, torch.optim.Optimizer):
             self.state.clear()
             self._finalizer()
             offloaded.pop(self._model, None)
+
+    def _check(self) -> None:
+        self._seal.check()
+        for rule, group in zip(self._rules, self.param_groups, strict=True):
+            rule.check(group)
 
     def _tell_of_local_norm(self, asker: str) -> None:
         if not self._told_of_local_norm:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
         StepReport,
         offload,
     )
-    from offloadtrain.engine.pipeline import Pipeline, pipeline
+    from offloadtrain.engine.pipeline import pipeline
+    from offloadtrain.engine.pipeline_steps import Pipeline
     from offloadtrain.integrations.pretrained import from_pretrained, save_pretrained
     from offloadtrain.optim import (
         SGD,
@@ -53,7 +54,7 @@ _HOMES = {
     "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.config.errors",
-    "Pipeline": "offloadtrain.engine.pipeline",
+    "Pipeline": "offloadtrain.engine.pipeline_steps",
     "PipelineError": "offloadtrain.engine",
     "SGD": "offloadtrain.optim",
     "StaleGraphError": "offloadtrain.engine",

@@ -56,6 +56,7 @@ class Block:
         forwards: the number of its forwards that are running.
         generation: the number of times its weights were replaced. A saved handle with another
             generation belongs to an older graph.
+        versions: the number of generations whose weights are on the device.
         clock: the time, in forwards of modules, at which its last forward outside of a backward
             began.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
@@ -81,11 +82,16 @@ class Block:
         self.forwards = 0
         self.expected = sum(len(bucket.slots) for bucket in buckets)
         self.generation = 0
+        self.versions = 1
         self.clock = 0
         self._lanes = lanes
-        self._live_handles = 0
+        self._readings: dict[int, int] = {}
+        """Generation → the graphs that hold saved views of its weights."""
+        self._read: dict[int, tuple[Range, ...]] = {}
+        """Generation → its weights, where several are kept."""
         self._runs_again = False
-        self._backward: Span | None = None
+        self._backward: dict[int, Span] = {}
+        """Generation → the span of the backward that reads it."""
         self._placeholders: dict[Bucket, Tensor] = {}
         self._weights: dict[Buffer | None, tuple[Range, ...]] = {}
         self._views: dict[Buffer, _Views] = {}
@@ -96,7 +102,7 @@ class Block:
     @property
     def quiet(self) -> bool:
         """No graph holds a saved view of the weights."""
-        if self._live_handles:
+        if self._readings:
             return False
         # A recompute past the hooks leaves plain views in its graph, which no handle counts: they
         # are alive until backward has passed the block.
@@ -160,7 +166,9 @@ class Block:
     # handle is freed with its graph node. That interval is the block's backward span.
 
     def packed(self) -> None:
-        self._live_handles += 1
+        self._readings[self.generation] = self._readings.get(self.generation, 0) + 1
+        if self.versions > 1:
+            self._read[self.generation] = self.weights
 
     def unpacked(self, generation: int, clock: int) -> None:
         """A node of the graph is about to read the weights.
@@ -172,7 +180,7 @@ class Block:
         Raises:
             StaleGraphError: if they were replaced since the graph was built.
         """
-        if generation != self.generation:
+        if generation <= self.generation - self.versions:
             raise StaleGraphError(
                 f"backward reached block '{self.name}' through a graph that was built before the "
                 f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
@@ -182,21 +190,28 @@ class Block:
         # backward reads it.
         if self.streamed:
             self.source.unpacked(self, clock)
-        if self._backward is None:
-            self._backward = self._lanes.open_span(f"backward {self.name}", self.weights)
+        if generation not in self._backward:
+            # A streamed block's weights are where its slot is now, a version's where they were.
+            read = self._read.get(generation, self.weights)
+            self._backward[generation] = self._lanes.open_span(f"backward {self.name}", read)
 
     def runs_again(self) -> None:
         """Its forward runs as a part of a backward that has not unpacked any of its handles."""
         self._runs_again = True
         self.unpacked(self.generation, self.clock)
 
-    def released(self) -> None:
-        self._live_handles -= 1
+    def released(self, generation: int) -> None:
+        self._readings[generation] -= 1
         # The last reader of the weights is gone: the span of its reads ends on compute here.
-        if self._live_handles == 0:
-            self.end_backward()
+        if self._readings[generation] == 0:
+            del self._readings[generation]
+            self._read.pop(generation, None)
+            self._end_span(generation)
 
     def end_backward(self) -> None:
-        if self._backward is not None:
-            self._lanes.close_span(self._backward)
-            self._backward = None
+        for generation in tuple(self._backward):
+            self._end_span(generation)
+
+    def _end_span(self, generation: int) -> None:
+        if (span := self._backward.pop(generation, None)) is not None:
+            self._lanes.close_span(span)

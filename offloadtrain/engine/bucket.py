@@ -100,6 +100,9 @@ class Bucket:
         spill: host, bytes: what a save copies of the state, until it is written.
         sum: device: the fp32 sum over microbatches, where `gradient` on the host gets a copy of it.
         streamed: its block's weights are loaded into a device slot for their use.
+        other_working: device: a second version of `working`; see [Note: Two versions] in
+            `step.modes`.
+        other_gradient: a second sum beside `gradient`, for the next step.
     """
 
     spec: BucketSpec
@@ -119,6 +122,13 @@ class Bucket:
     spill: Buffer | None = None
     sum: Buffer | None = None
     streamed: bool = False
+    other_working: Buffer | None = None
+    other_gradient: Buffer | None = None
+
+    @property
+    def versions(self) -> list[Buffer]:
+        """Its working weights on the device, in the order of `Ref.copy` while none was shown."""
+        return [self.working, *([self.other_working] if self.other_working else [])]
 
     def __post_init__(self) -> None:
         owned = [(slot, *self.piece(slot)) for slot in self.slots]

@@ -73,7 +73,7 @@ def build(
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
-    spec = lay_out(model, blocks, config, ranks, available_bytes(), first=place.first)
+    spec = lay_out(model, blocks, config, ranks, available_bytes(), place.first, place.kept)
     laid = map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
     laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, config)
     block_inputs = BlockInputs(device)
@@ -146,13 +146,14 @@ def lay_out(
     config: OffloadConfig,
     ranks: Ranks,
     available_bytes: int,
-    *,
     first: int = 0,
+    kept: tuple[int, int] = (1, 1),
 ) -> StepSpec:
     """Make the spec of the model's step; mark the blocks that are streamed and the tiers of state.
 
     Args:
         first: as in `make_blocks`.
+        kept: as in `StagePlace`.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
@@ -163,6 +164,8 @@ def lay_out(
         ranks=ranks.size,
         num_tensors=first + sum(1 for _ in model.parameters()),
         available_bytes=available_bytes,
+        weight_versions=kept[0],
+        gradient_sums=kept[1],
     )
     memory.check_host_limit(spec)
     laid = {bucket.name: bucket for bucket in spec.buckets}
@@ -172,7 +175,7 @@ def lay_out(
         # Frozen weights of a block that stays on the device are no bucket: they never move.
         if block.name not in spec.streamed:
             block.frozen = ()
-        block.streamed = block.name in spec.streamed
+        block.streamed, block.versions = block.name in spec.streamed, spec.weight_versions
         for bucket in block.held:
             bucket.streamed = spec.is_streamed(bucket.spec)
     return spec

@@ -6,7 +6,7 @@ The order of operations is the program's: [Note: The program] in `step.program`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -72,6 +72,11 @@ class Engine:
         self._reporter = Reporter(lanes, ranks)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
+        self._sent: tuple[Callable[[], Norm], int] | None = None
+        """Of a step whose squares are on their way to other stages: what waits for its norm, and
+        its number of micro-steps."""
+        self.in_flight = False
+        """Microbatches of a pipeline without flushes may be between forward and backward."""
         self.salvaged = False
         self.warns_of_skips = True
 
@@ -178,7 +183,7 @@ class Engine:
         Raises:
             EngineError: without a backward, or where Adam runs inside backward.
         """
-        self._require_open("clip_grad_norm_")
+        self._require_at_rest("clip_grad_norm_")
         self._require_undecided("clip_grad_norm_()")
         norm = self._norm = self._norm or self._measure("clip_grad_norm_", max_norm)
         before = norm.clipped
@@ -198,7 +203,7 @@ class Engine:
             RankError: ranks disagree about the step.
             UpdateError: hyperparameters changed after updates inside backward.
         """
-        self._require_open("step")
+        self._require_at_rest("step")
         if skip:
             self._require_undecided("step(skip=True)")
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
@@ -207,9 +212,50 @@ class Engine:
         # Otherwise the training thread waits here, and nowhere else in a step: the decision to skip
         # and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step")
+        micro_steps = self._gradients.micro_steps
+        decision = self._launch_update(norm, skip=skip)
+        self._gradients.drop()
+        self.program.step_ends()
+        # Launches the loads of the first streamed blocks, beside Adam of the others.
+        self.residency.restart()
+        return self._conclude(norm, decision, micro_steps)
+
+    def send_squares(self) -> None:
+        """The first half of step(), for a pipeline without flushes: all gradients of the step are
+        here; the other stages' squares will be waited for in `decide`.
+
+        Raises:
+            EngineError: without a backward since the last step.
+        """
+        self._require_open("step")
+        # Waits for the host's last norm of this stage, and not for any other stage.
+        norm = self._norm_measure.send("step", self.counter.steps, self.counter.loss_scale)
+        self._sent = norm, self._gradients.micro_steps
+        self._gradients.drop()
+        self.program.sum_ends()
+
+    def decide(self, *, skip: bool = False) -> StepReport:
+        """The second half of step(): wait for the norm, skip or clip, then launch Adam and what the
+        update mode uploads at once. The next step's gradients may have begun to arrive.
+
+        Raises:
+            RankError: ranks or stages disagree about the step.
+        """
+        assert self._sent is not None
+        receive, micro_steps = self._sent
+        self._sent = None
+        # Every stage has sent before the microbatch came that this one is about to run.
+        norm = receive()
+        return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
+
+    def show_newest(self) -> None:
+        """The first forward of a step is about to begin: parameters become the newest weights."""
+        self._run(self.program.flush(), updates=True)
+
+    def _launch_update(self, norm: Norm, *, skip: bool) -> Decision:
+        """Decide the step; launch what is left of its update, and the uploads."""
         if self._config.clip_norm is not None:
             norm.clip(self._config.clip_norm)
-        micro_steps = self._gradients.micro_steps
         overflow = self._config.skip_nonfinite and not math.isfinite(norm.value)
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
@@ -222,10 +268,9 @@ class Engine:
         # blocks wait for their own upload.
         self._run(self.program.norm_known(order, decision), updates=True)
         self._norm = None
-        self._gradients.drop()
-        self.program.step_ends()
-        # Launches the loads of the first streamed blocks, beside Adam of the others.
-        self.residency.restart()
+        return decision
+
+    def _conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
         speculation = self.program.speculation
         self.last_step = self._reporter.report(
             self.counter, norm, decision, micro_steps, speculation
@@ -306,6 +351,7 @@ class Engine:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
         if not (self._closed or self.salvaged):
+            self._require_at_rest("synchronize")
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
             if self.phase is Phase.FORWARD:
@@ -360,6 +406,14 @@ class Engine:
         used = self._functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
 
+    def _require_at_rest(self, what: str) -> None:
+        self._require_open(what)
+        if self.in_flight:
+            raise EngineError(
+                f"{what} while microbatches are between forward and backward (schedule = '2bw'): "
+                "call pipeline.drain() on every process first"
+            )
+
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise EngineError(f"{what} after close(): offload the model again")
@@ -373,6 +427,6 @@ class Engine:
             )
 
     def _require_between_steps(self, what: str) -> None:
-        self._require_open(what)
+        self._require_at_rest(what)
         if self.phase is not Phase.FORWARD:
             raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")

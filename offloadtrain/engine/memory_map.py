@@ -15,7 +15,6 @@ from offloadtrain.step.operations import Memory, Ref
 from offloadtrain.step.tiers import Tier
 
 _ATTRIBUTES = {
-    Memory.WORKING: "working",
     Memory.DEVICE_SHARD: "device_shard",
     Memory.GRADIENT: "gradient",
     Memory.SUM: "sum",
@@ -100,6 +99,7 @@ class MemoryMap(dict[Ref, Range]):
         self._inputs = inputs
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
+        self._versions = {b.name: b.versions for b in self._buckets.values() if not b.streamed}
         self._offsets = dict(_offsets(blocks))
         self._made: dict[Ref, Buffer] = {}
         self._in_slots: dict[tuple[Bucket, int], Buffer] = {}
@@ -119,7 +119,7 @@ class MemoryMap(dict[Ref, Range]):
         self._inputs.free(ref)
 
     def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
-        """Return the working weights of a streamed bucket while its block has this slot."""
+        """Return the working weights of a bucket while its block has this slot, or version."""
         found = self._in_slots.get((bucket, slot))
         if found is None:
             ref = Ref(Memory.WORKING, bucket.name, slot, 0, 0, bucket.spec.dtype)
@@ -137,9 +137,12 @@ class MemoryMap(dict[Ref, Range]):
             return self._in_state_slot(bucket, ref)
         if ref.memory is Memory.STATE or ref.memory is Memory.STATE_FILE:
             return self._copies[bucket.name][ref.copy][ref.field]
-        if ref.memory is Memory.WORKING and bucket.streamed:
-            return self._slice(bucket, ref.copy)
-        found = getattr(bucket, _ATTRIBUTES[ref.memory])
+        if ref.memory is Memory.WORKING:
+            if bucket.streamed:
+                return self._slice(bucket, ref.copy)
+            return self._versions[bucket.name][ref.copy]
+        other = ref.memory is Memory.GRADIENT and ref.copy == 1
+        found = bucket.other_gradient if other else getattr(bucket, _ATTRIBUTES[ref.memory])
         assert isinstance(found, Buffer)
         # Matrices that are updated lie where their gradient was, in a dtype of their own; copied
         # fields of the state lie one behind the other in bytes.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -71,32 +71,62 @@ class Stages:
         """Add this process's next stage."""
         self._members.append(weakref.ref(member))
 
-    def measure(self, member: NormMeasure, intent: Sequence[float]) -> Measured:
-        """Return the squares of all stages' parameters; the first call of a step is a collective.
+    def send(self, member: NormMeasure, intent: Sequence[float]) -> Callable[[], Measured]:
+        """Send the squares of this process's parameters to the other stages; the first call of a
+        step begins a collective.
 
         Args:
-            intent: what must be the same on every process, see `NormMeasure.measure`.
+            intent: what must be the same on every process, see `NormMeasure.send`.
 
-        Raises:
-            RankError: stages disagree about the step.
+        Returns:
+            A function that waits for the other stages, and returns the squares of all. It raises
+            RankError if they disagree about the step.
         """
         if self.ranks.is_single and len(self._members) == 1:
-            return member.own(intent)
-        if member not in self._found:
-            self._exchange(intent)
-        return self._found.pop(member)
+            own = member.own(intent)
+            return lambda: own
+        receive = self._exchange(intent) if member not in self._found else None
 
-    def _exchange(self, intent: Sequence[float]) -> None:
-        members = [one for ref in self._members if (one := ref()) is not None]
+        def measured() -> Measured:
+            if receive is not None:
+                receive()
+            return self._found.pop(member)
+
+        return measured
+
+    def agree_on_names(self) -> None:
+        """Exchange the names of all stages' parameters now, and not with the first squares, where
+        all stages would wait for the last one."""
+        self._names = self._names or self._agree_on_names(self._alive())
+
+    def _alive(self) -> list[NormMeasure]:
+        return [one for ref in self._members if (one := ref()) is not None]
+
+    def _exchange(self, intent: Sequence[float]) -> Callable[[], None]:
+        members = self._alive()
         own = [one.own(intent) for one in members]
         told = [[*one.counts, *found.of_parameter] for one, found in zip(members, own, strict=True)]
-        self._names = self._names or self._agree_on_names(members)
+        self.agree_on_names()
         longest = len(members[0].counts) + max(map(len, self._names))
         padded = [row + [0.0] * (longest - len(row)) for row in told]
-        # Waits for every stage's squares: the first stage's backward ends last.
-        rows = self.ranks.all_gather_host([*intent, *(x for row in padded for x in row)])
+        sent = self.ranks.send_host([*intent, *(x for row in padded for x in row)])
+
+        def receive() -> None:
+            # Waits for every stage's squares: the first stage's backward ends last.
+            self._add_up(sent(), members, own, intent)
+
+        return receive
+
+    def _add_up(
+        self,
+        rows: Tensor,
+        members: Sequence[NormMeasure],
+        own: Sequence[Measured],
+        intent: Sequence[float],
+    ) -> None:
+        """Take in what all stages have sent, (processes, n)."""
         _check_alike(rows[:, : len(intent)], "stage", _OF_ALL, intent[0])
-        of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), longest)
+        of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), -1)
         # Of all processes' first stages, then of all second ones: in the order of the model.
         of_stages = of_stages.transpose(0, 1).flatten(0, 1)
         count = len(members[0].counts)
@@ -149,11 +179,14 @@ class StagePlace:
         first: the number of its first parameter in the whole model, by which stochastic rounding
             draws.
         parts: the ranks that hold the other parts of its DTensors.
+        kept: versions of its working weights, see [Note: Two versions] in `step.modes`, and sums of
+            its gradients: two, where a step is decided after the next one's have begun.
     """
 
     stages: Stages
     first: int = 0
     parts: Ranks = ALONE
+    kept: tuple[int, int] = (1, 1)
 
 
 class NormMeasure:
@@ -185,6 +218,16 @@ class NormMeasure:
             EngineError: no gradient has arrived since the last step.
             RankError: ranks disagree about the step.
         """
+        return self.send(asker, step_count, loss_scale, max_norm)()
+
+    def send(
+        self, asker: str, step_count: int, loss_scale: float, max_norm: float | None = None
+    ) -> Callable[[], Norm]:
+        """Wait for the squares of this stage, and send them to the others.
+
+        Returns:
+            A function that waits for the other stages; raises as `measure`.
+        """
         # A plain backward leaves its micro-step open: its last blocks are sent here.
         self._gradients.end_micro_step()
         if self._gradients.micro_steps == 0:
@@ -192,10 +235,15 @@ class NormMeasure:
                 f"{asker}() without a backward: no parameter of the model has received a gradient "
                 "since the last step"
             )
-        measured = self._stages.measure(self, [step_count, _digest(max_norm)])
-        _check_alike(measured.told, "rank", _WHAT, step_count)
-        value = math.sqrt(measured.squares) / (loss_scale * self._ranks.size)
-        return Norm(value, measured.nonfinite)
+        receive = self._stages.send(self, [step_count, _digest(max_norm)])
+
+        def norm() -> Norm:
+            measured = receive()
+            _check_alike(measured.told, "rank", _WHAT, step_count)
+            value = math.sqrt(measured.squares) / (loss_scale * self._ranks.size)
+            return Norm(value, measured.nonfinite)
+
+        return norm
 
     def close(self) -> None:
         """Leave the other stages. Idempotent."""

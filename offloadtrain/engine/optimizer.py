@@ -24,6 +24,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
+from offloadtrain.engine.split_step import SplitStep
 from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.engine.weights_io import WeightsIO
@@ -90,7 +91,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
         held = [bucket for block in self._blocks for bucket in block.held]
-        moving = [slot.param for bucket in held if bucket.streamed for slot in bucket.slots]
+        moves = [bucket for bucket in held if bucket.streamed or len(bucket.versions) > 1]
+        moving = [slot.param for bucket in moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._told_of_local_norm = place is not None
         if config.clip_norm is not None:
@@ -238,12 +240,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._seal.check()
-        for rule, group in zip(self._rules, self.param_groups, strict=True):
-            rule.check(group)
+        self._check()
         report = self._engine.step(skip=skip)
         self._step_tensor.fill_(report.step)
         return loss
+
+    def split_step(self) -> SplitStep:
+        """Return the halves of `step()`, for a pipeline without flushes."""
+        return SplitStep(self._engine, self._check, self.param_groups, self._step_tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
@@ -338,6 +342,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self.state.clear()
             self._finalizer()
             offloaded.pop(self.model, None)
+
+    def _check(self) -> None:
+        self._seal.check()
+        for rule, group in zip(self._rules, self.param_groups, strict=True):
+            rule.check(group)
 
     def _tell_of_local_norm(self, asker: str) -> None:
         if not self._told_of_local_norm:

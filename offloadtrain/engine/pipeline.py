@@ -17,7 +17,7 @@ from offloadtrain.engine.checks import check_arguments
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
-from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.pipeline_steps import Pipeline, UnflushedPipeline
 from offloadtrain.engine.stage_modules import (
     InitInOrder,
     PipelineError,
@@ -26,10 +26,10 @@ from offloadtrain.engine.stage_modules import (
     divide,
     output_of,
 )
-from offloadtrain.optim import AnyRule
+from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn, Schedule, StageSpec
+from offloadtrain.runtime.pipeline_schedule import NO_FLUSH, SCHEDULES, LossFn
 from offloadtrain.runtime.process_group import Ranks
 
 
@@ -71,8 +71,15 @@ def pipeline(
             microbatch. None: the output is the loss.
         schedule: "gpipe": all forwards, then all backwards; "1f1b": fewer microbatches in flight
             (PipeDream-Flush); "interleaved": 1F1B over `stages_per_rank` stages in each process,
-            which makes the bubble shorter.
+            which makes the bubble shorter; "2bw": no flush between steps, see below.
         config, options: as in `offload`, all but `process_group`, `mesh` and `grad_accum_steps`.
+
+    With `schedule="2bw"` (PipeDream-2BW) the next step's forwards follow the last one's without a
+    bubble. The update is that of `update="delayed"` of one process, bit for bit. `run` returns the
+    losses of the step before, NaN at first; `optimizers[0].last_step` is the last step that was
+    decided. `drain()` ends what is in flight, and is needed before weights or state are read.
+    Stages but the last hold a second version of their weights on the device, stages but the first a
+    second sum of gradients on the host. It needs at least as many microbatches as stages.
 
     Raises:
         PipelineError: a model that cannot be cut so, or numbers that the schedule cannot divide.
@@ -82,6 +89,8 @@ def pipeline(
     check_arguments(model, rule)
     _check_schedule(schedule, stages_per_rank, config, options)
     chosen = _chosen(config, options, microbatches)
+    if schedule == NO_FLUSH:
+        chosen = _delayed(chosen, rule)
     on = resolve_device(device, chosen.precision)
     axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
     if not axes.parts.is_single:
@@ -98,8 +107,11 @@ def pipeline(
             in_order.follow(module)
         own = _own_groups(groups, module)
         place = StagePlace(stages, min(numbers[param] for param in module.parameters()))
+        if schedule == NO_FLUSH:
+            place = _kept_twice(place)
         optimizers.append(attach(module, rule, own, chosen, on, axes.replicas, in_order, place))
-    return Pipeline(optimizers, axes, shapes, schedule, microbatches, loss_fn or _output)
+    kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
+    return kind(optimizers, axes, shapes, schedule, microbatches, stages, loss_fn or _output)
 
 
 def _output(output: Tensor, _: Tensor) -> Tensor:
@@ -109,9 +121,10 @@ def _output(output: Tensor, _: Tensor) -> Tensor:
 def _check_schedule(
     schedule: str, stages_per_rank: int, config: OffloadConfig | None, options: dict[str, Any]
 ) -> None:
-    if schedule not in SCHEDULES:
+    if schedule not in (*SCHEDULES, NO_FLUSH):
         raise PipelineError(
-            f"schedule = {schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}. Zero-bubble "
+            f"schedule = {schedule!r} is not one of "
+            f"{', '.join(map(repr, (*SCHEDULES, NO_FLUSH)))}. Zero-bubble "
             "schedules divide a backward in two, and the second half delivers no gradients"
         )
     if (schedule == "interleaved") != (stages_per_rank > 1):
@@ -134,6 +147,42 @@ def _chosen(
             "grad_accum_steps out"
         )
     return replace(given, grad_accum_steps=microbatches).checked()
+
+
+def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
+    """Return the options of a pipeline without flushes.
+
+    Raises:
+        PipelineError: options that do not go with it.
+    """
+    refused = {
+        f"update = {chosen.update!r}": chosen.update not in ("exact", "delayed"),
+        f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
+        # The loss scale of a step would be chosen before the step before it is decided.
+        "precision = 'fp16'": chosen.precision == "fp16",
+        # A recompute would read the version that parameters show by then.
+        f"activation = {chosen.activation!r}": chosen.activation != "keep",
+        "working = 'host'": chosen.working == "host",
+        "zero_stage = 3": chosen.zero_stage == 3,
+        f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),
+        type(rule).__name__: isinstance(rule, MatrixRule),
+    }
+    for what, found in refused.items():
+        if found:
+            raise PipelineError(
+                f"schedule = '2bw' does not go with {what}: it updates as update = 'delayed' does "
+                "from the first step on, and keeps two versions of resident weights. Take "
+                "schedule = '1f1b', or leave this out"
+            )
+    return replace(chosen, update="delayed").checked()
+
+
+def _kept_twice(place: StagePlace) -> StagePlace:
+    """Return the place of a stage that has no flush: see [Note: Two versions] in `step.modes` and
+    [Note: Without a flush] in `split_step`."""
+    ranks = place.stages.ranks
+    versions = 1 if ranks.rank == ranks.size - 1 else 2
+    return replace(place, kept=(versions, 1 if ranks.rank == 0 else 2))
 
 
 def _check_same(
@@ -217,131 +266,3 @@ def _own_groups(
         return [param for param in groups if param in own]
     cut_down = [group | {"params": [p for p in group["params"] if p in own]} for group in groups]
     return [group for group in cut_down if group["params"]]
-
-
-class Pipeline:
-    """This process's stages of a model, and the schedule that runs them. Made by `pipeline()`.
-
-    Attributes:
-        optimizers: of this process's stages, in their order.
-        replicas: the ranks that share the state of these stages.
-        stages: the ranks of this pipeline, in order.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[OffloadOptimizer],
-        axes: Mesh,
-        shapes: Sequence[tuple[Tensor, ...]],
-        schedule: str,
-        microbatches: int,
-        loss_fn: LossFn,
-    ) -> None:
-        """`shapes`: the inputs of every stage and the output of the last, on the meta device."""
-        self.optimizers = tuple(optimizers)
-        self.replicas, self.stages = axes.replicas, axes.stages
-        self._loss_fn, self._microbatches = loss_fn, microbatches
-        self._losses: list[Tensor] = []
-        self._divide = True
-        size, rank = axes.stages.size, axes.stages.rank
-        self.indices = tuple(range(rank, size * len(optimizers), size))
-        """The numbers of this process's stages."""
-        self._specs = [
-            StageSpec(one.model, index, shapes[index], shapes[index + 1], one.micro_step)
-            for index, one in zip(self.indices, optimizers, strict=True)
-        ]
-        self._group = axes.stages_group
-        self._training = self._schedule(schedule, microbatches)
-        self._forward = self._schedule("gpipe", 1) if len(optimizers) == 1 else None
-
-    def _schedule(self, kind: str, microbatches: int) -> Schedule:
-        try:
-            return Schedule(
-                kind,
-                self._specs,
-                self.stages.size * len(self.optimizers),
-                microbatches,
-                device=self.optimizers[0].device,
-                group=self._group,
-                loss_fn=self._loss,
-            )
-        except ValueError as error:
-            raise PipelineError(f"schedule {kind!r}: {error}") from error
-
-    def run(
-        self,
-        *inputs: Tensor,
-        target: Tensor | None = None,
-        divide: bool = True,
-        **more: Any,
-    ) -> Tensor:
-        """Run forward and backward of all microbatches of a step; `step()` comes next.
-
-        Every process of a pipeline calls it with the same batch.
-
-        Args:
-            inputs, target: of all microbatches, divided along their first dimension. The first
-                stage's forward gets the inputs, the loss function of the last one the target.
-            divide: divide the loss by the number of microbatches, see `offload`.
-            more: arguments of every stage's forward in this process; tensors are divided as well.
-
-        Returns:
-            (microbatches,) fp32 on the host: their losses, on every stage.
-
-        Raises:
-            PipelineError: a batch that cannot be divided into the microbatches.
-            EngineError, GradientError: as `OffloadOptimizer.backward`.
-        """
-        self._check_batch((*inputs, *([] if target is None else [target])))
-        self._losses, self._divide = [], divide
-        self._training.run(inputs, target, more)
-        return self._of_last_stage(self._microbatches)
-
-    @torch.no_grad()
-    def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
-        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage.
-
-        Raises:
-            PipelineError: with several stages in a process, whose schedule divides the batch.
-        """
-        if self._forward is None:
-            raise PipelineError(
-                "evaluate() with several stages in a process: evaluate with stages_per_rank = 1"
-            )
-        self._losses = []
-        self._forward.run(inputs, target, more)
-        return self._of_last_stage(1)[0]
-
-    def step(self, *, skip: bool = False) -> None:
-        """Update every stage of this process; all processes call it. See `OffloadOptimizer.step`.
-
-        Raises:
-            RankError: stages disagree about the step.
-        """
-        for optimizer in self.optimizers:
-            optimizer.step(skip=skip)
-
-    def close(self) -> None:
-        """Close the stages of this process. Idempotent."""
-        for optimizer in self.optimizers:
-            optimizer.close()
-        self.stages.close()
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss to differentiate, and keep it as it is."""
-        loss = self._loss_fn(output, target)
-        self._losses.append(loss.detach())
-        return self.optimizers[-1].scaled(loss, divide=self._divide)
-
-    def _of_last_stage(self, count: int) -> Tensor:
-        own = torch.stack(self._losses).float().cpu() if self._losses else torch.zeros(count)
-        # Every stage waits for the last one's losses here; the norm, next, would wait for as much.
-        return self.stages.all_gather_host(own)[-1].float()
-
-    def _check_batch(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.shape[0] % self._microbatches:
-                raise PipelineError(
-                    f"a batch of {tensor.shape[0]} rows for {self._microbatches} microbatches: "
-                    "their number must divide it"
-                )

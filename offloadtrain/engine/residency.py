@@ -153,7 +153,7 @@ class Residency:
     # Operations of the program.
 
     def enter(self, block: str, slot: int) -> None:
-        """A block takes a slot: its parameters are views of it."""
+        """A block takes a slot, or another version: its parameters are views of it."""
         entering = self._blocks[block]
         self._exposed.discard(entering)
         for bucket in entering.held:

@@ -9,20 +9,22 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import P2POp, batch_isend_irecv
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Group
@@ -34,6 +36,9 @@ SCHEDULES: dict[str, Any] = {
 }
 """gpipe: all forwards, then all backwards. 1f1b: PipeDream-Flush, at most as many microbatches in
 flight as stages. interleaved: 1f1b over several stages in each process."""
+
+NO_FLUSH = "2bw"
+"""The schedule of `Unflushed`."""
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -110,11 +115,7 @@ class Schedule:
         Raises:
             ValueError: torch's, for numbers that the schedule cannot divide; or torch is too old.
         """
-        if "return_outputs" not in signature(ScheduleGPipe.step).parameters:
-            raise ValueError(
-                f"torch {torch.__version__} would put the outputs of all microbatches together, "
-                "which losses are not: install a later one (2.13 is tested)"
-            )
+        _check_torch()
         made = [_Stage(spec, count, device, group) for spec in stages]
         self._microbatches = microbatches
         self._takes_input = stages[0].index == 0
@@ -139,12 +140,140 @@ class Schedule:
         if self._has_loss and target is None:
             target = torch.zeros(self._microbatches)
         labels = target if self._has_loss else None
-        try:
-            # Outside of its own forwards and backwards a stage waits for the others.
-            with HEARTBEAT.collective():
-                run(*given, target=labels, return_outputs=False, **more)
-        except RuntimeError as error:
-            # torch wraps what a forward raises in a description of its inputs.
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None
-            raise
+        with _among_stages():
+            run(*given, target=labels, return_outputs=False, **more)
+
+
+def _check_torch() -> None:
+    if "return_outputs" not in signature(ScheduleGPipe.step).parameters:
+        raise ValueError(
+            f"torch {torch.__version__} would put the outputs of all microbatches together, "
+            "which losses are not: install a later one (2.13 is tested)"
+        )
+
+
+@contextmanager
+def _among_stages() -> Iterator[None]:
+    """Microbatches run inside; raises whatever a stage's forward or backward raises."""
+    try:
+        # Outside of its own forwards and backwards a stage waits for the others.
+        with HEARTBEAT.collective():
+            yield
+    except RuntimeError as error:
+        # torch wraps what a forward raises in a description of its inputs.
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise
+
+
+class Moments(Protocol):
+    """What happens between the microbatches of a schedule without flushes."""
+
+    def before_forward(self, number: int) -> None:
+        """`number`: of the microbatch in its step."""
+
+    def after_backward(self, number: int) -> None:
+        """The same."""
+
+
+class Unflushed:
+    """Runs the microbatches of the only stage of this process, step after step, as 1F1B without a
+    flush between steps: PipeDream-2BW.
+
+    A run ends when the last microbatch of the step has been forward; as many microbatches as there
+    are stages behind this one are then between forward and backward. Their backwards belong to the
+    next run. Sends and receives that meet in two stages are posted together, as in torch's 1F1B: in
+    any other order each could wait for the other.
+    """
+
+    def __init__(
+        self,
+        stage: StageSpec,
+        count: int,
+        microbatches: int,
+        *,
+        device: torch.device,
+        group: Group | None,
+        loss_fn: LossFn,
+        moments: Moments,
+    ) -> None:
+        """The arguments are those of `Schedule`."""
+        _check_torch()
+        self._stage, self._count = _Stage(stage, count, device, group), microbatches
+        self._stage.has_backward = True
+        self._most = count - stage.index
+        """Microbatches in flight at once, each in a slot of its own."""
+        self._loss_fn, self._moments = loss_fn, moments
+        # Never run: it makes the buffers for what each slot receives.
+        self._slots = ScheduleGPipe(self._stage, self._most, loss_fn=loss_fn, scale_grads=False)
+        self._forwards = self._backwards = 0
+        self._losses: dict[int, Tensor] = {}
+        self._grads: list[P2POp] = []
+        """Sends of the last backward, posted with the next receive."""
+
+    def run(self, inputs: tuple[Tensor, ...], target: Tensor | None, more: dict[str, Any]) -> None:
+        """Run all forwards of a step, and as many backwards.
+
+        Raises:
+            Whatever a stage's forward or backward raises.
+        """
+        given = inputs if self._stage.is_first else ()
+        args: list[tuple[Any, ...]] = [()] * self._count
+        kwargs: list[dict[str, Any]] = [{}] * self._count
+        if given or more:
+            args, kwargs = split_args_kwargs_into_chunks(given, more, self._count)
+        targets: Sequence[Tensor | None] = [None] * self._count
+        if target is not None:
+            targets = target.tensor_split(self._count)
+        if self._forwards == 0:
+            self._slots._initialize_stage(args[0], kwargs[0])
+        with _among_stages():
+            for number in range(self._count):
+                self._forward(number, args[number], kwargs[number], targets[number])
+
+    def drain(self) -> None:
+        """Run the backwards that are left."""
+        with _among_stages():
+            while self._backwards < self._forwards:
+                self._backward(self._grads)
+            self._post(self._grads)
+        self._grads = []
+
+    def _forward(
+        self, number: int, args: tuple[Any, ...], more: dict[str, Any], target: Tensor | None
+    ) -> None:
+        stage, slot = self._stage, self._forwards % self._most
+        # Waits for the stage before, which posts this send together with its next receive.
+        self._post(self._grads + stage.get_fwd_recv_ops(slot))
+        self._grads = []
+        self._moments.before_forward(number)
+        output = stage.forward_one_chunk(slot, args, more, save_forward_output=False)
+        if stage.is_last:
+            self._losses[slot] = self._loss_fn(output, target)
+        self._forwards += 1
+        sends = stage.get_fwd_send_ops(slot)
+        if self._forwards - self._backwards == self._most:
+            self._backward(sends)
+        else:
+            self._post(sends)
+
+    def _backward(self, sends: Sequence[P2POp]) -> None:
+        """Run the oldest backward; `sends` are posted with what it receives."""
+        stage, slot = self._stage, self._backwards % self._most
+        self._grads = []
+        # Waits for the stage behind, which has this microbatch's backward before its next forward.
+        self._post([*sends, *stage.get_bwd_recv_ops(slot)])
+        stage.backward_one_chunk(slot, loss=self._losses.pop(slot, None))
+        self._grads = stage.get_bwd_send_ops(slot)
+        # The slot's next input would add its gradient to this one, which the send above holds.
+        for received in stage.args_recv_info[slot]:
+            if received.buffer is not None:
+                received.buffer.grad = None
+        number, self._backwards = self._backwards % self._count, self._backwards + 1
+        self._moments.after_backward(number)
+
+    @staticmethod
+    def _post(operations: Sequence[P2POp]) -> None:
+        if operations:
+            for work in batch_isend_irecv([*operations]):
+                work.wait()

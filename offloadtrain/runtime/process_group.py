@@ -24,7 +24,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -159,13 +159,29 @@ class Ranks:
         Returns:
             (size, k) fp64 on the host, the same on every rank.
         """
-        own = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1)
+        return self.send_host(row)()
+
+    def send_host(self, row: Sequence[float] | Tensor) -> Callable[[], Tensor]:
+        """Begin an all-gather of a few numbers; every rank begins its own in the same order.
+
+        Args:
+            row: (k,), the same size on every rank.
+
+        Returns:
+            A function that waits for the other ranks and returns what `all_gather_host` does.
+        """
+        own = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1).clone()
         if self.is_single:
-            return own.clone()
+            return lambda: own
         rows = torch.empty(self.size, own.shape[1], dtype=torch.float64, device="cpu")
-        with HEARTBEAT.collective():
-            all_gather_single(rows, own, group=self._groups[1])
-        return rows
+        work = all_gather_single(rows, own, group=self._groups[1], async_op=True)
+
+        def wait() -> Tensor:
+            with HEARTBEAT.collective():
+                work.wait()
+            return rows
+
+        return wait
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Broadcast the values of rank `source` into every rank's `tensor`, which is on the host

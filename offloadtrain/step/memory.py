@@ -46,6 +46,8 @@ class Role(StrEnum):
     DEVICE_SHARD = "device_shard"
     SPILL = "spill"
     SUM = "sum"
+    OTHER_WORKING = "other_working"
+    OTHER_GRADIENT = "other_gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ def lay_out(
     ranks: int,
     num_tensors: int,
     available_bytes: int | None,
+    weight_versions: int = 1,
+    gradient_sums: int = 1,
 ) -> StepSpec:
     """Decide which blocks are streamed, where the state is, and which blocks have a second copy.
 
@@ -91,6 +95,7 @@ def lay_out(
     Args:
         available_bytes: host memory that state and second copies may fill if the config sets no
             limit; None: no second copies.
+        weight_versions, gradient_sums: as in `StepSpec`.
 
     Raises:
         OptionError: the config does not go with so many ranks, or asks for more state on the device
@@ -98,7 +103,14 @@ def lay_out(
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
-    spec = StepSpec(tuple(blocks), config, ranks, num_tensors)
+    spec = StepSpec(
+        tuple(blocks),
+        config,
+        ranks,
+        num_tensors,
+        weight_versions=weight_versions,
+        gradient_sums=gradient_sums,
+    )
     streamed = frozenset(_streamed(spec))
     held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
     spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), device_bytes)
@@ -188,6 +200,8 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
         yield _shard("gradient sums", bucket, "float32", Role.GRADIENT, "gradient")
     else:
         yield _shard("gradients", bucket, bucket.dtype, Role.GRADIENT, "gradient")
+    if spec.gradient_sums > 1:
+        yield _shard("gradient sums", bucket, "float32", Role.OTHER_GRADIENT, "other gradient")
     if spec.has_pending(bucket, copied=copied):
         yield _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
     if spec.has_snapshot(bucket):
@@ -262,13 +276,16 @@ def weight_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     """Yield flat working weights of blocks that stay on the device, and shards of the others."""
     for block in spec.blocks:
         for bucket in () if block.name in spec.streamed else block.buckets:
-            name, owner = bucket.name, "working weights"
-            yield MemoryRequest(
-                owner, bucket.numel, bucket.dtype, f"working {name}", name, Role.WORKING
-            )
+            roles = (Role.WORKING, Role.OTHER_WORKING)[: spec.weight_versions]
+            yield from (_working(bucket, role) for role in roles)
     for bucket in (bucket for block in spec.blocks for bucket in block.held):
         if spec.loads_from_shard(bucket):
             yield _shard("weight shards", bucket, bucket.dtype, Role.DEVICE_SHARD, "shard")
+
+
+def _working(bucket: BucketSpec, role: Role) -> MemoryRequest:
+    name = f"{role.replace('_', ' ')} {bucket.name}"
+    return MemoryRequest("working weights", bucket.numel, bucket.dtype, name, bucket.name, role)
 
 
 def slot_requests(spec: StepSpec) -> list[MemoryRequest]:

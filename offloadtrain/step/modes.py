@@ -11,6 +11,18 @@
     Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
                  backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
+    TwoVersions  Delayed in a pipeline without flushes, see below
+
+[Note: Two versions]
+A pipeline without flushes (PipeDream-2BW) begins the forwards of step t+1 before the backwards of
+step t have ended. The weights of step t, W(t), are then needed beside those of step t+1, which are
+W(t) - update of the gradient at W(t-1): the recurrence of Delayed. So there are two versions on the
+device. Adam of step t-1 ends while step t computes, and its weights go up at once, into the version
+that step t-1 has used: its last backward is over when its norm is known. Only what parameters are
+views of changes later, when the first forward of step t+1 begins (`flush`). Graphs in flight keep
+the memory that they were built with. The last stage has no microbatch in flight then and needs one
+version, as Delayed does.
+
 In the first three no weight on the device changes before `step()`, so that nothing a user runs
 between backward and step sees other weights than in a resident run, and a wrong guess uploads
 nothing twice. No update runs inside the first backward: it shows which blocks deliver as expected.
@@ -349,8 +361,34 @@ class Delayed(Exact):
             self._updates.upload(name, self._waiting.pop(name))
 
 
+class TwoVersions(Exact):
+    """Delayed, with the new weights uploaded beside the ones in use: [Note: Two versions]."""
+
+    def __init__(self, updates: UpdatePath) -> None:
+        super().__init__(updates)
+        self._hidden: Sequence[BlockRefs] = ()
+        """Blocks whose new weights are on the device, in the version that nothing reads yet."""
+
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
+        if not decision.skipped:
+            for bucket in (bucket for _, buckets in order for bucket in buckets):
+                bucket.beside = True
+            # These uploads wait for compute so far, the last readers of the version before among
+            # it, and run beside what compute is given from here on.
+            self._apply(order, decision)
+            self._updates.is_over(order)
+            self._hidden = order
+        return Speculation()
+
+    def flush(self) -> None:
+        hidden, self._hidden = self._hidden, ()
+        self._updates.show(hidden)
+
+
 def mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
     """Make the update mode that the options name."""
+    if spec.weight_versions > 1:
+        return TwoVersions(updates)
     if spec.config.update == "delayed":
         return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
     if spec.config.update == "speculative":

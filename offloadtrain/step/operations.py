@@ -153,7 +153,8 @@ class Ref(NamedTuple):
         owner: a bucket's name; for staging, the number of its ring slot; for norms, the tier; for a
             block's input or its host buffer, that one's number.
         copy: for `STATE`, the number of the copy, or, where the state is on the disk, of the host
-            slot; for `WORKING` of a streamed block, that of the device slot; otherwise 0.
+            slot; for `WORKING`, that of the device slot of a streamed block, or of the version; for
+            `GRADIENT`, that of the sum; otherwise 0.
         dtype: torch's name of it.
         field: for `STATE`, `STATE_FILE` and `SPILL`, the number of the tensor.
     """
@@ -308,7 +309,8 @@ class Free(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """A streamed block takes a device slot: its parameters become views of it."""
+    """A streamed block takes a device slot, or another version of its weights: its parameters
+    become views of it."""
 
     block: str
     slot: int

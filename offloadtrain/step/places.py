@@ -23,15 +23,13 @@ class BucketRefs:
             it has, or had last.
         is_on_disk: the state is in a file.
         state_file: all fields of the state there.
-        gradient: the gradient that Adam reads.
-        directions: of matrices, what takes its place; None for other buckets.
+        beside: new weights go to the other version of the working weights.
         matrices: those in this rank's shard, as elements of it.
         slot: for a streamed bucket, the device slot that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
         arrived: the copy of its sum to the host is launched.
         sums_on_device: its microbatches are summed on the device, its state is on the host.
-        summed: where its gradient of the step is complete first, and is measured.
         norm_tier: the tier of `summed`.
         spilled: what a save copies of its state.
         spill: where it is copied to, part by part.
@@ -48,8 +46,7 @@ class BucketRefs:
         self.norm_tier = step.norm_tier(spec)
         self._writes_through = self.on_device and not step.updates_early
         self.pieces = step.pieces(spec) if step.is_trained(spec) else []
-        self.copy = 0
-        self.slot = 0
+        self.copy = self.slot = 0
         self.touched = self.normed = self.arrived = False
         self.loads_from_host = step.loads_from_host(spec)
         self.loads_from_shard = step.loads_from_shard(spec)
@@ -65,11 +62,10 @@ class BucketRefs:
             ref._replace(memory=Memory.STATE_FILE) for ref in self.state_copies[0]
         )
         dtype = "float32" if self.accumulates else spec.dtype
-        self.gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
-        own = self.gradient._replace(memory=Memory.SUM) if self.sums_on_device else None
-        self.summed = own or self.gradient
+        gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
+        self._gradients = [gradient._replace(copy=copy) for copy in range(step.gradient_sums)]
+        self._adding = self._decided = 0
         lo = rank * spec.shard_numel
-        self.directions = self.gradient._replace(dtype=MATRIX_DTYPE) if spec.matrices else None
         self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
         self.spilled = step.spilled.get(spec.name, ()) if step.is_trained(spec) else ()
         self.spill = tuple(
@@ -79,13 +75,14 @@ class BucketRefs:
         )
         self.snapshot = self._of(Memory.SNAPSHOT)
         self._device_shard = self._of(Memory.DEVICE_SHARD)
-        slots = range(max(step.slots, 1))
+        slots = range(max(step.slots, step.weight_versions))
+        self.beside = False
         self._whole = [self._working(0, spec.numel, slot) for slot in slots]
         self._shard = [self._working(lo, lo + spec.shard_numel, slot) for slot in slots]
 
     @property
     def whole(self) -> Ref:
-        """Its working weights on the device."""
+        """Its working weights on the device, as compute reads them."""
         return self._whole[self.slot]
 
     @property
@@ -94,9 +91,48 @@ class BucketRefs:
         return self._shard[self.slot]
 
     @property
+    def newest(self) -> Ref:
+        """Its working weights on the device, where new ones are brought to."""
+        return self._whole[self._newest_slot]
+
+    @property
     def upload_target(self) -> Ref:
         """The device memory that new weights are brought to."""
-        return self._device_shard if self.loads_from_shard else self.shard
+        return self._device_shard if self.loads_from_shard else self._shard[self._newest_slot]
+
+    @property
+    def _newest_slot(self) -> int:
+        return 1 - self.slot if self.beside else self.slot
+
+    def show_newest(self) -> None:
+        """Compute reads the new weights from here on."""
+        self.slot, self.beside = self._newest_slot, False
+
+    @property
+    def gradient(self) -> Ref:
+        """The gradient that microbatches are added to."""
+        return self._gradients[self._adding]
+
+    @property
+    def decided(self) -> Ref:
+        """The gradient that Adam reads."""
+        return self._gradients[self._decided]
+
+    @property
+    def directions(self) -> Ref | None:
+        """Of matrices, what takes the place of `decided`; None for other buckets."""
+        return self.decided._replace(dtype=MATRIX_DTYPE) if self.spec.matrices else None
+
+    @property
+    def summed(self) -> Ref:
+        """Where its gradient of the step is complete first, and is measured."""
+        if self.sums_on_device:
+            return self.gradient._replace(memory=Memory.SUM, copy=0)
+        return self.gradient
+
+    def close_sum(self) -> None:
+        """The gradient is the one that Adam will read; the next step's goes to the other."""
+        self._decided, self._adding = self._adding, (self._adding + 1) % len(self._gradients)
 
     def piece(self, lo: int, hi: int) -> Ref:
         """A part of the gradient."""
@@ -135,7 +171,7 @@ class BucketRefs:
             return self.upload_target
         # Adam has read the gradient when it writes the weights over it; no staging is needed.
         if not self.accumulates:
-            return self.gradient
+            return self.decided
         return None
 
     @property

@@ -56,12 +56,6 @@ class Program:
             block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
         }
         self.streaming = Streaming(spec, self._order, self._held)
-        self._resident = {
-            name: [bucket.whole for bucket in buckets]
-            for name, buckets in self._trained.items()
-            if not self.streaming.streams(name)
-        }
-        """Block that stays on the device → its weights."""
         # One ring for both ways: gradients on their way down, weights on their way up.
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
         self._gradients = GradientPath(spec, rank, self._order, host_ring)
@@ -103,10 +97,10 @@ class Program:
         Raises:
             StreamError: all slots are taken by pinned blocks.
         """
-        resident = self._resident.get(block)
-        if resident is None:
+        if self.streaming.streams(block):
             self.streaming.use(block, pinned)
         else:
+            resident = [bucket.whole for bucket in self._trained[block]]
             # Compute waits for this block's upload, or all-gather, only: those of later blocks, and
             # their Adam, run beside its forward.
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
@@ -203,6 +197,13 @@ class Program:
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.touched = bucket.normed = bucket.arrived = False
+
+    def sum_ends(self) -> None:
+        """The gradients are measured and wait for the decision; later ones are the next step's."""
+        self.step_ends()
+        for buckets in self._trained.values():
+            for bucket in buckets:
+                bucket.close_sum()
 
     def verify(self) -> None:
         """Raises UpdateError for hyperparameters that changed after updates inside backward."""

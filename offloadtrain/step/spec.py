@@ -161,6 +161,10 @@ class StepSpec:
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
+        weight_versions: of the working weights on the device; two: see [Note: Two versions] in
+            `step.modes`.
+        gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
+            decided.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -169,6 +173,8 @@ class StepSpec:
     num_tensors: int
     streamed: frozenset[str] = frozenset()
     second_copies: frozenset[str] = frozenset()
+    weight_versions: int = 1
+    gradient_sums: int = 1
 
     @property
     def is_single(self) -> bool:
@@ -232,6 +238,8 @@ class StepSpec:
     @property
     def weights_wait(self) -> bool:
         """New weights wait for their upload longer than their gradient's memory is free."""
+        if self.weight_versions > 1:
+            return False
         return self.config.update != "exact" or (self.updates_early and self.accumulates)
 
     @cached_property

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.disk import DiskPath
 from offloadtrain.step.operations import (
+    Enter,
     Event,
     Kind,
     Lane,
@@ -54,7 +55,7 @@ class UpdatePath:
         if bucket.directions is None:
             return
         self._disk.read(bucket)
-        reads, writes = (bucket.gradient,), (bucket.directions, *bucket.state())
+        reads, writes = (bucket.decided,), (bucket.directions, *bucket.state())
         # Host, beside what the device does with the matrices of the block before. It waits for the
         # last copy down; the first copy up waits for it.
         self._order.launch(
@@ -92,7 +93,7 @@ class UpdatePath:
         self._disk.read(bucket)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
-        reads = (bucket.directions or bucket.gradient, *(state if update.out_of_place else ()))
+        reads = (bucket.directions or bucket.decided, *(state if update.out_of_place else ()))
         after = bucket.state(other=update.out_of_place)
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)
@@ -126,16 +127,25 @@ class UpdatePath:
     def upload(self, block: str, buckets: Iterable[tuple[BucketRefs, Ref]]) -> None:
         """Bring a block's new weights to where compute, or its loads, read them; graphs over the
         old ones are stale."""
-        any_left = False
+        renewed = False
         # `buckets` may be lazy: each upload is launched before the next bucket's Adam, which may
         # take its ring slot and then waits for it.
         for bucket, staged in buckets:
             self._upload(bucket, staged)
-            any_left = True
-        if any_left:
+            renewed = renewed or not bucket.beside
+        if renewed:
             self._order.operations.append(Renew(block))
             # A slot still holds the old weights: the next use must load the new ones.
             self._streaming.drop(block)
+
+    def show(self, blocks: Iterable[tuple[str, Sequence[BucketRefs]]]) -> None:
+        """Let compute read the other version of these blocks' weights, which is the newest."""
+        for block, buckets in blocks:
+            for bucket in buckets:
+                bucket.show_newest()
+            # The next use waits for the uploads; graphs keep the version that they were built with.
+            if buckets:
+                self._order.operations += [Enter(block, buckets[0].slot), Renew(block)]
 
     def emit(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
@@ -171,7 +181,7 @@ class UpdatePath:
         event = self._order.record(Lane.COMPUTE, "backward")
         for block, buckets in blocks:
             if not self._streaming.streams(block):
-                refs = [bucket.whole for bucket in buckets]
+                refs = [bucket.newest for bucket in buckets]
                 self._order.was_read(refs, event)
         return event
 
@@ -197,7 +207,7 @@ class UpdatePath:
         """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
         streamed = bucket.loads_from_host or bucket.loads_from_shard
         if not self._is_single and not streamed:
-            op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.whole,))
+            op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
             # comm, beside the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.
             self._order.launch(op)

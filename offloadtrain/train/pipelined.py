@@ -13,7 +13,8 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Stage
 from offloadtrain.data.batches import Batch
-from offloadtrain.engine.pipeline import Pipeline, pipeline
+from offloadtrain.engine.pipeline import pipeline
+from offloadtrain.engine.pipeline_steps import Pipeline
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AnyRule

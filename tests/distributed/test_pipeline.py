@@ -53,15 +53,21 @@ def model_of(seed: int = 1) -> Transformer:
 Told = dict[str, Any]
 
 
-def of_step(optimizer: ot.OffloadOptimizer, losses: Tensor) -> tuple[Any, ...]:
-    report = optimizer.last_step
+def of_step(report: ot.StepReport | None, losses: Tensor) -> tuple[Any, ...]:
     assert report is not None
     told = (report.grad_norm, report.clip_coef, report.loss_scale, report.skipped)
     return (*told, report.micro_steps, losses.tolist())
 
 
-def one_process(groups: bool = False, **options: Any) -> Told:
-    """A run of one process, or of all ranks as replicas; what it has come to."""
+def one_process(
+    groups: bool = False, synchronized: int = 0, skipped: int = 0, **options: Any
+) -> Told:
+    """A run of one process, or of all ranks as replicas; what it has come to.
+
+    Args:
+        synchronized: the step behind which all updates are waited for.
+        skipped: the step that is skipped.
+    """
     model, replicas = model_of(), dist.get_world_size()
     optimizer = ot.offload(
         model,
@@ -72,15 +78,17 @@ def one_process(groups: bool = False, **options: Any) -> Told:
         **options,
     )
     steps = []
-    for tokens, targets in batches(replicas):
+    for number, (tokens, targets) in enumerate(batches(replicas), 1):
         tokens, targets = (x.chunk(replicas)[dist.get_rank()] for x in (tokens, targets))
         losses = []
         for x, y in zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
             loss = loss_of(model(x), y)
             optimizer.backward(loss)
             losses.append(loss.detach().float())
-        optimizer.step()
-        steps.append(of_step(optimizer, torch.stack(losses)))
+        optimizer.step(skip=number == skipped)
+        if number == synchronized:
+            optimizer.synchronize()
+        steps.append(of_step(optimizer.last_step, torch.stack(losses)))
     return {"steps": steps, "masters": masters(optimizer)}
 
 
@@ -126,7 +134,7 @@ def piped(
         tokens, targets = (x.chunk(replicas.size)[replicas.rank] for x in (tokens, targets))
         losses = pipeline.run(tokens, target=targets)
         pipeline.step()
-        steps.append(of_step(pipeline.optimizers[0], losses))
+        steps.append(of_step(pipeline.optimizers[0].last_step, losses))
     found: dict[str, Any] = {}
     for optimizer in pipeline.optimizers:
         found |= masters(optimizer)

@@ -79,7 +79,7 @@ class _Reading:
         self.block.unpacked(self.generation, self.clock)
 
     def __del__(self) -> None:
-        self.block.released()
+        self.block.released(self.generation)
 
 
 class Handle:
@@ -184,7 +184,8 @@ class SavedTensors:
     def register(self, block: Block) -> None:
         """Add a block that stays on the device."""
         for bucket in block.buckets:
-            self._owners.add(bucket.working.flat, (block, bucket))
+            for version in bucket.versions:
+                self._owners.add(version.flat, (block, bucket))
 
     def register_streamed(self, residency: Residency) -> None:
         """Add the streamed blocks, whose memory on the device changes."""

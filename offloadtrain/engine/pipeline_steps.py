@@ -1,0 +1,244 @@
+"""A pipeline in this process: the schedule that runs its stages, and the steps of their
+optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine.norm import Stages
+from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.stage_modules import PipelineError
+from offloadtrain.runtime.mesh import Mesh
+from offloadtrain.runtime.pipeline_schedule import LossFn, Schedule, StageSpec, Unflushed
+
+
+class Pipeline:
+    """This process's stages of a model, and the schedule that runs them. Made by `pipeline()`.
+
+    Attributes:
+        optimizers: of this process's stages, in their order.
+        replicas: the ranks that share the state of these stages.
+        stages: the ranks of this pipeline, in order.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[OffloadOptimizer],
+        axes: Mesh,
+        shapes: Sequence[tuple[Tensor, ...]],
+        schedule: str,
+        microbatches: int,
+        norm: Stages,
+        loss_fn: LossFn,
+    ) -> None:
+        """
+        Args:
+            shapes: the inputs of every stage and the output of the last, on the meta device.
+            norm: adds the squares of all stages.
+        """
+        self.optimizers = tuple(optimizers)
+        self.replicas, self.stages = axes.replicas, axes.stages
+        self._loss_fn, self._microbatches, self._norm = loss_fn, microbatches, norm
+        self._losses: list[Tensor] = []
+        self._divide = True
+        size, rank = axes.stages.size, axes.stages.rank
+        self.indices = tuple(range(rank, size * len(optimizers), size))
+        """The numbers of this process's stages."""
+        self._specs = [
+            StageSpec(one.model, index, shapes[index], shapes[index + 1], one.micro_step)
+            for index, one in zip(self.indices, optimizers, strict=True)
+        ]
+        self._group = axes.stages_group
+        self._begin(schedule)
+        self._forward = self._schedule("gpipe", 1) if len(optimizers) == 1 else None
+
+    def _begin(self, schedule: str) -> None:
+        """Make the schedule of training."""
+        self._training = self._schedule(schedule, self._microbatches)
+
+    def _schedule(self, kind: str, microbatches: int) -> Schedule:
+        try:
+            return Schedule(
+                kind,
+                self._specs,
+                self.stages.size * len(self.optimizers),
+                microbatches,
+                device=self.optimizers[0].device,
+                group=self._group,
+                loss_fn=self._loss,
+            )
+        except ValueError as error:
+            raise PipelineError(f"schedule {kind!r}: {error}") from error
+
+    def run(
+        self,
+        *inputs: Tensor,
+        target: Tensor | None = None,
+        divide: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        """Run forward and backward of all microbatches of a step; `step()` comes next.
+
+        Every process of a pipeline calls it with the same batch.
+
+        Args:
+            inputs, target: of all microbatches, divided along their first dimension. The first
+                stage's forward gets the inputs, the loss function of the last one the target.
+            divide: divide the loss by the number of microbatches, see `offload`.
+            more: arguments of every stage's forward in this process; tensors are divided as well.
+
+        Returns:
+            (microbatches,) fp32 on the host: their losses, on every stage.
+
+        Raises:
+            PipelineError: a batch that cannot be divided into the microbatches.
+            EngineError, GradientError: as `OffloadOptimizer.backward`.
+        """
+        self._check_batch((*inputs, *([] if target is None else [target])))
+        self._losses, self._divide = [], divide
+        self._training.run(inputs, target, more)
+        return self._of_last_stage(self._microbatches)
+
+    @torch.no_grad()
+    def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
+        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage.
+
+        Raises:
+            PipelineError: with several stages in a process, whose schedule divides the batch.
+        """
+        if self._forward is None:
+            raise PipelineError(
+                "evaluate() with several stages in a process: evaluate with stages_per_rank = 1"
+            )
+        self._losses = []
+        self._forward.run(inputs, target, more)
+        return self._of_last_stage(1)[0]
+
+    def step(self, *, skip: bool = False) -> None:
+        """Update every stage of this process; all processes call it. See `OffloadOptimizer.step`.
+
+        Raises:
+            RankError: stages disagree about the step.
+        """
+        for optimizer in self.optimizers:
+            optimizer.step(skip=skip)
+
+    def drain(self) -> Tensor | None:
+        """End what is in flight between two runs; only `schedule="2bw"` leaves anything. All
+        processes call it. Afterwards parameters hold the newest weights.
+
+        Returns:
+            (microbatches,) fp32 on the host: the losses of the last step, on every stage; None
+            where `run` has returned them.
+        """
+        return None
+
+    def close(self) -> None:
+        """Close the stages of this process. Idempotent."""
+        for optimizer in self.optimizers:
+            optimizer.close()
+        self.stages.close()
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        """Return the loss to differentiate, and keep it as it is."""
+        loss = self._loss_fn(output, target)
+        self._losses.append(loss.detach())
+        return self.optimizers[-1].scaled(loss, divide=self._divide)
+
+    def _of_last_stage(self, count: int) -> Tensor:
+        own = torch.stack(self._losses).float().cpu() if self._losses else torch.zeros(count)
+        # Every stage waits for the last one's losses here; the norm, next, would wait for as much.
+        return self.stages.all_gather_host(own)[-1].float()
+
+    def _check_batch(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.shape[0] % self._microbatches:
+                raise PipelineError(
+                    f"a batch of {tensor.shape[0]} rows for {self._microbatches} microbatches: "
+                    "their number must divide it"
+                )
+
+
+class UnflushedPipeline(Pipeline):
+    """A pipeline without flushes: see [Note: Without a flush] in `split_step`."""
+
+    def _begin(self, schedule: str) -> None:
+        if self._microbatches < self.stages.size:
+            raise PipelineError(
+                f"schedule = {schedule!r} with {self._microbatches} microbatches and "
+                f"{self.stages.size} stages: it needs as many microbatches as stages, or a third "
+                "version of the weights"
+            )
+        self._step = self.optimizers[0].split_step()
+        self._last: Callable[[], Tensor] | None = None
+        """Waits for the losses of the last step."""
+        self._unflushed = Unflushed(
+            self._specs[0],
+            self.stages.size,
+            self._microbatches,
+            device=self.optimizers[0].device,
+            group=self._group,
+            loss_fn=self._loss,
+            moments=self,
+        )
+        # All stages wait for each other here, and nowhere later.
+        self._norm.agree_on_names()
+
+    def run(
+        self,
+        *inputs: Tensor,
+        target: Tensor | None = None,
+        divide: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        self._check_batch((*inputs, *([] if target is None else [target])))
+        # Before anything is sent that other stages would wait for.
+        self._step.require_asked("run()")
+        self._losses, self._divide = [], divide
+        self._unflushed.run(inputs, target, more)
+        own = torch.stack(self._losses).float().cpu() if self._losses else None
+        before, self._last = self._last, self._send_losses(own)
+        # The last stage has sent these before it sent the gradients that this stage has received.
+        return self._received(before)
+
+    def step(self, *, skip: bool = False) -> None:
+        """End a step: what `param_groups` hold now is its update's. Stages have microbatches of it
+        left, and decide it in the next `run`."""
+        self._step.ask(skip=skip)
+
+    def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
+        # Stages are at different microbatches: some would send squares where others send losses.
+        if self._last is not None:
+            raise PipelineError("evaluate() with microbatches in flight: call drain() first")
+        return super().evaluate(*inputs, target=target, **more)
+
+    def drain(self) -> Tensor | None:
+        if self._last is None:
+            return None
+        self._step.require_asked("drain()")
+        self._unflushed.drain()
+        self._step.drain()
+        last, self._last = self._last, None
+        return self._received(last)
+
+    def before_forward(self, number: int) -> None:
+        if number == 0:
+            self._step.begin()
+        if number == self.stages.size - 1:
+            self._step.decide()
+
+    def after_backward(self, number: int) -> None:
+        if number == self._microbatches - 1:
+            self._step.backwards_end()
+
+    def _send_losses(self, own: Tensor | None) -> Callable[[], Tensor]:
+        return self.stages.send_host(torch.zeros(self._microbatches) if own is None else own)
+
+    def _received(self, wait: Callable[[], Tensor] | None) -> Tensor:
+        if wait is None:
+            return torch.full((self._microbatches,), torch.nan)
+        return wait()[-1].float()

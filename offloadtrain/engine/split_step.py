@@ -1,0 +1,105 @@
+"""The halves of a step, and when a stage of a pipeline without flushes does them.
+
+[Note: Without a flush]
+No stage knows the norm of a step, and with it the clip coefficient, before the first stage's last
+backward has ended. By then the last stage is several microbatches into the next step. To wait there
+would be the flush that PipeDream-2BW avoids. So a stage sends its squares when its own backwards of
+a step are over, and decides the step before a certain forward of the next one. Of p stages, stage 0
+ends step t behind forward p - 2 of step t + 1. So what any stage receives for forward p - 1 was
+sent behind all squares of step t: none waits longer for these than for its input. Until then
+gradients of step t + 1 are added elsewhere, on all stages but the first. Adam has the other
+forwards of step t + 1: its weights are shown before the first one of step t + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.norm import EngineError
+
+
+class SplitStep:
+    """Ends the steps of one stage, each in several moments of the next one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        check: Callable[[], None],
+        groups: Sequence[dict[str, Any]],
+        step_tensor: Tensor,
+    ) -> None:
+        """
+        Args:
+            check: raises where the model or a hyperparameter cannot be updated.
+            groups: those of the optimizer.
+            step_tensor: 0-dim, gets the number of steps.
+        """
+        self._engine, self._check, self._step_tensor = engine, check, step_tensor
+        self._groups = groups
+        self._asked: tuple[list[dict[str, Any]], bool] | None = None
+        """Hyperparameters and `skip` of a step that is not decided."""
+        self._is_over = self._is_sent = False
+
+    def require_asked(self, what: str) -> None:
+        """Raises EngineError if step() was not called for the last microbatches."""
+        if self._engine.in_flight and self._asked is None:
+            raise EngineError(f"{what} between run() and step(): end the step first")
+
+    def ask(self, *, skip: bool) -> None:
+        """step() was called; it holds from here on what the user may change next.
+
+        Raises:
+            EngineError: no microbatch was run since the last call.
+            ModelError: a parameter was changed by others since `offload()`.
+        """
+        if self._asked is not None:
+            raise EngineError("step() twice: run() the microbatches of the next step first")
+        self._check()
+        now = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        self._asked = now, skip
+        self._send()
+
+    def backwards_end(self) -> None:
+        """The last backward of a step is over on this stage."""
+        self._is_over = True
+        self._send()
+
+    def begin(self) -> None:
+        """The first forward of a step is about to begin: parameters become the newest weights."""
+        self._engine.in_flight = True
+        self._engine.show_newest()
+
+    def decide(self) -> None:
+        """Decide the last step, if there is one; see [Note: Without a flush].
+
+        Raises:
+            RankError: stages disagree about the step.
+        """
+        if not self._is_sent:
+            return
+        assert self._asked is not None
+        (asked, skip), self._asked, self._is_sent = self._asked, None, False
+        now = [dict(group) for group in self._groups]
+        for group, then in zip(self._groups, asked, strict=True):
+            group.update(then)
+        try:
+            self._step_tensor.fill_(self._engine.decide(skip=skip).step)
+        finally:
+            for group, kept in zip(self._groups, now, strict=True):
+                group.update(kept)
+
+    def drain(self) -> None:
+        """No microbatch is in flight any more: parameters become the newest weights."""
+        self.decide()
+        self._engine.in_flight = False
+        self._engine.show_newest()
+
+    def _send(self) -> None:
+        """Send the squares once the backwards are over and step() was called, whichever is last."""
+        if self._is_over and self._asked is not None:
+            self._engine.send_squares()
+            self._is_over, self._is_sent = False, True

@@ -14,6 +14,7 @@ from offloadtrain_tui.panels.events import matches
 from offloadtrain_tui.panels.job import flat
 from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.reports import facts, report
+from offloadtrain_tui.series import Outline
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import _extents
@@ -35,7 +36,7 @@ def look_at(history: History) -> None:
         for name in KINDS:
             chart = plot(name, shown)
             for curve in chart.curves:
-                _extents(curve, chart, 60)
+                _extents(curve, chart, Outline(), 60)
         marks(view)
         report(snapshot)
         facts(snapshot)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import runs
+from offloadtrain_tui import listing, runs
 from offloadtrain_tui.history import History, View, fold
 from offloadtrain_tui.listing import list_runs
 from offloadtrain_tui.log_reader import RunReader
@@ -235,6 +235,23 @@ def test_the_list_of_runs(tmp_path: Path) -> None:
     assert rows["00-b"].state == "killed"
     assert rows["long"].step == 5000 and rows["long"].total == 5000
     assert rows["long"].loss is not None
+
+
+def test_only_logs_that_have_grown_are_listed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "20260101-000000-a", plain(30))
+    grows = write(tmp_path / "20260201-000000-b", plain(30)[:-1])
+    read: list[str] = []
+    glance = listing.glance
+    monkeypatch.setattr(
+        listing, "glance", lambda log: read.append(log.parts[-3][-1]) or glance(log)
+    )
+    found = listing.Listing(tmp_path)
+    assert [row.step for row in found.rows(BEGIN_S)] == [30, 30] and read == ["b", "a"]
+    with open(grows / "events/rank000.jsonl", "ab") as log:
+        log.write(lines([(BEGIN_S + 60, recordings.step(31, recordings.random.Random(0)))])[0])
+    assert [row.step for row in found.rows(BEGIN_S)] == [31, 30] and read == ["b", "a", "b"]
 
 
 def test_an_empty_history_has_a_view() -> None:

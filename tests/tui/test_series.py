@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
-from offloadtrain_tui.series import NOTHING, Series, Smoothed, Window
+from offloadtrain_tui.series import NOTHING, Outline, Series, Smoothed, Window
 
 VALUES = st.lists(
     st.one_of(st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -math.inf]), st.none()),
@@ -99,3 +100,26 @@ def test_logarithms_leave_out_what_has_none() -> None:
     assert logarithmic((10.0, 1000.0)) == (1.0, 3.0)
     assert logarithmic((-5.0, 100.0)) == (2.0, 2.0)
     assert logarithmic((-5.0, 0.0)) == NOTHING
+
+
+def test_an_outline_that_grows_is_the_one_computed_anew() -> None:
+    draw, series, kept = random.Random(0), Series(), Outline()
+    for length in (*range(1, 90), 40, *range(200, 230), 229):
+        series.extend(draw.gauss(0, 1) for _ in range(length - len(series)))
+        window = Window(max(length - 150, 0) // 50 * 50, length)
+        found = kept.of(series, length, window, 37)
+        assert found == Outline().of(series, length, window, 37)
+        assert found == [series.extent(lo, min(hi, length)) for lo, hi in window.columns(37)]
+
+
+def test_an_outline_computes_only_columns_with_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    series, kept, window = Series(), Outline(), Window(0, 1024)
+    series.extend(float(n % 7) for n in range(1024))
+    kept.of(series, 1000, window, 64)
+    asked: list[tuple[int, int]] = []
+    extent = Series.extent
+    monkeypatch.setattr(
+        Series, "extent", lambda self, lo, hi: asked.append((lo, hi)) or extent(self, lo, hi)
+    )
+    kept.of(series, 1001, window, 64)
+    assert asked == [(992, 1001), (1008, 1001)]

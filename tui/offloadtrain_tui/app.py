@@ -6,7 +6,6 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -29,7 +28,7 @@ from offloadtrain_tui.dialogs import Ask, Raw
 from offloadtrain_tui.filter import Sanitized, is_unicode
 from offloadtrain_tui.help import Help
 from offloadtrain_tui.history import History, View
-from offloadtrain_tui.listing import RunRow, list_runs
+from offloadtrain_tui.listing import Listing, RunRow
 from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
@@ -155,7 +154,7 @@ class Monitor(RunActions):
         None: where Textual draws."""
         super().__init__()
         self.clock: Clock = clock or LiveClock()
-        self.runs_dir = runs_dir
+        self._listing = Listing(runs_dir)
         self.reader = Reader(
             found, self.clock, lambda: self.post_message(self.News()), news_s=news_s
         )
@@ -169,7 +168,6 @@ class Monitor(RunActions):
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
-        self._shown_s = 0.0
         name, state = (found[0].name, "opening") if found else ("no run: this machine", "")
         empty = Snapshot(name, None, (View.at(History()),), state)
         self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
@@ -203,7 +201,7 @@ class Monitor(RunActions):
         if self._watch_machine:
             self._machine.start()
         replay = isinstance(self.clock, ReplayClock)
-        self.set_interval(0.25 if replay else QUIET_S, self._tick if replay else self._tick_quiet)
+        self._quiet = self.set_interval(0.25 if replay else QUIET_S, self._tick)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
         self._look_for_runs()
         if self.first_panel != "overview":
@@ -225,6 +223,7 @@ class Monitor(RunActions):
     def on_monitor_news(self) -> None:
         self._snapshots = self.reader.take()
         self._show()
+        self._quiet.reset()  # what time alone changes has been drawn: the next tick is put off
 
     def on_monitor_sampled(self, message: Monitor.Sampled) -> None:
         self.shown = replace(self.shown, machine=message.system)  # shown at the next tick
@@ -252,16 +251,11 @@ class Monitor(RunActions):
         self._snapshots = self.reader.take()
         self._show()
 
-    def _tick_quiet(self) -> None:
-        """Draw what time alone changes, unless news have just done so."""
-        if time.monotonic() - self._shown_s > QUIET_S / 2:
-            self._tick()
-
     def _look_for_runs(self) -> None:
         """List runs on another thread: a hundred runs on a slow disk take time."""
 
         def look() -> None:
-            rows = list_runs(self.runs_dir, self.clock.now_s())
+            rows = self._listing.rows(self.clock.now_s())
             self.post_message(self.Listed(rows))
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
@@ -300,7 +294,6 @@ class Monitor(RunActions):
 
     def _show(self) -> None:
         """Update the screen to the newest state."""
-        self._shown_s = time.monotonic()
         if not isinstance(self.clock, ReplayClock):
             self._call_attention()
         if self._snapshots:
@@ -345,7 +338,7 @@ class Monitor(RunActions):
     def action_panel(self, name: str) -> None:
         self.query_one(ContentSwitcher).current = name
         self._refresh()
-        focusable = self.panel.query("DataTable")
+        focusable = self.panel.query("DataTable, VerticalScroll")
         if self.panel.can_focus:
             self.panel.focus()
         elif focusable:

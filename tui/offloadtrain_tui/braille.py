@@ -16,6 +16,8 @@ _BARS = tuple(
 )
 """Return the dots of a column from row `first` to row `last` of a character."""
 
+_NO_CURVE = 255
+
 _SIGNS = [" ", *(chr(0x2800 + dots) for dots in range(1, 256))]
 
 
@@ -25,8 +27,8 @@ class Canvas:
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._dots = [[0] * width for _ in range(height)]
-        self._curve = [[-1] * width for _ in range(height)]
+        self._dots = [bytearray(width) for _ in range(height)]
+        self._curve = [bytearray([_NO_CURVE] * width) for _ in range(height)]
 
     def draw(self, extents: Sequence[Extent], low: float, high: float, curve: int) -> None:
         """Draw a curve of one extent per column of dots (2 * width of them), joined to the next.
@@ -58,15 +60,19 @@ class Canvas:
             self._dots[y][x] |= bars[begin][end]
             self._curve[y][x] = curve
 
-    def row(self, y: int) -> list[tuple[str, int]]:
-        """Yield runs of characters of one curve: (text, curve), -1 if nothing is drawn."""
+    def drawn(self, y: int) -> tuple[bytes, bytes]:
+        """Return what is drawn in a row; equal ones look the same."""
+        return bytes(self._dots[y]), bytes(self._curve[y])
+
+    def row(self, y: int) -> list[tuple[str, int | None]]:
+        """Return runs of characters of one curve: (text, curve), None if nothing is drawn."""
         runs: list[tuple[list[str], int]] = []
         for dots, curve in zip(self._dots[y], self._curve[y], strict=True):
             if runs and runs[-1][1] == curve:
                 runs[-1][0].append(_SIGNS[dots])
             else:
                 runs.append(([_SIGNS[dots]], curve))
-        return [("".join(signs), curve) for signs, curve in runs]
+        return [("".join(signs), None if curve == _NO_CURVE else curve) for signs, curve in runs]
 
 
 def _row(value: float, low: float, scale: float, highest: int) -> int:

@@ -23,7 +23,7 @@ from offloadtrain_tui.moments import Moment, moment_of
 from offloadtrain_tui.packed import TimedLines
 from offloadtrain_tui.series import Series, Smoothed
 from offloadtrain_tui.text import clean
-from offloadtrain_tui.timelines import SAMPLED_STEPS, Timelines
+from offloadtrain_tui.timelines import SAMPLED_STEPS, Spans, Timelines
 
 LANES = (
     *("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
@@ -393,14 +393,14 @@ class View:
         return found if type(found) is int and found > 0 else 0
 
     @property
-    def spans(self) -> tuple[schema.LaneSpan, ...]:
+    def spans(self) -> Spans:
         """The timeline of the newest sampled step."""
         sampled = self.history.sampled
         count = sampled.count(self.time_s)
         for step in reversed(sampled.values[max(count - SAMPLED_STEPS, 0) : count]):
             if (found := self.history.timelines.of(step)) is not None:
                 return found
-        return ()
+        return Spans()
 
     @property
     def moments(self) -> list[Moment]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain_tui import runs
@@ -24,15 +26,38 @@ class RunRow:
     last_s: float | None
 
 
-def list_runs(runs_dir: Path, now_s: float, most: int = 200) -> list[RunRow]:
+@dataclass(slots=True)
+class Listing:
+    """The runs of a folder; of a log that has not grown, nothing is read again."""
+
+    runs_dir: Path
+    _views: dict[Path, tuple[tuple[int, int], View]] = field(default_factory=dict)
+
+    def rows(self, now_s: float, most: int = 200) -> list[RunRow]:
+        """Return the runs, the newest first."""
+        folders = runs.all_runs(self.runs_dir)[:most]
+        self._views = {folder: self._read(folder) for folder in folders}
+        return [_row(folder, view, now_s) for folder, (_, view) in self._views.items()]
+
+    def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
+        """Return the first and the last records of rank 0, with the log's size and time."""
+        logs = runs.open_run(folder).logs
+        stamp = (0, 0)
+        with suppress(OSError):
+            found = os.lstat(logs[0]) if logs else None
+            stamp = (found.st_size, found.st_mtime_ns) if found else stamp
+        known = self._views.get(folder)
+        if known is not None and known[0] == stamp:
+            return known
+        return stamp, View.at(glance(logs[0]) if logs else History())
+
+
+def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
     """Return the runs of a folder, the newest first."""
-    return [row_of(folder, now_s) for folder in runs.all_runs(runs_dir)[:most]]
+    return Listing(runs_dir).rows(now_s)
 
 
-def row_of(folder: Path, now_s: float) -> RunRow:
-    """Build a row from the first and the last records of rank 0."""
-    logs = runs.open_run(folder).logs
-    view = View.at(glance(logs[0]) if logs else History())
+def _row(folder: Path, view: View, now_s: float) -> RunRow:
     return RunRow(
         folder=folder,
         state=runs.state_of(view, runs.is_alive(folder), now_s),

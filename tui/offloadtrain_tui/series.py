@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -141,3 +142,29 @@ class Window:
             return []
         cuts = [self.lo + size * i // count for i in range(count + 1)]
         return [(begin, max(end, begin + 1)) for begin, end in itertools.pairwise(cuts)]
+
+
+class Outline:
+    """The extents of a series in the columns of a window, kept while the window stays: only columns
+    with new values are computed."""
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] = ()
+        self._columns: list[tuple[int, int]] = []
+        self._ends: list[int] = []
+        self._extents: list[Extent] = []
+        self._length = 0
+
+    def of(self, series: Series, length: int, window: Window, count: int) -> list[Extent]:
+        """Return the extents of the first `length` values in so many columns."""
+        of = (series, window.lo, window.size, count)
+        if of != self._of or length < self._length:
+            self._of, self._extents, self._length = of, [], 0
+            self._columns = window.columns(count)
+            self._ends = [end for _, end in self._columns]
+        if length > self._length or not self._extents:
+            whole = bisect_right(self._ends, self._length) if self._extents else 0
+            fresh = (series.extent(lo, min(hi, length)) for lo, hi in self._columns[whole:])
+            self._extents[whole:] = fresh
+            self._length = length
+        return self._extents

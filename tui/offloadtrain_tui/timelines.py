@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cached_property
 
 from offloadtrain.events import schema
 from offloadtrain_tui.packed import pack, unpack
@@ -10,7 +11,23 @@ from offloadtrain_tui.packed import pack, unpack
 SAMPLED_STEPS = 256
 """Number of newest timelines kept."""
 
-Spans = tuple[schema.LaneSpan, ...]
+
+class Spans(tuple[schema.LaneSpan, ...]):
+    """The spans of a step. What is computed over all of them is computed once."""
+
+    @cached_property
+    def end_ms(self) -> float:
+        """When the last one ends."""
+        return max((span.start_ms + span.duration_ms for span in self), default=0.0)
+
+    @cached_property
+    def waits_ms(self) -> dict[str, float]:
+        """Lane → how long compute waited for it."""
+        waits: dict[str, float] = {}
+        for span in self:
+            if span.lane == schema.WAIT:
+                waits[span.name] = waits.get(span.name, 0.0) + span.duration_ms
+        return waits
 
 
 class Timelines:
@@ -20,7 +37,7 @@ class Timelines:
         self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
         self._shown: list[bytes] | bytes = []
         self._count = 0
-        self._spans: Spans = ()
+        self._spans = Spans()
 
     def add(self, step: int, line: bytes) -> bool:
         """Add a line of the log; return whether it is the first of its step."""
@@ -49,7 +66,7 @@ class Timelines:
         if kept is None:
             return None
         if kept is not self._shown:
-            self._shown, self._count, self._spans = kept, 0, ()
+            self._shown, self._count, self._spans = kept, 0, Spans()
         if isinstance(kept, list) or not self._count:
             self._decode(unpack(kept) if isinstance(kept, bytes) else kept)
         return self._spans
@@ -59,5 +76,6 @@ class Timelines:
         if count > self._count:
             records = map(schema.from_line, lines[self._count : count])
             fresh = (record.event for record in records if record is not None)
-            self._spans += tuple(one for one in fresh if isinstance(one, schema.LaneSpan))
+            told = (one for one in fresh if isinstance(one, schema.LaneSpan))
+            self._spans = Spans((*self._spans, *told))
             self._count = count

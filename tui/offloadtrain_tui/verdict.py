@@ -50,10 +50,7 @@ def shares(view: View) -> dict[str, float]:
 def waited_for(view: View) -> dict[str, float]:
     """Return lane → its part of compute's waits, in the newest sampled step; without one, all of it
     is the busiest lane's."""
-    waits: dict[str, float] = {}
-    for span in view.spans:
-        if span.lane == schema.WAIT:
-            waits[span.name] = waits.get(span.name, 0.0) + span.duration_ms
+    waits = view.spans.waits_ms
     if total := sum(waits.values()):
         return {lane: spent / total for lane, spent in waits.items()}
     busy = {lane: view.busy_ms(lane) for lane in ("host", "d2h", "h2d", "load", "comm")}

@@ -1,12 +1,14 @@
-"""6: ranks and GPUs: lag and slowness."""
+"""6: ranks and GPUs: lag and slowness, and the stages of a pipeline."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from textual.app import ComposeResult
-from textual.widgets import DataTable, Static
+from textual.containers import VerticalScroll
+from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
@@ -14,9 +16,11 @@ from offloadtrain_tui import memory
 from offloadtrain_tui.history import View
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.table import Cell, fill
+from offloadtrain_tui.widgets.rows import Rows, Table
 from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.words import percent
 
 RANKS = (
     "rank",
@@ -38,14 +42,16 @@ class Ranks(Panel):
 
     def compose(self) -> ComposeResult:
         yield Static(id="ranks-text", markup=False)
-        yield DataTable(id="ranks-rows", cursor_type="row", zebra_stripes=True)
+        with VerticalScroll(id="ranks-all"):
+            yield Rows(id="ranks-rows")
         yield Static(id="ranks-gpu-text", markup=False)
-        yield DataTable(id="ranks-gpus", cursor_type="row", zebra_stripes=True)
+        with VerticalScroll(id="ranks-machine"):
+            yield Rows(id="ranks-gpus")
 
     def show(self, shown: ViewState) -> None:
         views = shown.views
-        tell(self.query_one("#ranks-text", Static), skew(views))
-        fill(self.query_one("#ranks-rows", DataTable), RANKS, rank_rows(views))
+        tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
+        self.query_one("#ranks-rows", Rows).show(rank_table(views))
         own = memory.local(shown)
         system = own or shown.view.system
         gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
@@ -54,13 +60,58 @@ class Ranks(Panel):
         where = "live" if own is not None else "as logged"
         text = f" GPUs, {where}" if gpus else f" no GPU to show: {state or 'none was sampled'}"
         tell(self.query_one("#ranks-gpu-text", Static), text)
-        fill(self.query_one("#ranks-gpus", DataTable), GPUS, [_gpu(gpu) for gpu in gpus])
+        self.query_one("#ranks-gpus", Rows).show(Table(GPUS, tuple(map(_gpu, gpus))))
 
 
-def rank_rows(views: Sequence[View]) -> list[tuple[Cell, ...]]:
+def rank_table(views: Sequence[View]) -> Table:
+    """Return a row per rank; the ranks of a pipeline say which stage is theirs, and its bubble."""
+    rows = rank_rows(views)
+    if not any(map(stage_of, views)):
+        return Table(RANKS, tuple(rows))
+    staged = [(*row, _bubble(view), stage_of(view)) for row, view in zip(rows, views, strict=True)]
+    return Table((*RANKS, "bubble", "stage"), tuple(staged))
+
+
+def stage_of(view: View) -> str:
+    """Return, for example, "stage 1 of 2 (embedding, layers 0 to 1)"; "" without a pipeline."""
+    found = view.start.plan.get("stage") if view.start else None
+    return clean(found, 60) if isinstance(found, str) else ""
+
+
+def bubble(view: View) -> float | None:
+    """Return the share of the recent steps in which the rank waited for other stages: it neither
+    computed, nor waited for its own lanes or data."""
+    series, length = view.history.series, view.length
+    recent = slice(max(length - RECENT_STEPS, 0), length)
+    step_ms = math.fsum(series["step_ms"].values[recent])
+    own = (view.history.busy["compute"], series["exposed_ms"], series["data_ms"])
+    own_ms = math.fsum(x for one in own for x in one.values[recent] if math.isfinite(x))
+    known = math.isfinite(step_ms) and step_ms > 0 and own_ms > 0
+    return max(1.0 - own_ms / step_ms, 0.0) if known else None
+
+
+def slow_stage(views: Sequence[View]) -> str:
+    """Name the stage that the others of a pipeline wait for: the one with the least bubble."""
+    known = [
+        (share, view) for view in views if stage_of(view) and (share := bubble(view)) is not None
+    ]
+    if len(known) < 2:
+        return ""
+    share, view = min(known, key=lambda one: one[0])
+    most = max(share for share, _ in known)
+    told = f"rank {view.history.rank}, {stage_of(view)}, sets the pace: bubble {percent(share)}"
+    return f" {len(views)} ranks in a pipeline; {told}, of others up to {percent(most)}"
+
+
+def _bubble(view: View) -> str:
+    share = bubble(view)
+    return "-" if share is None else percent(share)
+
+
+def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
     newest = max((view.step for view in views), default=0)
     middle = _middle(views)
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for view in views:
         own = view.median_own_ms()
         apart = f"{100 * (own / middle - 1):+.1f} %" if own and middle else "-"
@@ -100,7 +151,7 @@ def _middle(views: Sequence[View]) -> float:
     return statistics.median(known) if known else 0.0
 
 
-def _gpu(gpu: schema.GpuSample) -> tuple[Cell, ...]:
+def _gpu(gpu: schema.GpuSample) -> tuple[str, ...]:
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
     held = "-" if used is None else units.format_bytes(used)
     return (

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
-from textual.widget import Widget
 
 from offloadtrain.config import units
-from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS, strip_of, styled
+from offloadtrain_tui.widgets.drawn import Drawn
+from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
 
 LABEL_WIDTH = 9
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -43,64 +43,47 @@ class Area:
         return max(self.limit, seen, 1)
 
 
-class AreaChart(Widget):
+class AreaChart(Drawn[Area]):
     """A widget that draws an `Area`; colors and fills are those of the bars."""
 
     DEFAULT_CSS = "AreaChart { height: 1fr; min-height: 4; }"
 
-    def __init__(self, area: Area, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._area = area
-
-    def show(self, area: Area) -> None:
-        if area != self._area:
-            self._area = area
-            self.refresh()
-
-    def render_line(self, y: int) -> Strip:
-        width, rows = self.size.width, self.size.height - 2
-        if y == 0:
-            segments = self._title()
-        elif y <= rows:
-            segments = self._row(y - 1, rows, width - LABEL_WIDTH)
-        else:
-            segments = self._axis(width - LABEL_WIDTH)
-        return strip_of(segments, width, self.rich_style)
-
-    def _style(self, color: str, **options: bool) -> Style:
-        return styled(self.app.theme_variables.get(color, ""), **options)
+    def draw(self, width: int, height: int) -> list[Strip]:
+        rows, inner = height - 2, width - LABEL_WIDTH
+        lines = [self._title(), *(self._row(y, rows, inner) for y in range(rows))]
+        return [self.strip(line) for line in (*lines, self._axis(inner))]
 
     def _title(self) -> list[Segment]:
-        area = self._area
+        area = self._content
         if not any(area.columns):
-            return [Segment(f" {area.title}: no sample yet", self._style("foreground", dim=True))]
+            return [Segment(f" {area.title}: no sample yet", self.style("foreground", dim=True))]
         limit = f"  ─ limit {units.format_bytes(area.limit)}" if area.limit else ""
         plan = f"  ┄ planned {units.format_bytes(area.planned)}" if area.planned else ""
         return [
-            Segment(f" {area.title}", self._style("foreground", bold=True)),
-            Segment(limit, self._style("error")),
-            Segment(plan, self._style("foreground", dim=True)),
+            Segment(f" {area.title}", self.style("foreground", bold=True)),
+            Segment(limit, self.style("error")),
+            Segment(plan, self.style("foreground", dim=True)),
         ]
 
     def _row(self, y: int, rows: int, inner: int) -> list[Segment]:
         """The row between two heights; a cell has the fill of the band in its middle."""
-        area, top = self._area, self._area.top
+        area, top = self._content, self._content.top
         low, high = top * (rows - 1 - y) / rows, top * (rows - y) / rows
         labelled = y in (0, rows - 1) or (rows > 5 and y == rows // 2)
         height = area.base + (high if y < rows - 1 else low)
         label = units.format_bytes(height) if labelled else ""
-        found = [Segment(f"{label:>{LABEL_WIDTH - 1}}│", self._style("foreground", dim=True))]
+        found = [Segment(f"{label:>{LABEL_WIDTH - 1}}│", self.style("foreground", dim=True))]
         empty = Segment(" ")
         if area.limit and low < area.limit <= high:
-            empty = Segment("─", self._style("error"))
+            empty = Segment("─", self.style("error"))
         elif area.planned and low < area.planned <= high:
-            empty = Segment("┄", self._style("foreground", dim=True))
+            empty = Segment("┄", self.style("foreground", dim=True))
         for x in range(max(inner, 0)):
             found.append(self._cell(x, inner, low, high) or empty)
         return found
 
     def _cell(self, x: int, inner: int, low: float, high: float) -> Segment | None:
-        columns = self._area.columns
+        columns = self._content.columns
         column = columns[x * len(columns) // inner] if columns else None
         if column is None:
             return None
@@ -123,10 +106,10 @@ class AreaChart(Widget):
 
     def _color(self, number: int, count: int) -> Style:
         if number >= count - 2:
-            return self._style("foreground", dim=True)
-        return self._style(OWNER_COLORS[number % len(OWNER_COLORS)])
+            return self.style("foreground", dim=True)
+        return self.style(OWNER_COLORS[number % len(OWNER_COLORS)])
 
     def _axis(self, inner: int) -> list[Segment]:
-        left, right = self._area.axis
+        left, right = self._content.axis
         text = " " * LABEL_WIDTH + f"{left}{right:>{max(inner - len(left), 1)}}"
-        return [Segment(text, self._style("foreground", dim=True))]
+        return [Segment(text, self.style("foreground", dim=True))]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
-from textual.widget import Widget
 
 from offloadtrain.config import units
 from offloadtrain_tui.text import clean
-from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS, strip_of, styled
+from offloadtrain_tui.widgets.drawn import Drawn
+from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
 
 FREE, PEAK = "·", "┃"
 _NAME_WIDTH = 34
@@ -55,11 +56,16 @@ class Tier:
         return sum(part.nbytes for part in self.parts)
 
     @property
+    def owners(self) -> int:
+        """How many have memory in it."""
+        return len(self.parts) + bool(self.cache) + bool(self.other)
+
+    @property
     def free(self) -> int:
         return max(self.total - self.used - self.cache - self.other, 0)
 
 
-class MemoryBars(Widget):
+class MemoryBars(Drawn[tuple[Tier, ...]]):
     """Bars below each other: a line of figures, the bar, and as many owners as fit; more bars than
     fit so have one line each."""
 
@@ -67,43 +73,41 @@ class MemoryBars(Widget):
 
     def __init__(self, *, legend: int = 2, id: str | None = None) -> None:
         """`legend`: most lines of owners below a bar."""
-        super().__init__(id=id)
-        self._tiers: tuple[Tier, ...] = ()
+        super().__init__((), id=id)
         self._legend = legend
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return self._tiers
+        return self._content
 
-    def show(self, tiers: tuple[Tier, ...]) -> None:
-        if tiers != self._tiers:
-            before = self._layout()
-            self._tiers = tiers
-            self.refresh(layout=self._layout() != before)
+    def show(self, content: tuple[Tier, ...]) -> None:
+        before = len(self._layout())
+        super().show(content)
+        if len(self._layout()) != before:
+            self.refresh(layout=True)
 
     def get_content_height(self, *_: object) -> int:
         return max(len(self._layout()), 1)
 
-    def render_line(self, y: int) -> Strip:
-        layout, width = self._layout(), self.size.width
-        if y >= len(layout):
-            return strip_of((), width, self.rich_style)
-        tier, line = self._tiers[layout[y][0]], layout[y][1]
+    def draw(self, width: int, height: int) -> list[Strip]:
+        lines = [(self.tiers[number], line) for number, line in self._layout()]
+        count = len(lines), len(self.tiers)
+        return [self.line((*of, *count), partial(self._segments, *of, width)) for of in lines]
+
+    def _segments(self, tier: Tier, line: int, width: int) -> list[Segment]:
         if line == _ONE:
-            segments = self._in_one_line(tier, width)
-        elif line == _REST:
-            segments = self._rest()
-        elif line == 0:
-            segments = self._title(tier)
-        elif line == 1:
-            segments = [Segment(" "), *self._bar(tier, width - 2)]
-        else:
-            segments = self._names(tier, line - 2, width)
-        return strip_of(segments, width, self.rich_style)
+            return self._in_one_line(tier, width)
+        if line == _REST:
+            return self._rest()
+        if line == 0:
+            return self._title(tier)
+        if line == 1:
+            return [Segment(" "), *self._bar(tier, width - 2)]
+        return self._names(tier, line - 2, width)
 
     def _layout(self) -> list[tuple[int, int]]:
         """Return (bar, its line) of every line; ONE: all in one; REST: of bars that do not fit."""
-        tiers = self._tiers
+        tiers = self.tiers
         if len(tiers) <= 2:
             return [line for number in range(len(tiers)) for line in self._lines(number)]
         order = sorted(range(len(tiers) - 1), key=lambda number: tiers[number].free)
@@ -116,24 +120,21 @@ class MemoryBars(Widget):
         """Return the lines of a bar with figures above and owners below it."""
         most = self._legend if self.app.size.height >= _SHORT else 1
         per_line = max(self.app.size.width // _NAME_WIDTH, 1)
-        names = min(-(-len(self._labels(self._tiers[number])) // per_line), most)
+        names = min(-(-self.tiers[number].owners // per_line), most)
         return [(number, line) for line in range(2 + names)]
 
     def _rest(self) -> list[Segment]:
         drawn = sum(line == _ONE for _, line in self._layout())
-        text = f" and {len(self._tiers) - 1 - drawn} GPUs with more free memory"
-        return [Segment(text, self._style("foreground", dim=True))]
-
-    def _style(self, color: str, **options: bool) -> Style:
-        return styled(self.app.theme_variables.get(color, ""), **options)
+        text = f" and {len(self.tiers) - 1 - drawn} GPUs with more free memory"
+        return [Segment(text, self.style("foreground", dim=True))]
 
     def _title(self, tier: Tier) -> list[Segment]:
         of = f" of {units.format_bytes(tier.total)}" if tier.total else ""
         return [
-            Segment(f" {tier.title}", self._style("foreground", bold=True)),
-            Segment(f" {units.format_bytes(tier.used)}{of}", self._style("primary")),
+            Segment(f" {tier.title}", self.style("foreground", bold=True)),
+            Segment(f" {units.format_bytes(tier.used)}{of}", self.style("primary")),
             *self._figures(tier),
-            Segment(f"  {clean(tier.note)}", self._style("foreground", dim=True)),
+            Segment(f"  {clean(tier.note)}", self.style("foreground", dim=True)),
         ]
 
     def _figures(self, tier: Tier) -> list[Segment]:
@@ -141,13 +142,13 @@ class MemoryBars(Widget):
         if tier.total:
             scarce = tier.free < 0.05 * tier.total
             text = f"  free {units.format_bytes(tier.free)}"
-            found.append(Segment(text, self._style("warning" if scarce else "success")))
+            found.append(Segment(text, self.style("warning" if scarce else "success")))
         if tier.peak:
             text = f"  {PEAK} peak {units.format_bytes(tier.peak)}"
-            found.append(Segment(text, self._style("foreground")))
+            found.append(Segment(text, self.style("foreground")))
         if tier.planned:
             text = f"  planned {units.format_bytes(tier.planned)}"
-            found.append(Segment(text, self._style("foreground", dim=True)))
+            found.append(Segment(text, self.style("foreground", dim=True)))
         return found
 
     def _in_one_line(self, tier: Tier, width: int) -> list[Segment]:
@@ -159,11 +160,11 @@ class MemoryBars(Widget):
         room = max(width - len(tier.title) - len(figures) - len(free) - len(note) - 2, 8)
         scarce = tier.total and tier.free < 0.05 * tier.total
         return [
-            Segment(f" {tier.title}", self._style("foreground", bold=True)),
-            Segment(figures, self._style("primary")),
+            Segment(f" {tier.title}", self.style("foreground", bold=True)),
+            Segment(figures, self.style("primary")),
             *self._bar(tier, room),
-            Segment(free, self._style("warning" if scarce else "success")),
-            Segment(note, self._style("foreground", dim=True)),
+            Segment(free, self.style("warning" if scarce else "success")),
+            Segment(note, self.style("foreground", dim=True)),
         ]
 
     def _bar(self, tier: Tier, inner: int) -> list[Segment]:
@@ -177,14 +178,14 @@ class MemoryBars(Widget):
         for sign, size in ((CACHE, tier.cache), (OTHERS, tier.other), (FREE, whole)):
             done = min(done + size, whole)
             rest = inner * done // whole - len(cells)
-            cells += [(sign, self._style("foreground", dim=True))] * rest
+            cells += [(sign, self.style("foreground", dim=True))] * rest
         if 0 < tier.peak <= whole and cells:
-            cells[min(inner * tier.peak // whole, inner - 1)] = PEAK, self._style("error")
+            cells[min(inner * tier.peak // whole, inner - 1)] = PEAK, self.style("error")
         return [Segment(text, style) for text, style in cells]
 
     def _cell(self, number: int) -> tuple[str, Style]:
         color = OWNER_COLORS[number % len(OWNER_COLORS)]
-        return FILLS[number % len(FILLS)], self._style(color)
+        return FILLS[number % len(FILLS)], self.style(color)
 
     def _names(self, tier: Tier, line: int, width: int) -> list[Segment]:
         per_line = max(self.app.size.width // _NAME_WIDTH, 1)
@@ -198,7 +199,7 @@ class MemoryBars(Widget):
     def _labels(self, tier: Tier) -> list[tuple[str, Style, str]]:
         """Return sign and name of all that is in a bar."""
         owned = [(*self._cell(number), part) for number, part in enumerate(tier.parts)]
-        dim = self._style("foreground", dim=True)
+        dim = self.style("foreground", dim=True)
         rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
         owned += [(sign, dim, Part(name, size)) for sign, name, size in rest if size]
         return [(s, c, f"{p.owner} {units.format_bytes(p.nbytes)}") for s, c, p in owned]

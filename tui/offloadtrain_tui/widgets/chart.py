@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.events import Click
-from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
-from textual.widget import Widget
 
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
-from offloadtrain_tui.series import NOTHING, Extent, Series, Smoothed, Window
+from offloadtrain_tui.series import NOTHING, Extent, Outline, Series, Smoothed, Window
 from offloadtrain_tui.text import short
-from offloadtrain_tui.widgets.styles import PLAIN, strip_of, styled
+from offloadtrain_tui.widgets.drawn import Drawn
 
 _GUTTER = 8
 """Least width of the labels and their line."""
@@ -25,6 +24,9 @@ _HIGH = 7
 """Lines of a chart that has a line for its marks."""
 
 NO_WINDOW = Window(0, 0)
+
+Signs = tuple[tuple[int, tuple[str, Style]], ...]
+"""(column of the curves, (character, its style)), drawn over them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Plot:
         return low, high
 
 
-class Chart(Widget):
+class Chart(Drawn[Plot]):
     """A widget that draws a `Plot`."""
 
     class Picked(Message):
@@ -111,89 +113,57 @@ class Chart(Widget):
 
     def __init__(self, plot: Plot, *, id: str | None = None, pickable: bool = True) -> None:
         """`pickable`: positions are steps, which can be selected."""
-        super().__init__(id=id)
+        super().__init__(plot, id=id)
         self._pickable = pickable
-        self._plot = plot
-        self._strips: list[Strip] = []
-        self._colors: dict[str, str] = {}
-        self._base = PLAIN
         self._gutter = _GUTTER
-        self._drawn: tuple[object, ...] = ()
-        self._width = self._height = 0  # of what is drawn: a widget computes its size anew
+        self._outlines: dict[tuple[str, int], Outline] = {}
 
     @property
     def plot(self) -> Plot:
-        return self._plot
-
-    def show(self, plot: Plot) -> None:
-        """Redraw if the plot has changed; only changed lines go to the terminal."""
-        if plot == self._plot:
-            return
-        self._plot = plot
-        before = self._strips
-        self._bring_up()
-        width = self.size.width
-        lines = [
-            Region(0, y, width, 1)
-            for y, strip in enumerate(self._strips)
-            if y >= len(before) or strip != before[y]
-        ]
-        if lines:
-            self.refresh(*lines)
+        return self._content
 
     def on_click(self, event: Click) -> None:
-        window, inner = self._plot.window, self.size.width - self._gutter
+        window, inner = self.plot.window, self.size.width - self._gutter
         column = event.x - self._gutter
         if self._pickable and window.size and 0 <= column < inner:
-            last = max((curve.length for curve in self._plot.curves), default=0) - 1
+            last = max((curve.length for curve in self.plot.curves), default=0) - 1
             position = min(window.lo + column * window.size // inner, last)
             if position >= 0:
                 self.post_message(self.Picked(position))
 
-    def render_line(self, y: int) -> Strip:
-        self._bring_up()
-        return self._strips[y] if y < len(self._strips) else self._strip(())
-
-    def on_show(self) -> None:
-        """Draw every line: those that changed while the chart was hidden were not drawn then."""
-        self.refresh()
-
-    def _strip(self, segments: Iterable[Segment]) -> Strip:
-        return strip_of(segments, self._width, self._base)
-
-    def _bring_up(self) -> None:
-        """Draw if necessary."""
-        width, height = self.size
-        key = (self._plot, width, height, self.app.theme)
-        if key != self._drawn:
-            self._width, self._height = width, height
-            self._strips, self._drawn = self._draw(width, height), key
-
-    def _draw(self, width: int, height: int) -> list[Strip]:
-        self._colors, self._base = self.app.theme_variables, self.rich_style
+    def draw(self, width: int, height: int) -> list[Strip]:
         rows = height - 2 - self._has_mark_row(height)
-        columns = 2 * width if self._plot.log else 1  # a logarithm leaves out what is not positive
-        found = bounds([_extents(curve, self._plot, columns) for curve in self._plot.curves])
+        columns = 2 * width if self.plot.log else 1  # a logarithm leaves out what is not positive
+        found = bounds(self._extents("range", columns))
         if found is None or rows < 1 or width < 2 * _GUTTER:
-            empty = self._strip([Segment(" nothing yet", self._style("foreground", dim=True))])
-            return [self._strip(self._title()), *([] if found else [empty])]
-        low, high = self._plot.range_of(*found)
+            empty = self.strip([Segment(" nothing yet", self.style("foreground", dim=True))])
+            return [self.strip(self._title()), *([] if found else [empty])]
+        low, high = self.plot.range_of(*found)
         labels = self._labels(low, high, rows)
         self._gutter = max(_GUTTER, *(len(label) + 1 for label in labels))
         inner = width - self._gutter
-        extents = [_extents(curve, self._plot, inner * 2) for curve in self._plot.curves]
+        top = [self._mark_row(inner)] if self._has_mark_row(height) else []
+        body = self._body(self._canvas(inner, rows, low, high), labels)
+        return [self.strip(self._title()), *top, *body, self.strip(self._axis(inner))]
+
+    def _extents(self, what: str, columns: int) -> list[list[Extent]]:
+        """Return the extents of each curve in so many columns, by the outlines kept for `what`."""
+        found = []
+        for number, curve in enumerate(self.plot.curves):
+            outline = self._outlines.setdefault((what, number), Outline())
+            found.append(_extents(curve, self.plot, outline, columns))
+        return found
+
+    def _canvas(self, inner: int, rows: int, low: float, high: float) -> Canvas:
+        extents = self._extents("curves", 2 * inner)
         canvas = Canvas(inner, rows)
         for number in reversed(range(len(extents))):  # the first one on top
             canvas.draw(extents[number], low, high, number)
-        zero = rows // 2 if self._plot.is_mirrored else None
-        body = [self._row(canvas, y, labels[y], is_zero=y == zero) for y in range(rows)]
-        marks = [self._mark_row(inner)] if self._has_mark_row(height) else []
-        lines = [self._title(), *marks, *body, self._axis(inner)]
-        return [self._strip(line) for line in lines]
+        return canvas
 
     def _has_mark_row(self, height: int) -> bool:
         """A low chart has its marks in the first row of the curve."""
-        return height >= _HIGH and bool(self._plot.marks)
+        return height >= _HIGH and bool(self.plot.marks)
 
     def _labels(self, low: float, high: float, rows: int) -> list[str]:
         """Return the text of each line: at both ends, and in the middle of a high chart."""
@@ -201,78 +171,95 @@ class Chart(Widget):
         middle = [(rows // 2)] if rows > 4 else []
         for y in (0, *middle, rows - 1):
             value = high - (high - low) * y / max(rows - 1, 1)
-            if self._plot.is_mirrored:
+            if self.plot.is_mirrored:
                 value = 0.0 if y in middle else abs(value)
-            labels[y] = self._plot.form(10**value if self._plot.log else value)
+            labels[y] = self.plot.form(10**value if self.plot.log else value)
         return labels
 
-    def _style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
-        return styled(self._colors.get(color, ""), bold, dim)
-
     def _title(self) -> list[Segment]:
-        plot = self._plot
-        found = [Segment(f" {plot.title}", self._style("foreground", bold=True))]
+        plot = self.plot
+        found = [Segment(f" {plot.title}", self.style("foreground", bold=True))]
         at = plot.window.hi if plot.cursor is None else plot.cursor + 1
         for curve in plot.curves:
             value = curve.series.last(min(at, curve.length))
             label = f" {curve.label}" if curve.label else ""
-            found.append(
-                Segment(f"{label} {plot.form(value)}{plot.unit}", self._style(curve.color))
-            )
+            found.append(Segment(f"{label} {plot.form(value)}{plot.unit}", self.style(curve.color)))
         if plot.log:
-            found.append(Segment(" log", self._style("foreground", dim=True)))
+            found.append(Segment(" log", self.style("foreground", dim=True)))
         return found
 
-    def _row(self, canvas: Canvas, y: int, label: str, *, is_zero: bool) -> list[Segment]:
-        dim = self._style("foreground", dim=True)
-        segments = [Segment(f"{label:>{self._gutter - 1}}│", dim)]
-        colors = [curve.color for curve in self._plot.curves]
+    def _body(self, canvas: Canvas, labels: Sequence[str]) -> list[Strip]:
+        zero = canvas.height // 2 if self.plot.is_mirrored else None
+        colors = tuple(curve.color for curve in self.plot.curves)
+        inner, has_mark_row = canvas.width, self._has_mark_row(self._height)
+        signs = self._signs(inner, marks=False)
+        rows = []
+        for y, label in enumerate(labels):
+            over = self._signs(inner, marks=True) if y == 0 and not has_mark_row else signs
+            axis = f"{label:>{self._gutter - 1}}│"
+            row = partial(self._row, canvas, y, axis, colors, over, is_zero=y == zero)
+            rows.append(self.line((canvas.drawn(y), axis, colors, over, y == zero), row))
+        return rows
+
+    def _row(
+        self,
+        canvas: Canvas,
+        y: int,
+        axis: str,
+        colors: Sequence[str],
+        signs: Signs,
+        *,
+        is_zero: bool,
+    ) -> list[Segment]:
+        dim = self.style("foreground", dim=True)
+        segments = [Segment(axis, dim)]
         for run, curve in canvas.row(y):
-            if curve >= 0:
-                segments.append(Segment(run, self._style(colors[curve])))
+            if curve is not None:
+                segments.append(Segment(run, self.style(colors[curve])))
             else:
                 segments.append(Segment("┈" * len(run) if is_zero else run, dim))
-        on_top = y == 0 and not self._has_mark_row(self._height)
-        return self._with_signs(segments, canvas.width, marks=on_top)
+        return self._with_signs(segments, signs)
 
-    def _mark_row(self, inner: int) -> list[Segment]:
-        return self._with_signs([Segment(" " * (self._gutter + inner))], inner, marks=True)
+    def _mark_row(self, inner: int) -> Strip:
+        signs = self._signs(inner, marks=True)
+        blank = Segment(" " * (self._gutter + inner))
+        return self.line((inner, signs), lambda: self._with_signs([blank], signs))
 
-    def _with_signs(self, segments: list[Segment], inner: int, *, marks: bool) -> list[Segment]:
-        """Draw marks, and the cursor through all rows."""
+    def _signs(self, inner: int, *, marks: bool) -> Signs:
+        """Return what is drawn over a row: marks, and the cursor, which goes through all rows."""
         signs: dict[int, tuple[str, Style]] = {}
-        if marks:
-            for mark in self._plot.marks:
-                if (column := self._column(mark.position, inner)) is not None:
-                    signs[column] = (mark.sign, self._style(mark.color, bold=True))
-        if self._plot.cursor is not None:
-            column = self._column(self._plot.cursor, inner)
+        for mark in self.plot.marks if marks else ():
+            if (column := self._column(mark.position, inner)) is not None:
+                signs[column] = (mark.sign, self.style(mark.color, bold=True))
+        if self.plot.cursor is not None:
+            column = self._column(self.plot.cursor, inner)
             if column is not None:
-                signs.setdefault(column, ("│", self._style("accent")))
+                signs.setdefault(column, ("│", self.style("accent")))
+        return tuple(signs.items())
+
+    def _with_signs(self, segments: list[Segment], signs: Signs) -> list[Segment]:
         if not signs:
             return segments
         text = [(character, segment.style) for segment in segments for character in segment.text]
-        for column, sign in signs.items():
+        for column, sign in signs:
             text[self._gutter + column] = sign
         return [Segment(character, style) for character, style in text]
 
     def _column(self, position: int, inner: int) -> int | None:
-        window = self._plot.window
+        window = self.plot.window
         inside = window.lo <= position < window.hi
         return (position - window.lo) * inner // window.size if inside else None
 
     def _axis(self, inner: int) -> list[Segment]:
-        left, right = self._plot.axis
+        left, right = self.plot.axis
         text = f"{left}{right:>{max(inner - len(left), 1)}}" if inner > 20 else right
-        return [Segment(" " * self._gutter + text[:inner], self._style("foreground", dim=True))]
+        return [Segment(" " * self._gutter + text[:inner], self.style("foreground", dim=True))]
 
 
-def _extents(curve: Curve, plot: Plot, count: int) -> list[Extent]:
+def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Extent]:
     if isinstance(curve.series, Smoothed):
         curve.series.catch_up(curve.length)
-    found = [
-        curve.series.extent(lo, min(hi, curve.length)) for lo, hi in plot.window.columns(count)
-    ]
+    found = outline.of(curve.series, curve.length, plot.window, count)
     if curve.mirrored:
         found = [(-high, -low) if low <= high else NOTHING for low, high in found]
     return [logarithmic(extent) for extent in found] if plot.log else found

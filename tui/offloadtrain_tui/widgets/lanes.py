@@ -6,20 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.segment import Segment
-from rich.style import Style
 from textual.strip import Strip
-from textual.widget import Widget
 
 from offloadtrain.events import schema
 from offloadtrain_tui.history import LANES
 from offloadtrain_tui.text import clean, milliseconds
-from offloadtrain_tui.widgets.styles import LANE_COLORS, strip_of, styled
+from offloadtrain_tui.timelines import Spans
+from offloadtrain_tui.widgets.drawn import Drawn
+from offloadtrain_tui.widgets.styles import LANE_COLORS
 from offloadtrain_tui.words import lane_word, percent
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 """By the share of a cell's time that the lane worked."""
 _ALWAYS = ("compute", "d2h", "host", "h2d")
 _NAME_WIDTH = 10
+NO_SPANS = Spans()
 _BUSY_WIDTH = 14
 
 
@@ -43,19 +44,15 @@ class Lanes:
     """
 
     step: int
-    spans: tuple[schema.LaneSpan, ...] = ()
+    spans: Spans = NO_SPANS
     zoom: float = 1.0
     offset: float = 0.0
 
     @property
-    def end_ms(self) -> float:
-        return max((span.start_ms + span.duration_ms for span in self.spans), default=0.0)
-
-    @property
     def shown(self) -> tuple[float, float]:
         """The displayed interval in milliseconds."""
-        width = self.end_ms / self.zoom
-        start = self.offset * (self.end_ms - width)
+        width = self.spans.end_ms / self.zoom
+        start = self.offset * (self.spans.end_ms - width)
         return start, start + width
 
     def by_lane(self) -> dict[str, list[schema.LaneSpan]]:
@@ -68,53 +65,37 @@ class Lanes:
         return {name: found.get(name, []) for name in names if name in _ALWAYS or name in found}
 
 
-class Timeline(Widget):
+class Timeline(Drawn[Lanes]):
     """One row per lane, an axis, and, space permitting, the longest waits of compute."""
 
     DEFAULT_CSS = "Timeline { height: 1fr; min-height: 6; }"
 
     def __init__(self, lanes: Lanes, *, waits: int = 0, id: str | None = None) -> None:
         """`waits`: most waits of compute listed below."""
-        super().__init__(id=id)
-        self._lanes = lanes
+        super().__init__(lanes, id=id)
         self._most_waits = waits
-        self._rows: list[list[Segment]] = []
-        self._drawn: tuple[object, ...] = ()
 
     @property
     def lanes(self) -> Lanes:
-        return self._lanes
+        return self._content
 
-    def show(self, lanes: Lanes) -> None:
-        if lanes != self._lanes:
-            self._lanes = lanes
-            self.refresh()
+    def draw(self, width: int, height: int) -> list[Strip]:
+        return [self.strip(row) for row in self._lines(width)]
 
-    def render_line(self, y: int) -> Strip:
-        width = self.size.width
-        key = (self._lanes, width, self.app.theme)
-        if key != self._drawn:
-            self._rows, self._drawn = self._draw(width), key
-        row = self._rows[y] if y < len(self._rows) else []
-        return strip_of(row, width, self.rich_style)
-
-    def _draw(self, width: int) -> list[list[Segment]]:
-        if not self._lanes.spans:
+    def _lines(self, width: int) -> list[list[Segment]]:
+        if not self.lanes.spans:
             return [[Segment(" no step has been sampled yet")]]
-        interval = self._lanes.shown
-        lanes = self._lanes.by_lane().items()
+        interval = self.lanes.shown
+        lanes = self.lanes.by_lane().items()
         rows = [self._row(lane, spans, interval, width) for lane, spans in lanes]
         return [self._axis(interval, width), *rows, *self._waits()]
 
-    def _style(self, color: str, **options: bool) -> Style:
-        return styled(self.app.theme_variables.get(color, ""), **options)
-
     def _axis(self, interval: tuple[float, float], width: int) -> list[Segment]:
         start, end = interval
-        left, right = f" step {self._lanes.step}", f"{milliseconds(end)}"
-        middle = f"from {milliseconds(start)}" if self._lanes.zoom > 1 else ""
+        left, right = f" step {self.lanes.step}", f"{milliseconds(end)}"
+        middle = f"from {milliseconds(start)}" if self.lanes.zoom > 1 else ""
         room = max(width - len(left) - len(right) - 1, 0)
-        return [Segment(f"{left}{middle:^{room}}{right}", self._style("foreground", dim=True))]
+        return [Segment(f"{left}{middle:^{room}}{right}", self.style("foreground", dim=True))]
 
     def _row(
         self,
@@ -123,29 +104,29 @@ class Timeline(Widget):
         interval: tuple[float, float],
         width: int,
     ) -> list[Segment]:
-        busy_ms, end_ms = union_ms(spans), self._lanes.end_ms
+        busy_ms, end_ms = union_ms(spans), self.lanes.spans.end_ms
         share = percent(busy_ms / end_ms) if end_ms else ""
-        style = self._style(LANE_COLORS[lane])
+        style = self.style(LANE_COLORS[lane])
         bar = labelled(spans, *interval, max(width - _NAME_WIDTH - _BUSY_WIDTH, 1))
         return [
             Segment(f" {lane_word(lane):<{_NAME_WIDTH - 2}} ", style),
             Segment(bar, style),
-            Segment(f" {milliseconds(busy_ms):>7} {share:>5}", self._style("foreground", dim=True)),
+            Segment(f" {milliseconds(busy_ms):>7} {share:>5}", self.style("foreground", dim=True)),
         ]
 
     def _waits(self) -> list[list[Segment]]:
         if not self._most_waits:
             return []
-        waits = sorted(waits_of(self._lanes.spans), key=lambda wait: -wait.duration_ms)
+        waits = sorted(waits_of(self.lanes.spans), key=lambda wait: -wait.duration_ms)
         total = sum(wait.duration_ms for wait in waits)
-        title = [Segment(f" compute waited {milliseconds(total)}", self._style("foreground"))]
+        title = [Segment(f" compute waited {milliseconds(total)}", self.style("foreground"))]
         return [title, *map(self._wait, waits[: self._most_waits])]
 
     def _wait(self, wait: Wait) -> list[Segment]:
         text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
         why = f"  for {lane_word(wait.lane)}: {clean(wait.name)}" if wait.lane else "  nothing ran"
         color = LANE_COLORS.get(wait.lane, "foreground")
-        return [Segment(text), Segment(why, self._style(color))]
+        return [Segment(text), Segment(why, self.style(color))]
 
 
 def union_ms(spans: Sequence[schema.LaneSpan]) -> float:

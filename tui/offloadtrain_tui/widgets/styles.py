@@ -53,7 +53,7 @@ def strip_of(segments: Iterable[Segment], width: int, base: Style = PLAIN) -> St
         base: the widget's own colors; the theme's background may not be the terminal's.
     """
     whole = [Segment(text, base if style is None else base + style) for text, style, _ in segments]
-    return Strip(whole).adjust_cell_length(width, base)
+    return Strip(Segment.simplify(whole)).adjust_cell_length(width, base)
 
 
 @lru_cache(maxsize=256)

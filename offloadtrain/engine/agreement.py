@@ -42,8 +42,6 @@ def check_same_model(
     model: nn.Module, groups: list[dict[str, Any]], config: OffloadConfig, ranks: Ranks
 ) -> None:
     """Raises RankError unless all ranks have the same model, groups and options."""
-    if ranks.is_single:
-        return
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
     grouped = [[names[param] for param in group["params"]] for group in groups]

@@ -34,7 +34,7 @@ from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
 from offloadtrain.hardware.host_memory import available_bytes
-from offloadtrain.optim import AnyRule, LossScaler
+from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -101,8 +101,6 @@ def build(
         recomputed=[one.module for one in parts if one.repeated and config.activation != "keep"],
         offloader=offloader,
     )
-    scales = config.precision == "fp16"
-    scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
     engine = Engine(
         blocks,
         forward_hooks,
@@ -114,7 +112,6 @@ def build(
         norm_measure=NormMeasure(gradients, functions, ranks, place),
         residency=residency,
         ranks=ranks,
-        scaler=scaler,
     )
     return engine, blocks
 

@@ -23,7 +23,6 @@ from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_counter import Reporter, StepCounter
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
-from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.modes import Decision
@@ -47,10 +46,9 @@ class Engine:
         norm_measure: NormMeasure,
         residency: Residency,
         ranks: Ranks,
-        scaler: LossScaler | None,
     ) -> None:
         self.lanes = lanes
-        self.counter = StepCounter(scaler)
+        self.counter = StepCounter(program.spec.config)
         self.last_step: StepReport | None = None
         self.program = program
         self._behind = program.behind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.norm import Norm
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.optim import LossScaler
@@ -20,8 +21,9 @@ class StepCounter:
         skipped_in_a_row: skipped steps since the last one that was not.
     """
 
-    def __init__(self, scaler: LossScaler | None) -> None:
-        self.scaler = scaler
+    def __init__(self, config: OffloadConfig) -> None:
+        scales = config.precision == "fp16"
+        self.scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
         self.steps = self.tries = self.skipped_in_a_row = 0
         self._overflowed: bool | None = None
         """What the loss scale does not know yet of a step that was decided."""

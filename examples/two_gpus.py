@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,20 +25,40 @@ BATCH, STEPS = 8, 20
 
 
 def main() -> list[float]:
-    """Train; rank 0 prints the losses of all ranks now and then."""
+    """Train under torchrun; rank 0 prints the mean loss of all ranks now and then."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
+    losses = train(device, sys.argv[1] if sys.argv[1:] else None, show)
+    dist.destroy_process_group()
+    return losses
+
+
+def show(step: int, loss: float) -> None:
+    if dist.get_rank() == 0 and (step % 5 == 0 or step == STEPS - 1):
+        print(f"step {step:3d}  loss {loss:.4f}", flush=True)
+
+
+def train(
+    device: torch.device, given: str | None, on_step: Callable[[int, float], None]
+) -> list[float]:
+    """Train as one rank of the process group that is there, and return the losses.
+
+    Args:
+        device: of this rank.
+        given: a folder of weights that every rank can read; a toy without one.
+        on_step: gets each step and the mean of all ranks' losses, on every rank.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as scratch:
-        shared = [toy.make_llama(scratch) if rank == 0 and not sys.argv[1:] else ""]
+        shared = [toy.make_llama(scratch) if rank == 0 and not given else ""]
         dist.broadcast_object_list(shared)  # every rank reads one folder
-        folder = shared[0] or sys.argv[1]
+        folder = given or shared[0]
         options = dict(working="host", activation="recompute", clip_norm=1.0, state="split16")
         model, optimizer = ot.from_pretrained(
-            folder, ot.AdamW(lr=1e-5 if sys.argv[1:] else 3e-3), device=device, **options
+            folder, ot.AdamW(lr=1e-5 if given else 3e-3), device=device, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         dist.barrier()  # rank 0 removes the folder that the others read
@@ -58,10 +79,8 @@ def main() -> list[float]:
         mean = loss.detach().clone() / ranks
         dist.all_reduce(mean)
         losses.append(mean.item())
-        if rank == 0 and (step % 5 == 0 or step == STEPS - 1):
-            print(f"step {step:3d}  loss {mean.item():.4f}", flush=True)
+        on_step(step, losses[-1])
     optimizer.close()
-    dist.destroy_process_group()
     return losses
 
 

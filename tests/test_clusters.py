@@ -1,8 +1,13 @@
-"""The examples for clusters: their schemas, and the commands that they start."""
+"""The examples for clusters: their schemas, and the commands that they start. Ray and SkyPilot are
+tested where they are installed: docs/dependencies.md."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +55,41 @@ def test_the_service_of_kubernetes_is_the_address_of_its_job() -> None:
     address = re.search(r"--master-addr=(\S+)", " ".join(container["args"]))
     assert address and address[1] == f"{job['metadata']['name']}-0.{name}"
     assert job["spec"]["template"]["spec"]["subdomain"] == name
+
+
+def outside(command: list[object], home: Path) -> subprocess.CompletedProcess[str]:
+    """A command of a tool that writes into the home folder, with another home and without a GPU."""
+    environment = os.environ | {"HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=environment | quiet,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="no Ray: pip install 'ray[train]'")
+def test_workers_of_ray_have_the_losses_of_torchrun(tmp_path: Path) -> None:
+    ray = outside([EXAMPLES / "ray_train.py", "--workers", 2, "--storage", tmp_path], tmp_path)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    torchrun = outside([*launch, EXAMPLES / "two_gpus.py"], tmp_path)
+    assert ray.returncode == 0, ray.stderr
+    wanted, seen = map(_losses, (torchrun, ray))
+    assert len(wanted) == 5 and seen == wanted
+
+
+def _losses(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Its lines of losses, each once: Ray passes what workers print on to both streams."""
+    return list(dict.fromkeys(re.findall(r"step +\d+  loss \S+", done.stdout + done.stderr)))
+
+
+@pytest.mark.skipif(find_spec("sky") is None, reason="no SkyPilot: pip install skypilot")
+def test_skypilot_takes_its_file(tmp_path: Path) -> None:
+    """Its own loader, which reads the file against its schemas, finds nothing to refuse."""
+    text = (EXAMPLES / "skypilot.yaml").read_text()
+    (tmp_path / "wrong.yaml").write_text(text.replace("disk_size", "disc_size"))
+    load = "import sys, sky; print(sky.Task.from_yaml(sys.argv[1]).num_nodes)"
+    right = outside(["-c", load, EXAMPLES / "skypilot.yaml"], tmp_path)
+    assert right.stdout.split() == ["1"], right.stderr
+    assert "disc_size" in outside(["-c", load, tmp_path / "wrong.yaml"], tmp_path).stderr

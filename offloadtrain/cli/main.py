@@ -259,6 +259,15 @@ app.command(
     help_epilogue=_examples("offloadtrain status --watch", "offloadtrain status runs/a --json"),
 )
 app.command(
+    "offloadtrain_tui.labels:tag",
+    name="tag",
+    help="Label a run with tags, a note, a pin.",
+    help_epilogue=_examples(
+        "offloadtrain tag runs/latest baseline lr-3e-4 --note 'before the new data'",
+        "offloadtrain tag runs/latest --pin",
+    ),
+)
+app.command(
     "offloadtrain_tui.reports:list_all",
     name="runs",
     help="List runs with their states and losses.",

@@ -25,6 +25,7 @@ COMMANDS = [
         "trace",
         "report",
         "version",
+        "tag",
     ),
 ]
 MOST_MODULES = 400

@@ -45,7 +45,7 @@ def test_columns_cover_a_window(lo: int, count: int, columns: int) -> None:
     assert cut[0][0] == lo and cut[-1][1] >= lo + count
     assert all(begin < end for begin, end in cut)
     assert all(before[1] >= after[0] for before, after in itertools.pairwise(cut))
-    assert count <= window.size <= count + max(count // 64, 1)
+    assert count <= window.size <= count + max(count // 32, 1)
 
 
 def test_most_columns_stay_as_a_run_grows() -> None:

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offloadtrain_tui import runs
+from offloadtrain_tui import labels, runs
 from offloadtrain_tui.history import History, View
+from offloadtrain_tui.labels import NONE, Labels
 from offloadtrain_tui.log_reader import glance
 
 
@@ -24,6 +25,7 @@ class RunRow:
     val_loss: float | None
     tokens_per_s: float | None
     last_s: float | None
+    labels: Labels = NONE
 
 
 @dataclass(slots=True)
@@ -34,10 +36,11 @@ class Listing:
     _views: dict[Path, tuple[tuple[int, int], View]] = field(default_factory=dict)
 
     def rows(self, now_s: float, most: int = 200) -> list[RunRow]:
-        """Return the runs, the newest first."""
+        """Return the runs: pinned ones, then the newest, first."""
         folders = runs.all_runs(self.runs_dir)[:most]
         self._views = {folder: self._read(folder) for folder in folders}
-        return [_row(folder, view, now_s) for folder, (_, view) in self._views.items()]
+        found = [_row(folder, view, now_s) for folder, (_, view) in self._views.items()]
+        return sorted(found, key=lambda row: not row.labels.pinned)
 
     def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
         """Return the first and the last records of rank 0, with the log's size and time."""
@@ -67,4 +70,5 @@ def _row(folder: Path, view: View, now_s: float) -> RunRow:
         val_loss=view.val_loss,
         tokens_per_s=view.last("tokens_per_s"),
         last_s=view.step_time_s,
+        labels=labels.read(folder),
     )

@@ -276,7 +276,8 @@ def told(moment: Moment) -> str:
 
 
 _HEADER = (
-    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  last step"
+    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  "
+    f"{'last step':<11}  labels"
 )
 
 
@@ -287,7 +288,8 @@ def _row(row: RunRow, now_s: float) -> str:
     )
     age_s = None if row.last_s is None else max(now_s - row.last_s, 0.0)
     ago = "-" if age_s is None else f"{units.format_duration(age_s)} ago"
-    return f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago}"
+    told = f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago:<11}"
+    return f"{told}  {row.labels.text}".rstrip()
 
 
 # ---- reading

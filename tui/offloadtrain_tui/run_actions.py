@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from textual.app import App
 from textual.notifications import SeverityLevel
 
 from offloadtrain.boundary.safe_write import replace_file
-from offloadtrain_tui import exports, requests, runs
+from offloadtrain_tui import exports, labels, requests, runs
 from offloadtrain_tui.dialogs import Ask, Confirm
+from offloadtrain_tui.panels.runs import RunsPanel
 from offloadtrain_tui.plots import KINDS
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
@@ -77,6 +79,20 @@ class RunActions(App[None]):
             self.tell(str(error), "error")
         else:
             self.tell(f"{action}: requested; the answer appears as an event")
+
+    def on_runs_panel_pinned(self, message: RunsPanel.Pinned) -> None:
+        """Pin a run, or unpin it; the list shows it when it is read again."""
+        row = message.row
+        if self.shown.readonly:
+            self.tell("--readonly: nothing is written", "warning")
+            return
+        pinned = not row.labels.pinned
+        try:
+            labels.write(row.folder, replace(row.labels, pinned=pinned))
+        except OSError as error:
+            self.tell(f"{row.folder}/labels.json cannot be written: {error.strerror}", "error")
+        else:
+            self.tell(f"{row.folder.name}: {'pinned' if pinned else 'no longer pinned'}")
 
     # ---- exports
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 FACTOR = 16
-_GRAINS = 64
+_GRAINS = 32
 
 Extent = tuple[float, float]
 """Return the least and the greatest finite value; (inf, -inf) if there is none."""

@@ -1,4 +1,4 @@
-"""9: the runs of a folder: open one, or overlay its curves."""
+"""9: the runs of a folder: open one, overlay its curves, or pin it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from offloadtrain_tui.widgets.table import Cell, fill
 from offloadtrain_tui.widgets.tell import tell
 
 COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
+LABELS = "labels"
+"""A column if any run has some."""
+
 _STATES = {"running": "green", "done": "green", "failed": "bold red", "killed": "bold red"}
 
 
 class RunsPanel(Panel):
-    """The list of runs; Enter opens one, `o` overlays it."""
+    """The list of runs; Enter opens one, `o` overlays it, `p` pins it."""
 
     class Asked(Message):
         """`beside`: overlay its curves; otherwise open it."""
@@ -34,7 +37,17 @@ class RunsPanel(Panel):
             self.folder = folder
             self.beside = beside
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "beside", "draw beside")]
+    class Pinned(Message):
+        """The run is to be listed first, or no longer."""
+
+        def __init__(self, row: RunRow) -> None:
+            super().__init__()
+            self.row = row
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("o", "beside", "draw beside"),
+        Binding("p", "pin", "pin"),
+    ]
 
     def compose(self) -> ComposeResult:
         yield Static(id="runs-text", markup=False)
@@ -54,7 +67,8 @@ class RunsPanel(Panel):
         self._shown = shown
         drawn = {other.folder for other in shown.others}
         cells = [_cells(row, shown, row.folder in drawn) for row in self._rows]
-        fill(self.query_one(DataTable), COLUMNS, cells)
+        columns = (*COLUMNS, LABELS) if any(row.labels.text for row in self._rows) else COLUMNS
+        fill(self.query_one(DataTable), columns, [row[: len(columns)] for row in cells])
         where = f" {self._rows[0].folder.parent}" if self._rows else " no runs found"
         tell(self.query_one("#runs-text", Static), where)
 
@@ -64,6 +78,11 @@ class RunsPanel(Panel):
 
     def action_beside(self) -> None:
         self._ask(self.query_one(DataTable).cursor_row, beside=True)
+
+    def action_pin(self) -> None:
+        row = self.query_one(DataTable).cursor_row
+        if 0 <= row < len(self._rows):
+            self.post_message(self.Pinned(self._rows[row]))
 
     def _ask(self, row: int, *, beside: bool) -> None:
         if 0 <= row < len(self._rows):
@@ -82,4 +101,5 @@ def _cells(row: RunRow, shown: ViewState, drawn: bool) -> tuple[Cell, ...]:
         short(row.val_loss),
         short(row.tokens_per_s),
         f"{ago} ago" if ago else "",
+        clean(row.labels.text, 80),
     )

@@ -30,8 +30,8 @@ from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18
-"""Elements; a multiple of the kernels' block."""
+_CHUNK = 1 << 20
+"""Elements; a multiple of the kernels' block. Some megabytes: worth the kernels' threads."""
 
 ParamInit = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module owns itself; called once per module."""

@@ -276,11 +276,13 @@ def set_master(state: State, master: Tensor) -> None:
     Args:
         master: (n,) fp32, of the state's device.
     """
-    if isinstance(state, Fp32State) or not state[0].is_cpu or backend().name != "native":
+    if isinstance(state, Fp32State) and master.is_cpu:
+        copy(master, state.master)
+    elif state[0].is_cpu and backend().name == "native":
+        _check_master(state, master)
+        active_backend().set_master(state, master)
+    else:
         codec.set_master(state, master)
-        return
-    _check_master(state, master)
-    active_backend().set_master(state, master)
 
 
 def master_of(state: State) -> Tensor:

@@ -130,6 +130,11 @@ class Bucket:
         """Its working weights on the device, in the order of `Ref.copy` while none was shown."""
         return [self.working, *([self.other_working] if self.other_working else [])]
 
+    @property
+    def moves(self) -> bool:
+        """Its working weights are at several addresses in turn."""
+        return self.streamed or self.other_working is not None
+
     def __post_init__(self) -> None:
         owned = [(slot, *self.piece(slot)) for slot in self.slots]
         held = [(slot, lo, hi) for slot, lo, hi in owned if lo < hi]

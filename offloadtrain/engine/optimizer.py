@@ -91,8 +91,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
         held = [bucket for block in self._blocks for bucket in block.held]
-        moves = [bucket for bucket in held if bucket.streamed or len(bucket.versions) > 1]
-        moving = [slot.param for bucket in moves for slot in bucket.slots]
+        moving = [slot.param for bucket in held if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._told_of_local_norm = place is not None
         if config.clip_norm is not None:

@@ -176,8 +176,10 @@ class Bucket:
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
-        in_state = self.state[0] if self.format.holds_weight else None
-        buffer = self.device_shard or self.snapshot or self.pending or in_state
+        buffer = self.device_shard or self.snapshot or self.pending
+        # The working weights may be in the state, which frozen parameters have not.
+        if buffer is None and self.format.holds_weight:
+            buffer = self.state[0]
         assert buffer is not None
         return buffer
 

@@ -57,11 +57,11 @@ class Functions:
         """Bucket, the start of a piece, and its staging → where the gradients go."""
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.GATHER: self._gather,
-            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.REDUCE_SCATTER: self._collective,
             Kind.DIRECTION: self._direction,
             Kind.ORTHOGONALIZE: self._orthogonalize,
             Kind.ADAM: self._adam,
-            Kind.ALL_GATHER: self._all_gather,
+            Kind.ALL_GATHER: self._collective,
             Kind.WRITE: self._write,
             Kind.READ_STATE: lambda op: disk.read,
             Kind.WRITE_STATE: lambda op: disk.write,
@@ -124,19 +124,13 @@ class Functions:
             self._targets[key] = targets
         return targets
 
-    def _reduce_scatter(self, op: Launch) -> Operation:
-        self._count(op)
-        return self._ranks.reduce_scatter
-
-    def _all_gather(self, op: Launch) -> Operation:
-        self._count(op)
-        return self._ranks.all_gather
-
-    def _count(self, op: Launch) -> None:
+    def _collective(self, op: Launch) -> Operation:
         # By the launching thread, in launch order: ranks compare it with the norm, so that a
         # collective matched with another one is found in the step where it happened.
         self._digest = crc32(op.name.encode(), self._digest)
         self._lanes.totals.comm_bytes += self._ranks.sent_bytes(op.writes[0].nbytes)
+        gathers = op.kind is Kind.ALL_GATHER
+        return self._ranks.all_gather if gathers else self._ranks.reduce_scatter
 
     def _accumulate(self, op: Launch) -> Operation:
         layout, first = self._buckets[op.owner].layout, op.first

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -92,6 +93,17 @@ class LaneEvent:
     """A point on one lane that other lanes can wait for; made by `Lanes.record` only."""
 
     __slots__ = ()
+
+    @classmethod
+    def own(cls, event: LaneEvent) -> Self:
+        """Return the event, which lanes of this backend have recorded.
+
+        Raises:
+            TypeError: other lanes have.
+        """
+        if not isinstance(event, cls):
+            raise TypeError(f"{event!r} was not recorded by these lanes")
+        return event
 
 
 @dataclass(frozen=True, slots=True)

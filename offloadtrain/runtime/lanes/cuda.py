@@ -42,7 +42,7 @@ from offloadtrain.runtime.lanes.host_lane import (
     PythonHostLane,
     make_host_lane,
 )
-from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes, own
+from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.operations import Lane
 
@@ -126,7 +126,7 @@ class CudaLanes(Lanes):
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         self._failure.check()
-        event = own(event)
+        event = StreamEvent.own(event)
         worker = self._workers.get(lane)
         # A lane with a thread waits there: what is behind the wait in its queue is held back, and
         # this thread goes on launching.
@@ -155,7 +155,7 @@ class CudaLanes(Lanes):
             queue.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        awaited = own(event)
+        awaited = StreamEvent.own(event)
         if not awaited.has_happened():
             # While this thread is blocked compute runs dry: its stream is idle between the events.
             began = self._timing_event(Lane.COMPUTE)

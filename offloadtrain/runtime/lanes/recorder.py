@@ -72,12 +72,12 @@ class RecordingLanes(Lanes):
         return _Numbered(self._events, self.inner.record(lane))
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        own = _own(event)
+        own = _Numbered.own(event)
         self.program.append(Waited(lane, own.number, str(why)))
         self.inner.wait(lane, own.inner, why)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        own = _own(event)
+        own = _Numbered.own(event)
         self.program.append(Waited(None, own.number, str(why)))
         self.inner.host_wait(own.inner, why)
 
@@ -127,9 +127,3 @@ def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:
 def extent(range_: Range) -> Bytes:
     lo = range_.view.data_ptr()
     return Bytes(range_.buffer.name, lo, lo + range_.nbytes)
-
-
-def _own(event: LaneEvent) -> _Numbered:
-    if not isinstance(event, _Numbered):
-        raise TypeError(f"{event!r} was not recorded by these lanes")
-    return event

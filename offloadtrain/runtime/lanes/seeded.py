@@ -92,7 +92,7 @@ class SeededLanes(Lanes):
         return event
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        flag = _own(event)
+        flag = _Flag.own(event)
         # Compute cannot be held back: what it waits for runs now. Other lanes' queues are blocked.
         if lane is Lane.COMPUTE:
             self._run_until(flag)
@@ -100,7 +100,7 @@ class SeededLanes(Lanes):
             self._queues[lane].append(_Await(flag))
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        self._run_until(_own(event))
+        self._run_until(_Flag.own(event))
 
     def synchronize(self) -> None:
         while any(self._queues.values()):
@@ -176,9 +176,3 @@ class SeededLanes(Lanes):
 
 def _blocked(entry: _Run | _Await | _Set) -> bool:
     return isinstance(entry, _Await) and not entry.event.done
-
-
-def _own(event: LaneEvent) -> _Flag:
-    if not isinstance(event, _Flag):
-        raise TypeError(f"{event!r} was not recorded by these lanes")
-    return event

@@ -210,13 +210,6 @@ class StreamTimes:
             timeline.append(interval)
 
 
-def own(event: LaneEvent) -> StreamEvent:
-    """Return the event, as lanes on a device have recorded it."""
-    if not isinstance(event, StreamEvent):
-        raise TypeError(f"{event!r} was not recorded by these lanes")
-    return event
-
-
 def _read_clocks(stream: torch.cuda.Stream) -> tuple[float, float, torch.cuda.Event]:
     """Return (uncertainty in ms, host clock in ms, event of that moment). Another process that
     takes the core in between makes the uncertainty large."""

@@ -101,7 +101,7 @@ class ThreadLanes(ClockedLanes):
         return event
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        flag = _own(event)
+        flag = _Flag.own(event)
         # A wait of compute blocks this thread. Another lane's wait is a task in its queue: it holds
         # back what is behind it, while this thread goes on launching.
         if lane is Lane.COMPUTE:
@@ -112,7 +112,7 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(flag.happened.wait)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        flag, start_ms = _own(event), now_ms()
+        flag, start_ms = _Flag.own(event), now_ms()
         if not flag.happened.is_set():
             flag.happened.wait()
             self._expose(flag.lane, start_ms)
@@ -129,7 +129,7 @@ class ThreadLanes(ClockedLanes):
 
     def abandon(self) -> None:
         self._failure.fail(LaneError("the lanes were abandoned"))
-        flags = [_own(self.record(lane)) for lane in Lane]
+        flags = [_Flag.own(self.record(lane)) for lane in Lane]
         # Flags are set after a failure too: a lane that has set its own runs nothing any more.
         for flag in flags:
             flag.happened.wait()
@@ -170,9 +170,3 @@ class ThreadLanes(ClockedLanes):
             self._host.compute("poison", lambda memory: poison(lane, memory), [memory])
         else:
             self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))
-
-
-def _own(event: LaneEvent) -> _Flag:
-    if not isinstance(event, _Flag):
-        raise TypeError(f"{event!r} was not recorded by these lanes")
-    return event

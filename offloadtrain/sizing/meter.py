@@ -67,6 +67,30 @@ class Count:
     launches: int = 0
     width_flops: float = 0.0
 
+    def add(self, other: Count) -> None:
+        self.flops += other.flops
+        self.nbytes += other.nbytes
+        self.launches += other.launches
+        self.width_flops += other.width_flops
+
+
+@dataclass(slots=True)
+class Segment:
+    """What happens between two changes of the place.
+
+    Attributes:
+        work: what its operations computed and moved.
+        input_sizes: bytes of each block input that would go to the host.
+        peak: the most that all tensors held when one was made; 0: none was.
+        at_peak: that moment's place → bytes of its tensors.
+    """
+
+    place: Place
+    work: Count = field(default_factory=Count)
+    input_sizes: list[int] = field(default_factory=list)
+    peak: int = 0
+    at_peak: dict[Place, int] = field(default_factory=dict)
+
 
 @dataclass(slots=True)
 class _Held:
@@ -77,13 +101,6 @@ class _Held:
     gone: weakref.ref[Any]
 
 
-@dataclass(slots=True)
-class _Totals:
-    live: int = 0
-    peak: int = 0
-    at_peak: dict[Place, int] = field(default_factory=dict)
-
-
 class Meter(TorchDispatchMode):
     """Active around forward and backward.
 
@@ -91,27 +108,24 @@ class Meter(TorchDispatchMode):
     autograd's frees is that of a real run, as the graph is a real one.
 
     Attributes:
-        place: where the next operations run; set by whoever knows.
-        work: place → what its operations computed and moved.
+        segments: of all that ran, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.place = Place()
-        self.work: dict[Place, Count] = {}
-        self._totals = _Totals()
+        self.segments = [Segment(Place())]
+        self._live = 0
         self._held: dict[int, _Held] = {}
         self._by_place: Counter[Place] = Counter()
 
     @property
-    def peak(self) -> dict[Place, int]:
-        """Place → bytes of its tensors at the moment when all of them held most."""
-        return {place: size for place, size in self._totals.at_peak.items() if size}
+    def place(self) -> Place:
+        """Where the next operations run; set by whoever knows."""
+        return self.segments[-1].place
 
-    @property
-    def live(self) -> dict[Place, int]:
-        """The same now."""
-        return {place: size for place, size in self._by_place.items() if size}
+    @place.setter
+    def place(self, place: Place) -> None:
+        self.segments.append(Segment(place))
 
     def moved_to(self, tensor: Tensor, place: Place) -> None:
         """Count a tensor that is alive at another place from here on."""
@@ -150,20 +164,20 @@ class Meter(TorchDispatchMode):
             return
         self._held[key] = _Held(nbytes, self.place, weakref.ref(storage, partial(self._free, key)))
         self._by_place[self.place] += nbytes
-        totals = self._totals
-        totals.live += nbytes
-        if totals.live > totals.peak:
-            totals.peak, totals.at_peak = totals.live, dict(self._by_place)
+        self._live += nbytes
+        segment = self.segments[-1]
+        if self._live > segment.peak:
+            segment.peak, segment.at_peak = self._live, dict(self._by_place)
 
     def _free(self, key: int, _: weakref.ref[Any]) -> None:
         held = self._held.pop(key)
         self._by_place[held.place] -= held.nbytes
-        self._totals.live -= held.nbytes
+        self._live -= held.nbytes
 
     def _count(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, nbytes: int
     ) -> None:
-        work = self.work.setdefault(self.place, Count())
+        work = self.segments[-1].work
         work.launches += 1
         of = _FLOPS.get(func._overloadpacket)
         if of is None:

@@ -42,6 +42,8 @@ from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.sizing.alike import Run, runs_of
+from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
 from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Count, Meter, Place
@@ -61,7 +63,8 @@ class TraceError(ModelError):
 def trace_step(
     model: nn.Module, loss_of: Loss, config: OffloadConfig, *, packed: bool = False
 ) -> TracedStep:
-    """Return what one microbatch of a model takes.
+    """Return what one microbatch of a model takes. Of layers that are alike, a few are traced:
+    [Note: Layers that are alike].
 
     Args:
         model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
@@ -73,13 +76,39 @@ def trace_step(
         TraceError: its forward depends on values.
     """
     check_model(model, may_be_meta=True)
+    traced = partial(_moments, model, loss_of, config, packed)
+    moments = _extended(traced, runs_of(model)) or traced()
+    return _found(moments, [part.name or "root" for part in partition(model)])
+
+
+def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:
+    """Return the moments of the whole model from a trace of fewer layers; empty if there are no
+    such runs, or their layers turn out to differ: [Note: Extending a trace]."""
+    try:
+        found: list[Moment] | None = traced(runs) if runs else None
+    except TraceError:
+        raise
+    except (IndexError, ValueError, RuntimeError):  # it counts its layers: the whole model can run
+        return []
+    for run in runs:
+        found = extended(found, run) if found else None
+    return found or []
+
+
+def _moments(
+    model: nn.Module,
+    loss_of: Loss,
+    config: OffloadConfig,
+    packed: bool,
+    runs: Sequence[Run] = (),
+) -> list[Moment]:
     mode, meter = fake_mode(), Meter()
-    copied = fake_model(model, mode)
+    copied = fake_model(model, mode, runs)
     with mode, _without_addresses():
         traced = _offloaded(copied, _as_traced(config), meter)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
             _run(traced, loss_of)
-    return _found(traced, meter)
+    return moments_of(meter.segments, {one.name for one in traced.blocks if one.repeated})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +118,19 @@ class _Offloaded:
     model: nn.Module
     engine: Engine
     blocks: Sequence[Block]
-    host: _HostMemory
     hooks: Sequence[object]
 
 
 class _HostMemory(MetaArena):
     """Notes the bytes of each block input that would go to the host."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, meter: Meter) -> None:
         super().__init__(ledger)
-        self.input_sizes: list[int] = []
+        self._meter = meter
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        self.input_sizes += [one.nbytes for one in requests if one.owner == "block inputs"]
+        sizes = (one.nbytes for one in requests if one.owner == "block inputs")
+        self._meter.segments[-1].input_sizes += sizes
         return super().map(requests)
 
 
@@ -117,7 +146,6 @@ def _as_traced(config: OffloadConfig) -> OffloadConfig:
 
 def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
     ledger, rule = Ledger(), AdamW()
-    host = _HostMemory(ledger)
     engine, blocks = build(
         model,
         [rule],
@@ -128,7 +156,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         place=StagePlace(Stages(ALONE)),
         param_init_fn=None,
         lanes=InertLanes(meter),
-        arena=host,
+        arena=_HostMemory(ledger, meter),
         disk=MetaDiskArena(ledger),
         ledger=ledger,
         has_values=False,
@@ -143,7 +171,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
     hooks += hook_parameters(engine, blocks)
     dtype = PRECISIONS[config.precision]
     hooks += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-    return _Offloaded(model, engine, blocks, host, hooks)
+    return _Offloaded(model, engine, blocks, hooks)
 
 
 def _delivered(meter: Meter, param: Tensor) -> None:
@@ -183,22 +211,18 @@ def _no_values(name: str) -> Iterator[None]:
         ) from error
 
 
-def _found(traced: _Offloaded, meter: Meter) -> TracedStep:
-    names = {block.name for block in traced.blocks}
-    last = traced.blocks[-1].name
+def _found(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
+    """`names`: of the blocks, in order."""
     works: dict[Place, Count] = {}
-    for place, work in meter.work.items():
-        block = place.block if place.block in names else last
-        into = works.setdefault(replace(place, block=block), Count())
-        into.flops += work.flops
-        into.nbytes += work.nbytes
-        into.launches += work.launches
-    flops = sum(work.flops for work in meter.work.values())
-    widths = sum(work.width_flops for work in meter.work.values())
+    for moment in moments:
+        block = moment.place.block if moment.place.block in names else names[-1]
+        works.setdefault(replace(moment.place, block=block), Count()).add(moment.work)
+    flops = sum(work.flops for work in works.values())
+    widths = sum(work.width_flops for work in works.values())
     return TracedStep(
         {name: _cost(works, name) for name in names},
-        _activations(meter.peak, {b.name for b in traced.blocks if b.repeated}),
-        tuple(traced.host.input_sizes),
+        _activations(max((one.held for one in moments if one.held), key=sum)),
+        tuple(size for one in moments for size in one.input_sizes),
         2.0 ** (widths / flops) if flops else 1.0,
     )
 
@@ -211,11 +235,8 @@ def _cost(works: Mapping[Place, Count], block: str) -> BlockCost:
     )
 
 
-def _activations(peak: Mapping[Place, int], repeated: set[str]) -> Activations:
+def _activations(peak: Held) -> Activations:
     """Return the peak by what the tensors are: saved in the forward of layers or outside of them,
     made in backward, or gradients."""
-    saved = sum(size for at, size in peak.items() if not at.backward and at.block in repeated)
-    gradients = peak.get(GRADIENTS, 0)
-    working = sum(size for at, size in peak.items() if at.backward) - gradients
-    outside = sum(peak.values()) - saved - gradients - working
+    saved, working, outside, gradients = peak
     return Activations(saved, working, outside, gradients, 0, "backward" if working else "loss")

@@ -1,0 +1,180 @@
+"""Which layers of a model are alike, so that a trace of a few tells what all of them do.
+
+[Note: Layers that are alike]
+Two layers are alike if nothing that they own tells them apart: classes, shapes and dtypes of their
+tensors, and every plain attribute. Objects that they refer to are the same object. Two things may
+differ. A whole number that counts the layers is a layer's index. What the model or its
+configuration lists, one entry per layer, belongs to the layer's description: a layer with a sliding
+window is not like one without.
+
+A run is a pattern of layers (one, or an attention layer and a Mamba layer) that comes several times
+in a row. The first four and the last three of them are traced. What a forward does with the index
+is not seen here: `extend` compares them, and believes only what is the same in those at the gap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.engine.partition import partition
+
+TRACED, BEFORE = 7, 4
+"""Units of a run that are traced, and how many of them are before those that are skipped."""
+_LONGEST_UNIT = 8
+
+Signature = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Layers of a list that repeat a pattern.
+
+    Attributes:
+        container: the list's qualified name.
+        names: of all its layers.
+        start: the first layer of the run.
+        period: layers of a unit, the pattern.
+        units: how often it comes.
+    """
+
+    container: str
+    names: tuple[str, ...]
+    start: int
+    period: int
+    units: int
+
+    @property
+    def skipped(self) -> range:
+        """The layers that are not traced."""
+        first = self.start + BEFORE * self.period
+        return range(first, first + (self.units - TRACED) * self.period)
+
+
+def runs_of(model: nn.Module) -> tuple[Run, ...]:
+    """Return the longest run of each list of layers, where it is worth a shorter trace."""
+    found = (_run(model, name, layers) for name, layers in _lists(model))
+    return tuple(run for run in found if run is not None)
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yield the name and the layers of each list whose children all are blocks."""
+    blocks = {part.module for part in partition(model) if part.repeated}
+    for name, module in model.named_modules():
+        layers = list(module.children())
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        if listed and len(layers) > TRACED and len(set(layers)) == len(module):
+            if blocks.issuperset(layers):
+                yield name, layers
+
+
+def _run(model: nn.Module, container: str, layers: Sequence[nn.Module]) -> Run | None:
+    kinds = _kinds(model, layers)
+    names = tuple(f"{container}.{at}" if container else str(at) for at in range(len(layers)))
+    best: Run | None = None
+    for period in range(1, _LONGEST_UNIT + 1):
+        for start in range(len(kinds)):
+            units = _units(kinds, start, period)
+            run = Run(container, names, start, period, units)
+            if units > TRACED and (best is None or len(run.skipped) > len(best.skipped)):
+                best = run
+    return best
+
+
+def _units(kinds: Sequence[int], start: int, period: int) -> int:
+    """Return how often the pattern that begins there comes."""
+    end = start + period
+    while end < len(kinds) and kinds[end] == kinds[end - period]:
+        end += 1
+    return (end - start) // period
+
+
+def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+    """Return a number per layer: equal for layers that are alike."""
+    owners = Counter(param for _, param in _owned(model, layers))
+    signatures = [dict(_attributes(layer)) for layer in layers]
+    for at, layer in enumerate(layers):
+        if any(owners[param] > 1 for param in layer.parameters()):
+            signatures[at]["tied"] = str(at)
+    _leave_out_indices(signatures)
+    for key, entries in _listed(model, len(layers)):
+        for signature, entry in zip(signatures, entries, strict=True):
+            signature[key] = _plain(entry)
+    seen: list[Signature] = []
+    for signature in signatures:
+        if signature not in seen:
+            seen.append(signature)
+    return [seen.index(signature) for signature in signatures]
+
+
+def _owned(
+    model: nn.Module, layers: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield every layer, and everything beside the layers, with each of its parameters."""
+    inside = {module for layer in layers for module in layer.modules()}
+    for layer in layers:
+        yield from ((layer, param) for param in layer.parameters())
+    for module in model.modules():
+        if module not in inside:
+            yield from ((module, param) for param in module.parameters(recurse=False))
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, module in layer.named_modules():
+        yield f"{name}:", type(module)
+        for key, value in vars(module).items():
+            if key != "_modules":
+                yield f"{name}.{key}", _plain(value)
+
+
+def _plain(value: Any) -> object:
+    """Return what of a value is compared: of an object that is not plain, which object it is."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | type):
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return value.__func__, type(value.__self__)
+    if isinstance(value, partial):
+        return value.func, _plain(value.args), _plain(value.keywords)
+    if isinstance(value, Mapping):  # a hook's key is a number that is never given again
+        named = all(isinstance(key, str) for key in value)
+        return tuple((key if named else "", _plain(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_plain(one) for one in value)
+    if isinstance(value, set | frozenset):
+        return frozenset(_plain(one) for one in value)
+    return id(value)
+
+
+def _leave_out_indices(signatures: Sequence[Signature]) -> None:
+    """Drop the whole numbers that count the layers, of all that have them."""
+    for key in set().union(*signatures):
+        found = [(at, one[key]) for at, one in enumerate(signatures) if key in one]
+        numbers = [(at, value) for at, value in found if type(value) is int]
+        if len(numbers) == len(found) > 1 and len({value - at for at, value in numbers}) == 1:
+            for at, _ in found:
+                del signatures[at][key]
+
+
+def _listed(model: nn.Module, count: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield what modules and their configurations list with as many entries as there are layers."""
+    owners = {id(one): one for module in model.modules() for one in (module, *_configs(module))}
+    for number, owner in enumerate(owners.values()):
+        for key, value in vars(owner).items():
+            if isinstance(value, list | tuple) and len(value) == count:
+                yield f"{number}.{key}", value
+
+
+def _configs(module: nn.Module) -> Iterator[Any]:
+    config = vars(module).get("config")
+    if hasattr(config, "__dict__"):
+        yield config
+        yield from (one for one in vars(config).values() if type(one).__name__.endswith("Config"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from offloadtrain_tui import web
 
@@ -26,6 +28,12 @@ LONGEST_S = 120.0
 @contextmanager
 def served(folder: Path, *options: str) -> Iterator[str]:
     """A server over a run; its address."""
+    with server(folder, *options) as (address, _):
+        yield address
+
+
+@contextmanager
+def server(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,7 +48,7 @@ def served(folder: Path, *options: str) -> Iterator[str]:
         assert f"http://127.0.0.1:{port};" in process.stdout.readline()
         while not _listens(port):  # it says so when it begins to listen
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process
     finally:
         process.terminate()
         process.communicate()
@@ -79,6 +87,44 @@ def test_a_browser_sees_the_run(tmp_path: Path, allowed: bool) -> None:
     with trainer(folder), served(folder, *["--allow-requests"] * allowed) as address:
         asyncio.run(look(address))
     assert not list((folder / "control").glob("*.json")), "nothing was confirmed"
+
+
+@pytest.mark.parametrize("gone", ["tab", signal.SIGKILL])
+def test_a_tab_ends_with_its_browser_and_with_the_server(
+    tmp_path: Path, gone: str | signal.Signals
+) -> None:
+    """Nobody reads what it draws any more."""
+    folder = live(tmp_path / "run")
+    tabs: list[psutil.Process] = []
+
+    async def look(address: str, process: subprocess.Popen[str]) -> None:
+        async with aiohttp.ClientSession() as session:
+            async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
+                await drawn(screen, "step 20/20")
+                tabs.extend(psutil.Process(process.pid).children(recursive=True))
+                if isinstance(gone, signal.Signals):
+                    process.send_signal(gone)
+                    process.wait(LONGEST_S)
+            assert tabs
+            end_s = time.monotonic() + LONGEST_S
+            try:
+                while alive := [one for one in tabs if runs(one)]:
+                    assert time.monotonic() < end_s, alive
+                    await asyncio.sleep(0.2)
+            finally:
+                for one in filter(runs, tabs):
+                    one.kill()
+
+    with server(folder) as (address, process):
+        asyncio.run(look(address, process))
+
+
+def runs(process: psutil.Process) -> bool:
+    """Also of one whose new parent does not collect it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:

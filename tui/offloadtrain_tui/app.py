@@ -46,6 +46,7 @@ from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
+from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
 from offloadtrain_tui.widgets.tell import tell
@@ -203,6 +204,8 @@ class Monitor(RunActions):
         replay = isinstance(self.clock, ReplayClock)
         self._quiet = self.set_interval(0.25 if replay else QUIET_S, self._tick)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
+        if self.is_web:
+            self.set_interval(RUNS_EVERY_S, end_without_server)
         self._look_for_runs()
         if self.first_panel != "overview":
             self.action_panel(self.first_panel)

@@ -8,6 +8,8 @@ host (DNS rebinding), are refused.
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
 import socket
 import sys
@@ -55,6 +57,15 @@ def command(
     given = [word for key, value in options.items() if value for word in (key, str(value))]
     raised = [key for key, is_set in flags.items() if is_set]
     return [sys.executable, "-m", "offloadtrain", "tui", *runs, *given, *raised]
+
+
+def end_without_server() -> None:
+    """End this tab's process if its server is gone, which holds the other end of its stdin: nobody
+    reads what it draws, and textual would go on drawing."""
+    stdin = select.poll()
+    stdin.register(sys.__stdin__ or 0, 0)  # no events asked for: a hang-up is told in any case
+    if stdin.poll(0):
+        os._exit(0)  # an orderly end would write to nobody
 
 
 def is_from_here(host: str, origin: str | None, served: str) -> bool:

@@ -249,7 +249,7 @@ def test_matrices_cross_the_bus_once_each_way(state_on: str) -> None:
     moved = {}
     for rule in (RULE, REST):
         optimizer = ot.offload(copy.deepcopy(model), rule, device="cpu", state_on=state_on)
-        run = optimizer._model
+        run = optimizer.model
         for tokens in batches(2):
             optimizer.backward(run(tokens).float().square().mean())
             optimizer.step()

@@ -213,7 +213,7 @@ def test_a_saved_tensor_changed_in_place_raises_as_without_offload() -> None:
     for working in ("device", "host"):
         optimizer = ot.offload(copy.deepcopy(model), device="cpu", working=working)
         with pytest.raises(ChangedInPlaceError, match="changed in place after it was saved"):
-            optimizer._model(x).sum().backward()
+            optimizer.model(x).sum().backward()
 
 
 def test_a_forward_without_backward_keeps_nothing_alive() -> None:

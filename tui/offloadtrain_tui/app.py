@@ -48,7 +48,7 @@ from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color
+from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
 from offloadtrain_tui.widgets.tell import tell
 
 PANELS: dict[str, type[Panel]] = {
@@ -317,9 +317,7 @@ class Monitor(RunActions):
         if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
             return
         variables = self.theme_variables
-        colors = {
-            state: rich_color(variables.get(name, "")) for state, name in STATE_COLORS.items()
-        }
+        colors = {state: rich_color(shade(variables, name)) for state, name in STATE_COLORS.items()}
         with self.batch_update():
             self._line("headline", headline(self.shown, colors, self.size.width))
             self._line("numbers", numbers(self.shown))

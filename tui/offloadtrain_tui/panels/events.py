@@ -18,7 +18,7 @@ from offloadtrain_tui.widgets.table import Cell, fill
 
 COLUMNS = ("time", "step", "rank", "kind", "what")
 MOST = 500
-_STYLES = {"good": "green", "warning": "yellow", "error": "bold red", "info": ""}
+_COLORS = {"good": "success", "warning": "warning", "error": "error", "info": ""}
 
 
 class EventsPanel(Panel):
@@ -52,7 +52,9 @@ class EventsPanel(Panel):
         found = [moment for view in shown.views for moment in view.moments]
         found.sort(key=lambda moment: -moment.time_s)
         self._moments = [moment for moment in found if matches(moment, words)][:MOST]
-        fill(self.query_one(DataTable), COLUMNS, [_cells(moment) for moment in self._moments])
+        inks = {level: self.ink(color) for level, color in _COLORS.items()}
+        rows = [_cells(moment, inks.get(moment.level, "")) for moment in self._moments]
+        fill(self.query_one(DataTable), COLUMNS, rows)
 
     def action_filter(self) -> None:
         self.query_one(Input).focus()
@@ -87,11 +89,10 @@ def matches(moment: Moment, words: list[str]) -> bool:
     return all(word in text for word in words)
 
 
-def _cells(moment: Moment) -> tuple[Cell, ...]:
+def _cells(moment: Moment, color: str) -> tuple[Cell, ...]:
     try:
         time = datetime.fromtimestamp(moment.time_s).strftime("%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):  # a log may contain anything
         time = "?"
     step = "" if moment.step is None else str(moment.step)
-    what = Text(moment.text, _STYLES[moment.level] if moment.level in _STYLES else "")
-    return time, step, str(moment.rank), moment.kind, what
+    return time, step, str(moment.rank), moment.kind, Text(moment.text, color)

@@ -16,14 +16,13 @@ from offloadtrain_tui.listing import RunRow
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.widgets.styles import STATE_COLORS
 from offloadtrain_tui.widgets.table import Cell, fill
 from offloadtrain_tui.widgets.tell import tell
 
 COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
 LABELS = "labels"
 """A column if any run has some."""
-
-_STATES = {"running": "green", "done": "green", "failed": "bold red", "killed": "bold red"}
 
 
 class RunsPanel(Panel):
@@ -66,7 +65,10 @@ class RunsPanel(Panel):
     def show(self, shown: ViewState) -> None:
         self._shown = shown
         drawn = {other.folder for other in shown.others}
-        cells = [_cells(row, shown, row.folder in drawn) for row in self._rows]
+        cells = [
+            _cells(row, shown, row.folder in drawn, self.ink(STATE_COLORS[row.state]))
+            for row in self._rows
+        ]
         columns = (*COLUMNS, LABELS) if any(row.labels.text for row in self._rows) else COLUMNS
         fill(self.query_one(DataTable), columns, [row[: len(columns)] for row in cells])
         where = f" {self._rows[0].folder.parent}" if self._rows else " no runs found"
@@ -89,13 +91,13 @@ class RunsPanel(Panel):
             self.post_message(self.Asked(self._rows[row].folder, beside=beside))
 
 
-def _cells(row: RunRow, shown: ViewState, drawn: bool) -> tuple[Cell, ...]:
+def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell, ...]:
     sign = "▶" if row.folder == shown.snapshot.folder else "+" if drawn else ""
     ago = "" if row.last_s is None else units.format_duration(max(shown.now_s - row.last_s, 0.0))
     return (
         sign,
         clean(row.folder.name),
-        Text(row.state, _STATES.get(row.state, "yellow")),
+        Text(row.state, color),
         f"{row.step}/{row.total}" if row.total else str(row.step),
         short(row.loss),
         short(row.val_loss),

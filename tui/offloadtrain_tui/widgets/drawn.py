@@ -11,7 +11,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from offloadtrain_tui.widgets.styles import PLAIN, strip_of, styled
+from offloadtrain_tui.widgets.styles import PLAIN, shade, strip_of, styled
 
 Content = TypeVar("Content")
 
@@ -69,7 +69,7 @@ class Drawn(Widget, Generic[Content]):
 
     def style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
         """Return a color of the theme as it is while the widget is drawn."""
-        return styled(self._colors.get(color, ""), bold, dim)
+        return styled(shade(self._colors, color), bold, dim)
 
     def _bring_up(self) -> None:
         """Draw if necessary."""

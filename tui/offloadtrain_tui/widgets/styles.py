@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from rich.segment import Segment
@@ -60,6 +60,11 @@ def strip_of(segments: Iterable[Segment], width: int, base: Style = PLAIN) -> St
 def styled(color: str, bold: bool = False, dim: bool = False) -> Style:
     """Return a color of a theme's variables, "" for the terminal's own."""
     return Style.parse(rich_color(color)) + Style(bold=bold, dim=dim)
+
+
+def shade(variables: Mapping[str, str], name: str) -> str:
+    """Return a theme's color in the shade that stands out from its background, light or dark."""
+    return variables.get(f"text-{name}") or variables.get(name, "")
 
 
 def rich_color(color: str) -> str:

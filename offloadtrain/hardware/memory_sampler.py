@@ -78,6 +78,10 @@ class Window:
             most = max(most, peak or 0) if name == "allocated" else most
             self._seen[name] = [min(least, size), size, max(most, size)]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._seen
+
     def record(self) -> schema.LiveMemory:
         """Return what was seen, and begin anew."""
         seen, self._seen = self._seen, {}
@@ -155,7 +159,8 @@ class MemorySampler:
             # wait for the next sample; a step that is followed ends the wait
             self._wake.wait(self._interval_s if self._curve is None else WITHIN_STEP_S)
             self._wake.clear()
-        self._emit(self._window.record())
+        if not self._window.is_empty:  # nothing may have been sampled since the record before
+            self._emit(self._window.record())
         self._close_ring()
 
     def _sample(self) -> None:

@@ -113,7 +113,8 @@ def load(path: Path = CALIBRATION) -> tuple[Cell, ...]:
 
 
 def _cell(series: Mapping[str, Any], cell: Mapping[str, Any]) -> Cell:
-    common = {key: value for key, value in series.items() if key not in ("cells", "source")}
+    own_keys = ("cells", "source", "limits")
+    common = {key: value for key, value in series.items() if key not in own_keys}
     split = cell.get("split", 1)
     own = {key: value for key, value in cell.items() if key != "split"}
     shape = ModelShape(max_seq_len=cell["seq_len"], norm="layernorm", **cell["shape"])
@@ -121,7 +122,7 @@ def _cell(series: Mapping[str, Any], cell: Mapping[str, Any]) -> Cell:
         common
         | own
         | {
-            "machine": find(series["machine"])[1],
+            "machine": replace(find(series["machine"])[1], **series.get("limits", {})),
             "kernels": Kernels(**series["kernels"], split=split),
             "shape": shape,
         }

@@ -3,9 +3,10 @@
 The same lines of JSONL, the same tokenizer, the same number of processes with one encoding thread
 each, by turns: a ratio is of two runs of one round. `datasets` reads the lines into Arrow before
 (not measured); its `map(batched=True)` writes token numbers, as `prepare` does, and nothing is
-reused. `prepare` with one process takes its turn too. CPU seconds, of the process and its workers,
-are compared as well: other processes disturb them less. The text is Python's standard library; a
-BPE tokenizer of 8192 tokens is trained on it.
+reused. `prepare` with one process takes its turn too, and both turn the same text into bytes, of
+JSONL and of a text file: there reading is most of the work. CPU seconds, of the process and its
+workers, are compared as well: other processes disturb them less. The text is Python's standard
+library; a BPE tokenizer of 8192 tokens is trained on it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from offloadtrain.hardware.telemetry import probe
 
 VOCABULARY = 8192
 LINES_PER_DOCUMENT = 40
+LINES, TEXT = "lines.jsonl", "text.txt"
+BYTES_ROUNDS = 3
+"""Of the runs that make bytes of text, which take a small part of the time, in each round."""
 
 
 def write_lines(path: Path, megabytes: int) -> None:
@@ -73,7 +77,7 @@ def of_datasets(folder: Path, jobs: int) -> Callable[[], None]:
 
     datasets.disable_progress_bars()
     lines = datasets.load_dataset(
-        "json", data_files=str(folder / "lines.jsonl"), split="train", cache_dir=str(folder / "c")
+        "json", data_files=str(folder / LINES), split="train", cache_dir=str(folder / "c")
     )
     words = AutoTokenizer.from_pretrained(folder / "tokenizer")
 
@@ -97,13 +101,13 @@ def of_datasets(folder: Path, jobs: int) -> Callable[[], None]:
     return run
 
 
-def of_ours(folder: Path, jobs: int) -> Callable[[], None]:
+def of_ours(folder: Path, jobs: int, source: str = LINES, words: str = "") -> Callable[[], None]:
     def run() -> None:
         shutil.rmtree(folder / "out", ignore_errors=True)
         prepare(
-            folder / "lines.jsonl",
+            folder / source,
             folder / "out",
-            tokenizer=str(folder / "tokenizer"),
+            tokenizer=words or str(folder / "tokenizer"),
             val_fraction=0.0,
             jobs=jobs,
         )
@@ -111,25 +115,41 @@ def of_ours(folder: Path, jobs: int) -> Callable[[], None]:
     return run
 
 
+def write_text(lines: Path, path: Path) -> None:
+    with lines.open() as source, path.open("w") as out:
+        out.writelines(json.loads(line)["text"] for line in source)
+
+
 def measured(megabytes: int, jobs: int, rounds: int) -> dict[str, Any]:
     """Time both in every round, each first in every other one."""
     with TemporaryDirectory() as named:
         folder = Path(named)
-        write_lines(folder / "lines.jsonl", megabytes)
-        train_tokenizer(folder / "tokenizer", folder / "lines.jsonl")
+        write_lines(folder / LINES, megabytes)
+        write_text(folder / LINES, folder / TEXT)
+        train_tokenizer(folder / "tokenizer", folder / LINES)
         runs = {"datasets": of_datasets(folder, jobs), "offloadtrain": of_ours(folder, jobs)}
         runs["one process"] = of_ours(folder, 1)
+        for source in (LINES, TEXT):
+            for count in (1, jobs):
+                runs[f"bytes of {source}, jobs {count}"] = of_ours(folder, count, source, "bytes")
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         cpu: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds):
             for name in list(runs)[:: -1 if number % 2 else 1]:
                 began, before = time.perf_counter(), cpu_seconds()
-                runs[name]()
+                for _ in range(BYTES_ROUNDS if name.startswith("bytes") else 1):
+                    runs[name]()
                 seconds[name].append(round(time.perf_counter() - began, 3))
                 cpu[name].append(round(cpu_seconds() - before, 3))
         ratios, cpu_ratios = ratios_of(seconds), ratios_of(cpu)
         of_one = ratios_of(seconds, "one process")
-        size = (folder / "lines.jsonl").stat().st_size
+        of_bytes = {
+            source: ratios_of(
+                seconds, f"bytes of {source}, jobs 1", f"bytes of {source}, jobs {jobs}"
+            )
+            for source in (LINES, TEXT)
+        }
+        size = (folder / LINES).stat().st_size
     return {
         "machine": asdict(probe()),
         "jobs": jobs,
@@ -142,6 +162,7 @@ def measured(megabytes: int, jobs: int, rounds: int) -> dict[str, Any]:
         "cpu_ratios": cpu_ratios,
         "one_process_ratio": statistics.median(of_one),
         "one_process_ratios": of_one,
+        "one_process_ratios_of_bytes": of_bytes,
     }
 
 
@@ -151,8 +172,10 @@ def cpu_seconds() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def ratios_of(seconds: dict[str, list[float]], other: str = "datasets") -> list[float]:
-    pairs = zip(seconds[other], seconds["offloadtrain"], strict=True)
+def ratios_of(
+    seconds: dict[str, list[float]], other: str = "datasets", ours: str = "offloadtrain"
+) -> list[float]:
+    pairs = zip(seconds[other], seconds[ours], strict=True)
     return [round(theirs / ours, 3) for theirs, ours in pairs]
 
 
@@ -172,7 +195,11 @@ def main() -> None:
         f"({', '.join(f'{ratio:.2f}' for ratio in found['speed_ratios'])}), "
         f"{found['cpu_ratio']:.2f} x in CPU time "
         f"({', '.join(f'{ratio:.2f}' for ratio in found['cpu_ratios'])}), "
-        f"{found['one_process_ratio']:.2f} x the speed of one process",
+        f"{found['one_process_ratio']:.2f} x the speed of one process; bytes: "
+        + ", ".join(
+            f"{source} {statistics.median(ratios):.2f} x"
+            for source, ratios in found["one_process_ratios_of_bytes"].items()
+        ),
         file=sys.stderr,
     )
     if chosen.out:

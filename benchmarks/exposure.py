@@ -55,7 +55,7 @@ class Cell:
 
 def machine() -> Machine:
     """Return the H100 with the memory of one NUMA node."""
-    return replace(find("h100")[1], dram_gbps=NODE_GBPS)
+    return replace(find("h100")[1], dram_gbps=NODE_GBPS, numa_nodes=1)
 
 
 def job(state: str, tokens: int, state_on: str) -> Config:

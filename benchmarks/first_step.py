@@ -1,7 +1,7 @@
 """From a Hugging Face folder to the first step: seconds and host memory, beside their floors.
 
     python -m benchmarks.first_step
-    python -m benchmarks.first_step --layers 4 --states split16
+    python -m benchmarks.first_step --layers 4 --states split16 split16    # each as often as named
 
 Writes a model like Llama (1.1B parameters at 22 layers; fewer where memory is short) with random
 weights into a temporary folder, as bf16 shards, and loads it in a process of its own for each state
@@ -229,8 +229,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def where(row: Row) -> str:
     total = row.load.wall_s + row.first_step.wall_s
+    ratio, _ = row.ratios()
     parts = [f"{name or 'rest'} {share * total:.1f} s" for name, share in row.shares.items()]
-    return f"{row.state}: {', '.join(parts)}"
+    return f"{row.state}: {ratio.wall_s:.2f} x the floor; {', '.join(parts)}"
 
 
 def main() -> None:
@@ -243,13 +244,14 @@ def main() -> None:
     processes = ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1)
     with TemporaryDirectory() as named, processes:
         write_model(Path(named), asked.layers)
-        rows = [processes.submit(measured, Path(named), state).result() for state in asked.states]
-    machine = probe()
-    print(f"{machine.cpu}, {format_count(rows[0].parameters)} parameters\n\n{table(rows)}\n")
-    print("\n".join(map(where, rows)))
-    if asked.out:
-        found = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        rows: list[Row] = []
+        for state in asked.states:
+            rows.append(processes.submit(measured, Path(named), state).result())
+            print(where(rows[-1]), flush=True)
+            if asked.out:
+                found = {"machine": asdict(probe()), "rows": [asdict(row) for row in rows]}
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\n{probe().cpu}, {format_count(rows[0].parameters)} parameters\n\n{table(rows)}")
 
 
 if __name__ == "__main__":

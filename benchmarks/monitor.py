@@ -1,15 +1,18 @@
 """What the monitor costs, on a terminal of 160 by 45.
 
-    python -m benchmarks.monitor [--json]
+    python -m benchmarks.monitor [delays] [charts] [screens] [resident] [--json]
 
-Prints, beside the goal of each: the first frame of a fresh process, opening a run of 100,000 steps,
-how long after its writing a step is on the screen, how long after a kill the death is, the share of
-a core at 1 and 4 steps per second with twelve charts, that of every screen over a run of 13B shape
-(4 ranks, 62 blocks, 16 microbatches), and resident memory, also over a log of 71 MB.
+Prints, beside the goal of each, all parts or those named: the first frame of a fresh process,
+opening a run of 100,000 steps, how long after its writing a step is on the screen, how long after a
+kill the death is (delays); the share of a core at 1 and 4 steps per second with twelve charts
+(charts), that of every screen over a run of 13B shape, 4 ranks, 62 blocks, 16 microbatches
+(screens); and resident memory over a log of 71 MB (resident). Each part takes less than 4
+minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -194,7 +197,8 @@ def large_run(folder: Path) -> tuple[float, float]:
     try:
         newest = screen.until("step 100000")
         began = time.perf_counter()
-        while "reading" in screen.text().rpartition("step 100000/100000")[2][:40]:
+        # The line ends with it: state, bar and end are between.
+        while "reading" in screen.text().rpartition("step 100000/100000")[2][:WIDTH]:
             time.sleep(0.005)
         return newest, newest + time.perf_counter() - began
     finally:
@@ -259,7 +263,7 @@ def every_screen(folder: Path) -> list[Figure]:
     return [*found, Figure("13B, 4 ranks: resident", mib, 80.0, "MiB")]
 
 
-def resident(folder: Path) -> Figure:
+def resident(folder: Path) -> list[Figure]:
     """Once the whole log has been read."""
     with trainer(long_log(folder)):
         screen = Screen(str(folder))
@@ -267,39 +271,57 @@ def resident(folder: Path) -> Figure:
             screen.until("2000/")
             time.sleep(SCREEN_S)
             mib = screen.process.memory_info().rss / 2**20
-            return Figure("a log of 71 MB: resident", mib, 76.0, "MiB")
+            return [Figure("a log of 71 MB: resident", mib, 76.0, "MiB")]
         finally:
             screen.close()
 
 
-def measure() -> list[Figure]:
+def delays(base: Path) -> list[Figure]:
+    small, large = run_of(base / "small", 1000), run_of(base / "large", 100_000)
+    with trainer(small):
+        first = first_frame(small)
+    opened = large_run(large)
+    return [
+        Figure("first frame", first, 1.0, "s"),
+        Figure("100,000 steps: newest", opened[0], 2.0, "s"),
+        Figure("100,000 steps: all", opened[1], 2.0, "s"),
+        Figure("a new step is shown", freshness(run_of(base / "fresh", 50), 51), 0.5, "s"),
+        Figure("a kill is shown", death(run_of(base / "doomed", 50)), 1.0, "s"),
+    ]
+
+
+def charts(base: Path) -> list[Figure]:
+    folder = run_of(base / "charts", 1000)
+    with trainer(folder):
+        once = cost(folder, 1001, 1.0)
+        often = cost(folder, 1016, 4.0)  # after the 15 steps of before
+    return [
+        Figure("12 charts, 1 step/s", once[0], 3.0, "% of a core"),
+        Figure("12 charts, 4 steps/s", often[0], 8.0, "% of a core"),
+        Figure("resident memory", often[1], 80.0, "MiB"),
+    ]
+
+
+PARTS = {"delays": delays, "charts": charts, "screens": every_screen, "resident": resident}
+
+
+def measure(parts: list[str]) -> list[Figure]:
     base = Path(tempfile.mkdtemp())
     try:
-        small = run_of(base / "small", 1000)
-        large = run_of(base / "large", 100_000)
-        with trainer(small):
-            once = cost(small, 1001, 1.0)
-            often = cost(small, 1016, 4.0)  # after the 15 steps of before
-        opened = large_run(large)
-        return [
-            Figure("first frame", first_frame(small), 1.0, "s"),
-            Figure("100,000 steps: newest", opened[0], 2.0, "s"),
-            Figure("100,000 steps: all", opened[1], 2.0, "s"),
-            Figure("a new step is shown", freshness(run_of(base / "fresh", 50), 51), 0.5, "s"),
-            Figure("a kill is shown", death(run_of(base / "doomed", 50)), 1.0, "s"),
-            Figure("12 charts, 1 step/s", once[0], 3.0, "% of a core"),
-            Figure("12 charts, 4 steps/s", often[0], 8.0, "% of a core"),
-            Figure("resident memory", often[1], 80.0, "MiB"),
-            *every_screen(base / "13b"),
-            resident(base / "long"),
-        ]
+        return [figure for part in parts for figure in PARTS[part](base / part)]
     finally:
         shutil.rmtree(base)
 
 
 def main() -> None:
-    figures = measure()
-    if "--json" in sys.argv:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("part", nargs="*", metavar="part", help=", ".join(PARTS))
+    options.add_argument("--json", action="store_true")
+    given = options.parse_args()
+    if unknown := set(given.part) - set(PARTS):
+        options.error(f"no such part: {', '.join(unknown)}")
+    figures = measure(given.part or [*PARTS])
+    if given.json:
         print(json.dumps([asdict(figure) for figure in figures], indent=1))
         return
     for figure in figures:

@@ -1,9 +1,10 @@
 """What happens to checkpoints when storage fails, counted:
-`python -m benchmarks.storage_faults kills|power|errors|tmpfs|damage|exports`.
+`python -m benchmarks.storage_faults kills|power|errors|tmpfs|damage|exports|converts`.
 
     kills    SIGKILL before each call of a save, and half-way through what it writes: first,
-             steady, asynchronous, pruning, on 1, 2 and 4 ranks. Good: the checkpoint before it or
-             the new one loads to the bit, and the next save works.
+             steady, asynchronous (update modes, formats, state on the disk), pruning, on 1, 2 and 4
+             ranks. Good: the checkpoint before it or the new one loads to the bit, and the next
+             save works.
     power    every state that a loss of power can leave between two calls of a save: what was not
              fsynced is lost, torn or out of order. Good: the same, and a save that has returned is
              there.
@@ -18,6 +19,7 @@
              is loaded.
     exports  SIGKILL at each call of `offloadtrain export`. Good: the folder is absent or whole, and
              the run's checkpoint is untouched.
+    converts the same at calls of `offloadtrain convert`, to torch's files and from one to a run.
 
 A line for each case that is not good, and the outcomes; the last line is the count. Without --count
 all cases are run; with it a draw from them, which follows from --seed.
@@ -40,9 +42,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import parts
 from tests.train.storage.saves import Case
 
-SETS = ("kills", "power", "errors", "tmpfs", "damage", "exports")
+SETS = ("kills", "power", "errors", "tmpfs", "damage", "exports", "converts")
 
 
 def run_all(cases: Sequence[Case], folder: Path) -> tuple[Counter[str], int]:
@@ -67,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--count", type=int, default=0, help="0: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to save; default: the temporary folder")
+    parts.add_to(parser)
     options = parser.parse_args(arguments)
     # Processes are forked from this one: no pool of torch's may have begun.
     torch.set_num_threads(1)
@@ -75,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = importlib.import_module(f"tests.train.storage.{options.what}").cases(Path(folder))
         drawn = random.Random(options.seed).sample(found, options.count or len(found))
+        drawn = options.part.of(drawn)
         outcomes, bad = run_all(drawn, Path(folder))
     for outcome, count in sorted(outcomes.items()):
         print(f"{count:6} {outcome}")

@@ -41,6 +41,17 @@ def show(step: int, loss: float) -> None:
         print(f"step {step:3d}  loss {loss:.4f}", flush=True)
 
 
+def toy_of_rank_0(scratch: str, device: torch.device) -> str:
+    """Write a toy on rank 0, as transformers does, and return its path on every rank."""
+    path = torch.zeros(512, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        name = toy.make_llama(scratch).encode()
+        path[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+    path = path.to(device)
+    dist.broadcast(path, 0)  # once the folder is written
+    return bytes(path.tolist()).rstrip(b"\0").decode()
+
+
 def train(
     device: torch.device, given: str | None, on_step: Callable[[int, float], None]
 ) -> list[float]:
@@ -53,9 +64,7 @@ def train(
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as scratch:
-        shared = [toy.make_llama(scratch) if rank == 0 and not given else ""]
-        dist.broadcast_object_list(shared)  # every rank reads one folder
-        folder = given or shared[0]
+        folder = given or toy_of_rank_0(scratch, device)
         options = dict(working="host", activation="recompute", clip_norm=1.0, state="split16")
         model, optimizer = ot.from_pretrained(
             folder, ot.AdamW(lr=1e-5 if given else 3e-3), device=device, **options

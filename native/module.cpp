@@ -130,23 +130,25 @@ void zero(Address memory, std::int64_t bytes) {
   });
 }
 
-// Sums of squares by parameter, to squares[id]: segments in parallel, then added in order.
+// Sums of squares of the parameters [first, last), to squares[id]: segments in parallel, then added in
+// order. `segment(slot, done, count)` is that of `count` elements of a parameter from its element `done` on.
 template <typename Segment>
-void by_parameter(const Layout& layout, Address squares, const Segment& segment) {
-  const Slot* first = at<const Slot>(std::get<0>(layout));
-  const Slot* last = first + std::get<1>(layout);
+void by_parameter(const Slot* first, const Slot* last, Address squares, const Segment& segment) {
   struct Piece {
-    std::int64_t lo, count;
+    const Slot* slot;
+    std::int64_t done, count;
   };
   std::vector<Piece> pieces;
   for (const Slot* slot = first; slot != last; ++slot) {
     for (std::int64_t done = 0; done < slot->numel; done += kSegment) {
-      pieces.push_back({slot->offset + done, std::min(kSegment, slot->numel - done)});
+      pieces.push_back({slot, done, std::min(kSegment, slot->numel - done)});
     }
   }
   std::vector<double> partial(pieces.size());
   const auto body = [&](std::int64_t lo, std::int64_t hi) {
-    for (std::int64_t i = lo; i < hi; ++i) partial[i] = segment(pieces[i].lo, pieces[i].count);
+    for (std::int64_t i = lo; i < hi; ++i) {
+      partial[i] = segment(*pieces[i].slot, pieces[i].done, pieces[i].count);
+    }
   };
   running_pool()->run(static_cast<std::int64_t>(pieces.size()), kGrain / kSegment, body);
   std::size_t next = 0;
@@ -157,6 +159,16 @@ void by_parameter(const Layout& layout, Address squares, const Segment& segment)
   }
 }
 
+// Of a flat buffer: `segment(lo, count)` is that of its elements from `lo` on.
+template <typename Segment>
+void by_parameter(const Layout& layout, Address squares, const Segment& segment) {
+  const Slot* first = at<const Slot>(std::get<0>(layout));
+  by_parameter(first, first + std::get<1>(layout), squares,
+               [&](const Slot& slot, std::int64_t done, std::int64_t count) {
+                 return segment(slot.offset + done, count);
+               });
+}
+
 void sum_squares(const Grad& values, const Layout& layout, Address squares) {
   const Kernels* kernels = active;
   const Gradient g = gradient(values);
@@ -164,6 +176,23 @@ void sum_squares(const Grad& values, const Layout& layout, Address squares) {
     by_parameter(layout, squares, [&](std::int64_t lo, std::int64_t count) {
       return kernels->segment(g.values, g.dtype, lo, count);
     });
+  });
+}
+
+// Of parameters that lie apart. `tensors`: the address, elements and id of each.
+void sum_squares_each(const std::vector<std::array<std::int64_t, 3>>& tensors, int dtype,
+                      Address squares) {
+  const Kernels* kernels = active;
+  submit([=] {
+    std::vector<Slot> slots;
+    for (const auto& [address, numel, id] : tensors) {
+      slots.push_back({static_cast<std::int64_t>(slots.size()), numel, id, 0});
+    }
+    by_parameter(slots.data(), slots.data() + slots.size(), squares,
+                 [&](const Slot& slot, std::int64_t done, std::int64_t count) {
+                   const auto address = static_cast<Address>(tensors[slot.offset][0]);
+                   return kernels->segment(at<const void>(address), static_cast<DType>(dtype), done, count);
+                 });
   });
 }
 
@@ -290,6 +319,7 @@ NB_MODULE(_native, m) {
   m.def("accumulate_squares", &accumulate_squares, unlocked);
   m.def("cast", &cast, unlocked);
   m.def("sum_squares", &sum_squares, unlocked);
+  m.def("sum_squares_each", &sum_squares_each, unlocked);
   m.def("copy", &copy, unlocked);
   m.def("zero", &zero, unlocked);
   m.def("traffic", &traffic, unlocked);

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
@@ -33,6 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests send these, to commands that they start too: what nohup, or a shell behind `&`, has
+    # ignored would be ignored there.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     option = config.option
     if option.level is None:
         named = any("::" in arg for arg in config.args)  # who names one case wants that one
@@ -55,14 +61,22 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch  # here: the process that only hands out tests does not wait for it
-
-    torch.set_num_threads(1)
     kept = levels.selected(items, config.option.level, config.option.seed)
-    if not torch.cuda.is_available():
+    if not _one_thread_and_a_gpu():
         kept = _without_gpu(config, kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = sorted(kept, key=_without_pools)
+
+
+def _one_thread_and_a_gpu() -> bool:
+    """Set torch's threads, and say whether it has a GPU. The tests of the ground and of the monitor
+    run where torch is not installed."""
+    if find_spec("torch") is None:
+        return False
+    import torch  # here: the process that only hands out tests does not wait for it
+
+    torch.set_num_threads(1)
+    return torch.cuda.is_available()
 
 
 def _without_pools(item: pytest.Item) -> bool:

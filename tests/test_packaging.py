@@ -8,12 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tools import package_metadata
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -42,7 +45,7 @@ def test_every_dependency_is_pinned() -> None:
 
 def test_the_build_needs_no_torch() -> None:
     names = {requirement.split(">=")[0] for requirement in PYPROJECT["build-system"]["requires"]}
-    assert names == {"scikit-build-core", "nanobind", "hatch-fancy-pypi-readme"}
+    assert names == {"scikit-build-core", "nanobind"}
 
 
 def test_ci_runs_what_a_change_runs_and_then_the_rest() -> None:
@@ -73,21 +76,27 @@ def test_help_names_every_target() -> None:
     ]
 
 
-@pytest.mark.slow
-def test_a_wheel_without_a_compiler(tmp_path: Path) -> None:
+def _build_wheel(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build the wheel of a copy without what was compiled here, and with a compiler that fails."""
     source = tmp_path / "a path with spaces"
     source.mkdir()
-    shutil.copy(ROOT / "pyproject.toml", source)
-    shutil.copy(ROOT / "README.md", source)
-    shutil.copy(ROOT / "LICENSE", source)
-    for folder in ("offloadtrain", "tui", "native"):
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    for folder in ("offloadtrain", "tui", "native", "tools"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, source]
     if importlib.util.find_spec("scikit_build_core"):  # else pip fetches it: half a minute more
         command.append("--no-build-isolation")
-    environment = {**os.environ, "OFFLOADTRAIN_NATIVE": "0", "CXX": "/nonexistent"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    inherited = {name: x for name, x in os.environ.items() if name != "OFFLOADTRAIN_NATIVE"}
+    variables = {**inherited, "CXX": "/nonexistent", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{}, {"OFFLOADTRAIN_NATIVE": "0"}], ids=["failed", "0"])
+def test_a_wheel_without_a_compiler(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = _build_wheel(tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -102,6 +111,52 @@ def test_a_wheel_without_a_compiler(tmp_path: Path) -> None:
     assert not [name for name in names if name.endswith(".so") or name.startswith("native")]
 
 
+OUTSIDE = """
+import runpy, sys
+sys.path[:0] = sys.argv[1:3]
+sys.argv[:] = ["offloadtrain", "train", "debug"]
+import offloadtrain
+assert offloadtrain.__file__.startswith(sys.path[0]), offloadtrain.__file__
+runpy.run_module("offloadtrain", run_name="__main__")
+"""
+"""Without .pth files, so that the clone's own package is not found."""
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_outside_of_a_clone(tmp_path: Path) -> None:
+    """In an environment that holds it and what it needs, without a compiler."""
+    assert _build_wheel(tmp_path, OFFLOADTRAIN_NATIVE="0").returncode == 0
+    (wheel,) = tmp_path.glob("*.whl")
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    _run("pip", "install", "--quiet", "--no-deps", "--target", installed, wheel)
+    elsewhere.mkdir()
+    needed = sysconfig.get_path("platlib")
+    bare = {"PATH": "", "HOME": str(elsewhere), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", OUTSIDE, installed, needed],
+        cwd=elsewhere,
+        env=bare,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "numba" in done.stderr + done.stdout
+    assert list(elsewhere.glob("runs/*/resolved.toml"))
+
+
+@pytest.mark.slow
+def test_a_wheel_for_others_is_not_built_without_the_extension(tmp_path: Path) -> None:
+    done = _build_wheel(tmp_path, OFFLOADTRAIN_NATIVE="1")
+    assert done.returncode != 0 and "/nonexistent" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_wheels_for_others_and_the_container_have_the_extension() -> None:
+    built = PYPROJECT["tool"]["cibuildwheel"]
+    assert built["environment"] == {"OFFLOADTRAIN_NATIVE": "1"}
+    assert "OFFLOADTRAIN_NATIVE=1 pip install" in (ROOT / "Dockerfile").read_text()
+
+
 def _run(*command: object) -> str:
     """The output of a tool of this environment, which must succeed."""
     tool, *rest = map(str, command)
@@ -112,12 +167,19 @@ def _run(*command: object) -> str:
     return done.stdout
 
 
-def test_every_address_of_the_project_is_below_its_repository() -> None:
-    urls = PYPROJECT["project"]["urls"]
-    assert all(url.startswith(urls["Repository"]) for url in urls.values())
-    readme = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    below = urls["Repository"].removeprefix("https://github.com")
-    assert all(below in change["replacement"] for change in readme["substitutions"])
+def test_one_line_says_where_the_project_lives() -> None:
+    """Every address of the package and of the site is below it."""
+    base = package_metadata.repository()
+    assert base == PYPROJECT["tool"]["offloadtrain"]["repository"]
+    files = ("pyproject.toml", "mkdocs.yml", "README.md", "CITATION.cff", "Dockerfile")
+    texts = [(ROOT / file).read_text() for file in files]
+    assert sum(text.count("github.com/OWNER") for text in texts) == 1
+    elsewhere = package_metadata.urls("https://example.org/us/it")
+    assert {"Repository", "Issues"} <= elsewhere.keys()
+    assert all(url.startswith("https://example.org/us/it") for url in elsewhere.values())
+    shown = package_metadata.readme("https://example.org/us/it")["text"]
+    assert "![The monitor](https://example.org/us/it/raw/main/docs/monitor.svg)" in shown
+    assert "[docs/plan.md](https://example.org/us/it/blob/main/docs/plan.md)" in shown
 
 
 def test_the_extra_all_is_every_extra_for_users() -> None:

@@ -1,9 +1,8 @@
 """Every block of code and every command of the documentation is true of what is there.
 
-What a page shows is run where a test names it (README, fine_tune_8b, extending, loop). Everything
+Python is run: tests/test_page_code.py. So are the commands of README and fine_tune_8b. Everything
 else is checked without being run: commands are parsed by the command line itself, modules, files,
-targets and extras have to exist, Python has to compile and to import names that are there, and the
-keys of a job have to be known.
+targets and extras have to exist, and the keys of a job have to be known.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 from cyclopts import CycloptsError
+from offloadtrain_tui.settings import Settings
 
 from offloadtrain.cli.main import app
 from offloadtrain.config.job import HF_KEYS, Config, as_tables, load
@@ -52,7 +52,7 @@ def blocks(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
-PROGRAMS = ("offloadtrain", "python", "torchrun", "make", "pip")
+PROGRAMS = ("offloadtrain", "python", "torchrun", "make", "pip", "docker")
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -72,7 +72,12 @@ def _first(word: str) -> str:
 def problem(words: list[str]) -> str:
     """What is wrong with a command; "" if nothing is."""
     program, *rest = words
-    checks = {"offloadtrain": of_command_line, "make": of_make, "pip": of_pip}
+    checks = {
+        "offloadtrain": of_command_line,
+        "make": of_make,
+        "pip": of_pip,
+        "docker": of_docker,
+    }
     return checks.get(program.rpartition("/")[2], of_python)(rest)
 
 
@@ -102,6 +107,17 @@ def of_make(words: list[str]) -> str:
     return next((f"no target {one}" for one in missing), "")
 
 
+def of_docker(words: list[str]) -> str:
+    """The image's command: ours, or pytest's with a folder of tests."""
+    if words[0] == "build":
+        return "" if (ROOT / "Dockerfile").exists() else "no Dockerfile"
+    command = words[words.index("offloadtrain") + 1 :]
+    if "--entrypoint" in words:
+        folders = [word for word in command if "/" in word]
+        return next((f"no folder {one}" for one in folders if not (ROOT / one).is_dir()), "")
+    return of_command_line(command)
+
+
 def of_pip(words: list[str]) -> str:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -126,11 +142,15 @@ def of_source(source: str) -> str:
 
 
 def of_job(text: str) -> str:
-    """Whether a part of a job names keys that there are."""
+    """Whether a part of a job, or the monitor's settings, names keys that there are."""
     job: Config = load(ROOT / "examples/gpt_13b_32gb.toml")
     known = {name: set(table) for name, table in as_tables(job).items() if isinstance(table, dict)}
-    known["model"] |= set(HF_KEYS)
-    for name, table in tomllib.loads(text).items():
+    known["model"] |= set(HF_KEYS) | {"size"}
+    found = tomllib.loads(text)
+    if "keys" in found:
+        settings = {field.name for field in fields(Settings)}
+        return "" if found.keys() <= settings else f"no setting {found.keys() - settings}"
+    for name, table in found.items():
         if isinstance(table, dict) and (wrong := set(table) - known.get(name, set())):
             return f"[{name}] has no {sorted(wrong)}"
     return ""
@@ -172,6 +192,8 @@ def test_what_is_not_there_is_seen() -> None:
         "make nothing",
         "pip install 'offloadtrain[nothing]'",
         "torchrun --nnodes 2 -m offloadtrain trian my.toml",
+        "docker run --gpus all offloadtrain trian demo",
+        "docker run --entrypoint pytest offloadtrain tests/nothing",
     )
     assert all(list(map(problem, commands(line))) != [""] for line in wrong)
 

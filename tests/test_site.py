@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from offloadtrain.config.job import Config, as_tables, load
 from offloadtrain.config.model_shape import SIZES
+from offloadtrain.events import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +40,9 @@ def test_every_key_of_a_job_is_in_the_reference(site: Path) -> None:
     keys = {key for table in as_tables(job).values() if isinstance(table, dict) for key in table}
     assert len(keys) > 50
     assert [key for key in sorted(keys) if f"<code>{key}</code>" not in page] == []
+    rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>(.*?)</tr>", page, re.DOTALL)
+    assert len(rows) > 90
+    assert [key for key, rest in rows if rest.rstrip().endswith("<td></td>")] == []
 
 
 @pytest.mark.slow
@@ -45,3 +51,13 @@ def test_sizes_and_commands_are_in_the_reference(site: Path) -> None:
     assert all(f"<code>{name}</code>" in sizes for name in SIZES)
     commands = (site / "reference/cli/index.html").read_text()
     assert all(f"offloadtrain {name}" in commands for name in ("train", "plan", "tui", "export"))
+
+
+@pytest.mark.slow
+def test_every_event_is_in_the_reference(site: Path) -> None:
+    page = (site / "reference/events/index.html").read_text()
+    kinds = [kind for kind in vars(schema).values() if getattr(kind, "KIND", "")]
+    assert len(kinds) > 10
+    for kind in kinds:
+        assert f">{kind.KIND}<" in page
+        assert [one.name for one in fields(kind) if f"<code>{one.name}</code>" not in page] == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import cleandoc
 from typing import Any, get_type_hints
 
 import mkdocs_gen_files
@@ -16,13 +17,14 @@ from offloadtrain.cli.main import app
 from offloadtrain.config.data_options import DataConfig
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.hf_section import HF_KEYS
-from offloadtrain.config.job import OFFLOAD, DeviceConfig, TrainConfig
+from offloadtrain.config.job import OFFLOAD, Config, DeviceConfig, TrainConfig
 from offloadtrain.config.log_options import LogConfig
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.config.units import format_count
+from offloadtrain.events import schema
 
 TABLES: dict[str, tuple[type, object | None]] = {
     "model": (ModelShape, None),
@@ -42,6 +44,12 @@ TABLES: dict[str, tuple[type, object | None]] = {
 def keys_page() -> Iterator[str]:
     yield "# Job keys\n"
     yield "Every key can be given as `--set TABLE.KEY=VALUE`. Keys without a default must be set.\n"
+    yield "## Above the tables\n\n| key | type | default | meaning |\n|---|---|---|---|"
+    hints, meant = get_type_hints(Config), _meanings(Config)
+    for one in fields(Config):
+        if hints[one.name] is str:
+            yield _row(one, hints[one.name], None, meant.get(one.name, ""))
+    yield ""
     for table, (kind, defaults) in TABLES.items():
         yield f"## [{table}]\n\n{_summary(kind)}\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|"
@@ -50,6 +58,8 @@ def keys_page() -> Iterator[str]:
             if kind is HfModel and one.name not in HF_KEYS:
                 continue  # what reading the folder has found
             yield _row(one, hints[one.name], defaults, meant.get(one.name, ""))
+        if kind is ModelShape:
+            yield "| `size` | `str` | | all of these by one [name](sizes.md); keys beside it win |"
         yield ""
 
 
@@ -97,6 +107,23 @@ def exit_codes_page() -> Iterator[str]:
     yield "\nWhat to do: [troubleshooting](../troubleshooting.md)."
 
 
+def events_page() -> Iterator[str]:
+    """Every kind of record of a run's log, and the dataclasses that its fields hold."""
+    yield f"# Events of the run log\n\nSchema version {schema.SCHEMA}.\n"
+    yield cleandoc(schema.__doc__ or "").partition("\n\n")[2] + "\n"
+    named = [one for name, one in vars(schema).items() if not name.startswith("_")]
+    kinds = [one for one in named if isinstance(one, type) and is_dataclass(one)]
+    kinds.remove(schema.Record)
+    for kind in sorted(kinds, key=lambda one: not issubclass(one, schema.Event)):
+        name = getattr(kind, "KIND", kind.__name__)
+        yield f"## {name}\n\n{_summary(kind)}\n"
+        yield "| field | type | default | meaning |\n|---|---|---|---|"
+        hints, meant = get_type_hints(kind), _meanings(kind)
+        for one in fields(kind):
+            yield _row(one, hints[one.name], None, meant.get(one.name, ""))
+        yield ""
+
+
 def python_page() -> Iterator[str]:
     yield "# Python\n\n`import offloadtrain as ot`\n"
     for name in ot.__all__:
@@ -109,6 +136,7 @@ PAGES = {
     "keys": keys_page,
     "sizes": sizes_page,
     "exit_codes": exit_codes_page,
+    "events": events_page,
     "python": python_page,
 }
 for page, lines in PAGES.items():

@@ -1,4 +1,5 @@
-"""A hook of mkdocs: links of docs/ to files outside of it lead to the repository."""
+"""A hook of mkdocs: links of docs/ to files outside of it lead to the repository, whose address is
+the package's."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+from package_metadata import repository
+
 _OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _ROOT = Path(__file__).resolve().parent.parent
+
+
+def on_config(config: Any) -> Any:
+    """Give the site the address of the repository."""
+    config.repo_url, config.repo_name = repository(), "repository"
+    return config
 
 
 def on_page_markdown(markdown: str, *, config: Any, page: Any, files: Any) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, IterableDataset
 
 from benchmarks.architectures.batches import END, PAD, SEQUENCE, START, VOCAB
 from benchmarks.architectures.models import ARCHITECTURES
@@ -39,6 +43,29 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
     def unpadded(self) -> list[dict[str, list[int]]]:
         return [{"input_ids": row[: 5 + i % 9].tolist()} for i, row in enumerate(self._tokens)]
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """The texts with masked labels, of which nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        texts = Texts(masked=True)
+        return (texts[index] for index in range(SAMPLES))
+
+
+def padded(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of texts of several lengths."""
+    texts = [torch.tensor(row["input_ids"]) for row in rows]
+    tokens = pad_sequence(texts, batch_first=True, padding_value=PAD)
+    mask = pad_sequence(list(map(torch.ones_like, texts)), batch_first=True)
+    labels = tokens.masked_fill(mask == 0, -100)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def counted_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """The sum over counted tokens, divided by their number in all microbatches of the step."""
+    logits = outputs.logits[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
 def preferences() -> list[dict[str, str]]:

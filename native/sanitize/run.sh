@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Builds the kernels under AddressSanitizer and UBSan, for every instruction set of this CPU, and the
 # pool and the queue under ThreadSanitizer, and runs them; `refused` is the pool where threads cannot be made.
-# Usage: run.sh kernels|pool|queue|refused [compiler flags...]
+# `bits` compares what the kernels write, compiled as they are shipped, among these instruction sets; with
+# CROSS naming a compiler for aarch64, such as aarch64-linux-gnu-g++, also with NEON, run by QEMU.
+# Usage: run.sh kernels|bits|pool|queue|refused [compiler flags...]
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 out="$(mktemp -d)"
@@ -35,6 +37,23 @@ fi
 if [ "$part" = refused ]; then
   "$compiler" "${common[@]}" -pthread "$here/refused.cpp" "$here/../pool.cpp" -ldl -o "$out/refused"
   "$out/refused"
+  exit
+fi
+if [ "$part" = bits ]; then
+  shipped=(-std=c++17 -O3 -Wno-unknown-pragmas -ffp-contract=off -fno-math-errno -fno-trapping-math "$@")
+  # A compiler, a name for the instruction set, its flags, what runs programs: leaves what its kernels write in $out/NAME.
+  written() {
+    local build="$1" isa="$2" start="${4:-}"
+    # shellcheck disable=SC2086
+    "$build" "${shipped[@]}" $3 -DOT_TABLE=kTested "-DOT_NAME=\"$isa\"" -c "$here/../kernels.cpp" -o "$out/$isa.o"
+    "$build" -std=c++17 -O1 ${start:+-static} "$here/bits.cpp" "$out/$isa.o" -o "$out/$isa.run"
+    # shellcheck disable=SC2086
+    $start "$out/$isa.run" >"$out/$isa"
+    diff "$out/baseline" "$out/$isa" || { echo "$isa writes other bits than baseline" >&2; exit 1; }
+    echo "$isa: $(wc -l <"$out/$isa") cases"
+  }
+  for isa in $(isas); do written "$compiler" "$isa" "$(flags_of "$isa")"; done
+  [ -z "${CROSS:-}" ] || written "$CROSS" neon "" "${QEMU:-qemu-aarch64}"
   exit
 fi
 checks=(-fsanitize=address,undefined -fno-sanitize-recover=all)

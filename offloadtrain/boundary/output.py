@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
 from offloadtrain.boundary.sanitize import SanitizedStream
@@ -19,6 +20,21 @@ def sanitized_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def tell(text: str, file: TextIO | None = None) -> None:
+    """Print what a finished piece of work has to say. Who reads it may have left, or its disk be
+    full: that makes no failure of the work. From then on the stream's output is dropped.
+
+    Args:
+        file: default: stdout.
+    """
+    stream = sys.stdout if file is None else file
+    try:
+        print(text, file=stream, flush=True)
+    except (OSError, ValueError):  # ValueError: the stream is closed
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _filtered(stream: TextIO) -> TextIO:

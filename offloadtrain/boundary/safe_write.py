@@ -11,7 +11,7 @@ from pathlib import Path
 from offloadtrain.boundary.safe_open import UnsafeFileError
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole, readable by its owner only; a reader finds the old or the new one.
 
     What had the name, a link too, is replaced and not followed.
@@ -19,13 +19,14 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: the folder cannot be written, or has a folder of that name.
     """
+    data = content.encode() if isinstance(content, str) else content
     fresh = path.with_name(f".{path.name}.tmp")
     fresh.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(fresh, flags, 0o600)
     try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(fd, "wb") as file:
+            file.write(data)
         fresh.replace(path)
     except OSError:
         fresh.unlink(missing_ok=True)
@@ -40,6 +41,6 @@ def own_folder(path: Path) -> Path:
         OSError: it cannot be made.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UnsafeFileError(path, "it is not a folder of the run's own")
+        raise UnsafeFileError(path, "it is not a folder that belongs to the run")
     path.mkdir(mode=0o700, exist_ok=True)
     return path

@@ -1,4 +1,4 @@
-"""What no text from elsewhere may do to a terminal, or to a reader's eye.
+"""Make text from elsewhere harmless: it must control no terminal and mislead no reader.
 
 Names, messages, paths and logs may hold escape sequences that write the clipboard, set the title or
 clear the screen, and marks that reverse or hide text. One rule decides, and it is Python's own:

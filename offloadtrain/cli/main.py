@@ -48,8 +48,13 @@ class _OwnTerminal:
         return getattr(self._console, name)
 
 
+_NO_DEFAULT = ('""', "()", "False")
+"""Defaults that are not shown: an option that is not given."""
+
+
 class _Unbroken:
-    """cyclopts's help, without the line breaks of the docstrings. Imported on use."""
+    """cyclopts's help, without the line breaks of the docstrings, and without defaults that say
+    nothing. Imported on use."""
 
     def __call__(self, console: Any, options: Any, panel: Any) -> None:
         from rich.text import Text
@@ -58,6 +63,8 @@ class _Unbroken:
             text = getattr(entry.description, "primary_renderable", None)
             if isinstance(text, Text):
                 entry.description.primary_renderable = Text(text.plain.replace("\n", " "))
+            if entry.default in _NO_DEFAULT:
+                entry.default = None
         self._default(console, options, panel)
 
     @cached_property
@@ -111,7 +118,7 @@ app.command(
 app.command(
     "offloadtrain.cli.commands.convert:convert",
     name="convert",
-    help="Go on from checkpoints of torch, FSDP or DeepSpeed; write one for torch.",
+    help="Convert checkpoints of torch, FSDP or DeepSpeed to a run, or a run to torch.",
     help_epilogue=_examples(
         "offloadtrain convert ds_run/global_step1000 --job my.toml",
         "offloadtrain convert runs/latest state.pt --to torch",
@@ -261,7 +268,7 @@ app.command(
 app.command(
     "offloadtrain_tui.labels:tag",
     name="tag",
-    help="Label a run with tags, a note, a pin.",
+    help="Label a run with tags and a note, or pin it.",
     help_epilogue=_examples(
         "offloadtrain tag runs/latest baseline lr-3e-4 --note 'before the new data'",
         "offloadtrain tag runs/latest --pin",
@@ -331,7 +338,11 @@ def _failed(error: Exception, debug: bool) -> int:
     """Print a known error as one message, an unknown one with its traceback; return the code."""
     code = of_error(error)
     known = isinstance(error, OffloadTrainError | UnsafeFileError) or code != FAILED
-    if debug or not known:
+    if not (debug or known) and isinstance(error, OSError) and error.strerror:
+        # Of a disk, a network or permissions, where no command could say more.
+        at = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        print(f"{at}{error.strerror} (--debug says where this was met)", file=sys.stderr)
+    elif debug or not known:
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
     else:
         print(str(error) or type(error).__name__, file=sys.stderr)

@@ -68,7 +68,7 @@ class _Rank:
 
     @property
     def pulse(self) -> Pulse:
-        """What it has said last; if it says nothing any more, its silence since."""
+        """The last pulse; if no more have come for a while, with the time since."""
         if self._stale_s < STALE_S:
             return self.said
         return replace(self.said, silent_s=self._stale_s, waits=False)
@@ -325,7 +325,8 @@ class Supervisor:
     def _abort(self) -> None:
         for rank in self._ranks:
             rank.kill()
-        os.write(2, b"\nended at once; the last checkpoint is intact\n")
+        with suppress(OSError):  # the terminal is gone
+            os.write(2, b"\nended at once; the last checkpoint is intact\n")
         os._exit(FAILED)
 
 

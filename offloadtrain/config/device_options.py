@@ -11,6 +11,7 @@ class DeviceConfig:
     """The device of forward and backward.
 
     Attributes:
+        kind: "auto": a GPU if there is one.
         threads: number of torch's CPU threads; 0: torch's choice.
         process_memory_limit: limit on torch's GPU memory in this process, activations included
             (CUDA only), such as "10 GiB"; empty: none.

@@ -27,7 +27,9 @@ class Lora:
     """`model.lora`: adapters beside a frozen base.
 
     Attributes:
+        r: rank of the adapters.
         alpha: the adapters' product is scaled by alpha / r.
+        dropout: probability, before an adapter.
         target_modules: names of linear layers; empty: those that PEFT chooses for the class.
     """
 
@@ -69,16 +71,20 @@ class PartShape:
     name: str
     params: tuple[ParamShape, ...]
     repeated: bool = False
+    leaf: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfModel:
-    """Attributes:
-    hf: a folder, or the name of a model in the cache of Hugging Face; of any other module that is
-        only planned, its class.
-    init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
-    identity: hash of what config.json says of the model.
-    parts: every parameter; None until `integrations/hf_job.py` has looked.
+    """A model of transformers.
+
+    Attributes:
+        hf: a folder, or the name of a model in the cache of Hugging Face; of any other module that
+            is only planned, its class.
+        init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
+        lora: train adapters beside the frozen model, not the model.
+        identity: hash of what config.json says of the model.
+        parts: every parameter; None until `integrations/hf_job.py` has looked.
     """
 
     hf: str
@@ -121,12 +127,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         UnsafeFileError, OSError: it cannot be read, or is not JSON.
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     path = folder / "config.json"
     found = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)  # the cache holds links
     if not isinstance(found, dict):
-        raise ValueError(f"{folder / 'config.json'} is no JSON object")
+        raise ValueError(f"{folder / 'config.json'} is not a JSON object")
     return found
 
 

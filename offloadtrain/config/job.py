@@ -72,6 +72,7 @@ class Config:
         name: a part of the run folder's name.
         model: our transformer's shape; of a model of transformers, what a plan estimates by.
         hf: the model of transformers to train instead.
+        runs_dir: where the run's folder is made.
         offload: what `offload` takes. Its `grad_accum_steps`, `seed` and `checkpoint_spill` are
             always those of `train`, which describes batches and the run.
         stage: the stage of a pipeline that `model` is; None: the whole model. No key of a job.

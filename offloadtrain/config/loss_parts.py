@@ -1,4 +1,4 @@
-"""How many classes a loss in parts of the vocabulary takes at a time, in runs and in plans."""
+"""The number of classes per part of a loss that is computed in parts, for runs and plans."""
 
 PART_BYTES_CPU = 16 * 1024**2
 PART_BYTES_DEVICE = 128 * 1024**2

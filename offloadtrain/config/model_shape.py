@@ -21,12 +21,21 @@ class ModelShape:
     """Shape of one transformer. A zero in `num_kv_heads` or `d_ff` means "the usual value".
 
     Attributes:
+        vocab_size: tokens that the embedding has, at least those of the data.
+        num_layers: blocks.
+        d_model: width of the residual stream.
+        num_heads: query heads; they divide `d_model`.
         num_kv_heads: key/value heads of grouped-query attention; 0: as many as `num_heads`.
-        d_ff: hidden width of the MLP; 0: see `ff_width`.
+        d_ff: hidden width of the MLP; 0: 4 x `d_model`, or with "swiglu" 8/3 x, rounded up.
         max_seq_len: longest sequence; with learned positions, also rows of the position table.
+        positions: turned into queries and keys, or a table that is trained.
+        norm: before attention, MLP and head.
+        mlp: two matrices and a gate, or two matrices.
         tie_embeddings: the output head is the token embedding itself (one parameter).
         bias: additive biases in every linear layer except the head, and in LayerNorm.
         dropout: probability, after the embedding, in attention and on both residual branches.
+        rope_theta: base of the rotary angles.
+        norm_eps: added to the variance.
     """
 
     vocab_size: int

@@ -55,7 +55,9 @@ class OffloadConfig:
     state_on: StateOn = "host"
     scratch_dir: str | None = None
     scratch_in_memory: bool = False
+    grad_on: Literal["host", "disk"] = "host"
     sums_on: Literal["host", "device"] = "host"
+    sums_down: Literal["fp32", "working"] = "fp32"
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"
     warmup_steps: int = 0
@@ -65,12 +67,14 @@ class OffloadConfig:
     grad_accum_steps: int = 1
     host_memory_limit: int | None = None
     checkpoint_spill: int = 0
-    working: Literal["device", "host"] = "device"
+    working: Literal["device", "host", "disk"] = "device"
     device_slots: int = 2
     resident_blocks: int | None = None
     device_memory_limit: int | None = None
     activation: Literal["keep", "recompute", "offload"] = "keep"
+    partition_activations: bool = False
     zero_stage: int = 0
+    keep_whole: tuple[str, ...] = ()
     reduction: Literal["working", "fp32"] = "working"
     cast_inputs: bool | None = None
     keep_fp32: tuple[str, ...] = ()
@@ -101,6 +105,16 @@ class OffloadConfig:
         """The share of the state that is asked for on the disk."""
         return self._share("disk")
 
+    @property
+    def uses_disk(self) -> bool:
+        """State, gradients or weights are in a file of `scratch_dir`."""
+        return self.disk_share > 0 or self.working == "disk"
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Streamed blocks lie on the host or the disk, and not in shards on the devices."""
+        return self.working != "device"
+
     def _share(self, tier: str) -> float:
         if isinstance(self.state_on, str):
             return float(self.state_on == tier)
@@ -114,16 +128,17 @@ class OffloadConfig:
         """
         if ranks == 1:
             return 0
-        if self.working == "host" and self.zero_stage in (1, 2):
+        if self.offloads_weights and self.zero_stage in (1, 2):
             raise OptionError(
-                f"working = 'host' and zero_stage = {self.zero_stage}: with {ranks} ranks each "
-                "host holds a shard of the weights, gathered for each use: set zero_stage = 3"
+                f"working = {self.working!r} and zero_stage = {self.zero_stage}: with {ranks} "
+                "ranks each host holds a shard of the weights, gathered for each use: set "
+                "zero_stage = 3"
             )
-        return self.zero_stage or (3 if self.working == "host" else 2)
+        return self.zero_stage or (3 if self.offloads_weights else 2)
 
     def streams_among(self, ranks: int) -> bool:
-        """Return whether repeated blocks may be streamed, from the host or from shards."""
-        return self.working == "host" or self.zero_stage_among(ranks) == 3
+        """Return whether repeated blocks may be streamed, from host, disk or shards."""
+        return self.offloads_weights or self.zero_stage_among(ranks) == 3
 
     @property
     def updates_early(self) -> bool:
@@ -198,22 +213,40 @@ class OffloadConfig:
                 f"resident_blocks = {self.resident_blocks} applies only with working = 'host' or "
                 "zero_stage = 3: otherwise all blocks stay on the device"
             )
+        if self.partition_activations and self.activation == "keep":
+            yield (
+                "partition_activations = True and activation = 'keep': only inputs that recompute "
+                "starts from are divided: set activation = 'recompute' or 'offload'"
+            )
+        if self.keep_whole and self.working == "device" and self.zero_stage != 3:
+            yield (
+                f"keep_whole = {list(self.keep_whole)} applies only with zero_stage = 3, "
+                "which shards modules outside of layers: leave it out"
+            )
         if self.state_on == "device":
             yield from self._contradictions_of_resident()
-        if self.disk_share:
+        if self.uses_disk:
             yield from self._contradictions_of_disk()
         elif self.scratch_dir is not None:
             yield (
                 f"scratch_dir = {shown(self.scratch_dir)} is for state on the disk, and state_on = "
                 f"{shown(self.state_on)}: leave it out, or set state_on = 'disk'"
             )
+        if self.sums_down == "working" and self.sums_on == "host":
+            yield (
+                "sums_down = 'working' and sums_on = 'host': every microbatch goes down in the "
+                "working dtype, and is summed on the host: leave it out, or set sums_on = 'device'"
+            )
+        if self.grad_on == "disk":
+            yield from self._contradictions_of_gradients()
 
     def _contradictions_of_resident(self) -> Iterator[str]:
         """Yield a sentence for each option that requires state on the host."""
-        if self.working == "host":
+        if self.offloads_weights:
             yield (
-                "working = 'host' and state_on = 'device': streamed weights are updated on the "
-                "host: set working = 'device', or a share, which resident blocks can have"
+                f"working = {self.working!r} and state_on = 'device': streamed weights are "
+                "updated on the host: set working = 'device', or a share, which resident blocks "
+                "can have"
             )
         if self.checkpoint_spill:
             yield (
@@ -222,17 +255,32 @@ class OffloadConfig:
             )
 
     def _contradictions_of_disk(self) -> Iterator[str]:
-        """Yield a sentence for each option that requires state in memory."""
+        """Yield a sentence for each option that requires all in memory."""
         if self.update == "speculative":
+            there = f"state_on = {shown(self.state_on)}" if self.disk_share else "working = 'disk'"
             yield (
-                f"update = 'speculative' and state_on = {shown(self.state_on)}: speculation "
-                "updates a second copy of the state in host memory: use update = 'exact' or "
-                "'delayed'"
+                f"update = 'speculative' and {there}: speculation updates a second copy of the "
+                "state in host memory: use update = 'exact' or 'delayed'"
             )
         if self.checkpoint_spill and self.state_on == "disk":
             yield (
                 f"checkpoint_spill = {self.checkpoint_spill} copies state on the host, and with "
                 "state_on = 'disk' none is there: leave it out"
+            )
+
+    def _contradictions_of_gradients(self) -> Iterator[str]:
+        """Yield a sentence for each option that requires gradients in memory."""
+        if not self.disk_share:
+            yield (
+                f"grad_on = 'disk' and state_on = {shown(self.state_on)}: a gradient is on the "
+                "disk where its state is, as it waits for it: leave it out, or set state_on = "
+                "'disk' or a share of it"
+            )
+        if self.update == "delayed":
+            yield (
+                "grad_on = 'disk' and update = 'delayed': a slot is free once its gradient is "
+                "measured, and the host does that behind the update of the step before: use "
+                "update = 'exact', or grad_on = 'host'"
             )
 
 

@@ -15,7 +15,8 @@ class OptimConfig:
     """The update rule and its schedule.
 
     Attributes:
-        lr: under muon, of its matrices.
+        name: of the update rule.
+        lr: at its highest; under muon, of its matrices.
         betas: of adamw, adam and lion; under muon, of its adamw.
         eps: of adamw, adam and adagrad; under muon, of its adamw.
         momentum, dampening, nesterov: of sgd, which keeps a buffer unless `momentum` is 0.
@@ -24,7 +25,9 @@ class OptimConfig:
         adjust_lr: of muon: "original": lr times sqrt(max(1, rows / columns)); "match_rms_adamw": lr
             times 0.2 * sqrt(max(rows, columns)).
         adamw_lr: under muon, of all that is no matrix of a layer; the schedule's share of it.
+        weight_decay: decoupled, a share of `lr`; of sgd and adagrad an L2 term.
         decay: "matrices": weight decay on parameters of two and more dimensions only.
+        schedule: of the rate behind the warm-up.
         warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
             run shorter than the file's warm-up, a tenth of it.
         min_lr_ratio: where the schedule ends, as a share of `lr`.

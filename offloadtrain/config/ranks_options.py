@@ -1,4 +1,4 @@
-"""How the ranks of a job divide its model: the section [ranks], and one stage of a pipeline."""
+"""The table [ranks] of a job, which divides its model, and one stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offloadtrain.config.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksConfig:
-    """What ranks divide besides the batch.
+    """The division of the model among ranks; the batch is always divided.
 
     Attributes:
         pipeline: number of stages that the layers are divided into; the ranks must be divisible by
@@ -68,10 +68,6 @@ class Stage:
     def in_flight(self, microbatches: int, schedule: str) -> int:
         """Return the microbatches whose activations it holds at once."""
         return microbatches if schedule == "gpipe" else min(microbatches, self.count - self.index)
-
-    def slowdown(self, microbatches: int) -> float:
-        """Return the factor by which the bubble makes a step longer: stages fill and drain once."""
-        return (microbatches + self.count - 1) / microbatches
 
 
 def contradictions(

@@ -22,7 +22,9 @@ class TrainConfig:
             few parts instead of two copies of the whole; the head's product is computed twice.
         label_smoothing, z_loss: weights of two more terms of the training loss, which validation
             leaves out; with `chunked_loss` only.
+        eval_every: steps between evaluations on the held-out tokens.
         eval_batches: microbatches of one evaluation.
+        checkpoint_every: steps between checkpoints; one is also made at the end and at a stop.
         keep_last: how many of the newest checkpoints are kept.
         keep_every: also keep the checkpoints of steps divisible by it; 0: none.
         checkpoint_spill: bytes of each rank's host memory into which a save copies the state that
@@ -38,6 +40,9 @@ class TrainConfig:
         hang_timeout_s: least seconds without progress that end the run as hung; 0: never.
             The limit rises to four times the longest silence that the same phase came out of.
         sample_tokens: length of the text generated at the end; 0: none.
+        sample_prompt: what it continues; empty: nothing, as at the begin of a document.
+        seed: of the first weights, of dropout and of the order of the data.
+        deterministic: only torch's deterministic kernels, which repeat a GPU's bits.
         on_alert, on_end: a command and its arguments. Rank 0 runs it without a shell when an alert
             is raised, or when this start ends; OFFLOADTRAIN_… variables say what happened.
     """

@@ -53,6 +53,7 @@ class ChatTemplate:
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise ChatError("no message of the assistant: the loss would count nothing")
+        self._check_contents(messages, tools)
         if _MARKS.search(self.template):
             whole, mask = self._marked(messages, tools)
         else:
@@ -78,6 +79,7 @@ class ChatTemplate:
         Raises:
             ChatError: as `encode`.
         """
+        self._check_contents([*prompt, *completion], tools)
         texts = [
             self._render([*prompt, *completion], tools),
             self._render(prompt, tools, ask=True),
@@ -97,6 +99,19 @@ class ChatTemplate:
         message = {"role": "user", "content": question}
         return self._tokens([self._render([message], None, ask=True)])[0]
 
+    def _check_contents(self, messages: Messages, tools: Any) -> None:
+        """Raises ChatError where the template writes a list of parts out as Python does."""
+        parts = {n: m["content"] for n, m in enumerate(messages) if _is_parts(m.get("content"))}
+        if not parts:
+            return
+        text = self._render(messages, tools)
+        for number, content in parts.items():
+            if str(content) in text:
+                raise ChatError(
+                    f"the content of message number {number + 1} is a {type(content).__name__}, "
+                    "which the chat template does not read: give its text as a string"
+                )
+
     def _marked(self, messages: Messages, tools: Any) -> tuple[list[int], Mask]:
         found = self._apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -105,7 +120,9 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Any, ask: bool = False) -> str:
         if not messages:
-            raise ChatError("the assistant speaks first: its turn cannot be told from what begins")
+            raise ChatError(
+                "the assistant speaks first: no user message separates its turn from the opening"
+            )
         return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=ask))
 
     def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
@@ -136,6 +153,10 @@ class ChatTemplate:
             f"token {at}, where the whole conversation has {there!r}, so the assistant's tokens "
             "are not known; use a template that marks them with {% generation %} (chat_template)"
         )
+
+
+def _is_parts(content: Any) -> bool:
+    return content is not None and not isinstance(content, str)
 
 
 def chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:

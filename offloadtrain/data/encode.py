@@ -183,6 +183,11 @@ def _fields_of(record: Record) -> str:
     """Name the fields that could be meant."""
     if (form := form_of(record)) != "text":
         return f' (its fields are those of the form "{form}": choose it with --form {form})'
+    if isinstance(turns := record.get("conversations"), list) and turns:
+        return (
+            ' (the turns of "conversations" have to be "messages", each {"role": "user" or '
+            '"assistant" or "system", "content": ...})'
+        )
     texts = [ascii(key) for key, value in record.items() if isinstance(value, str)]
     if texts:
         return f" (text is in {', '.join(texts[:4])}: choose one with --field)"

@@ -32,6 +32,7 @@ from offloadtrain.data.tokenizer import ByteTokenizer
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, Progress, TokenFile
 from offloadtrain.data.workers import Task, encode_in_order, usable_cpus
+from offloadtrain.hardware.file_locks import lock
 
 _VERSION = 3  # version of the rules in this package; a new one makes cached files stale
 _SHOWN_BAD_LINES = 10
@@ -204,8 +205,8 @@ def _refuse_unguarded_script() -> None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    with open(out / ".prepare.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(out / ".prepare.lock", "wb") as file:
+        lock(file.fileno(), fcntl.LOCK_EX)
         yield
 
 

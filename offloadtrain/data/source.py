@@ -142,7 +142,9 @@ def _of_datasets_folder(root: Path) -> Iterator[SourceFile]:
     for entry in _facts(root / "state.json", "_data_files"):
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name != os.path.basename(name):
-            raise DataError(f"{root / 'state.json'} names {name!r}, which is no file of its folder")
+            raise DataError(
+                f"{root / 'state.json'} names {name!r}, which is not a file in that folder"
+            )
         yield from _as_source_file(root / name, name)
 
 

@@ -22,10 +22,13 @@ from offloadtrain.data.tokenizer import ByteTokenizer
 
 Task = tuple[Piece, ...]
 
-PROCESSES_FROM_BYTES = 64 << 20
+PROCESSES_FROM_BYTES = 128 << 20
 """Of tables; below, starting processes costs more than it saves."""
-_SLOWER = 8
+_SLOWER = 16
 """A tokenizer than bytes, at least, so that processes pay from so many times fewer bytes."""
+FEWEST_PROCESSES = 3
+"""That make bytes of records sooner than one thread: what they make has to go to the process that
+writes it, which is as busy as one of them (benchmarks/data_speed.py)."""
 
 _reading: Reading | None = None  # of a worker process
 
@@ -75,16 +78,29 @@ def _finished(waiting: deque[tuple[Task, Future[Encoded]]]) -> tuple[Task, Encod
 def _executor(
     tasks: Sequence[Task], reading: Reading, jobs: int
 ) -> tuple[Executor, Callable[[Task], Encoded]]:
-    of_bytes = isinstance(reading.encoder.tokenizer, ByteTokenizer)
     pieces = [piece for task in tasks for piece in task]
-    work = sum(p.num_bytes for p in pieces if not of_bytes or p.split_hash is None)
-    if jobs > 1 and work >= PROCESSES_FROM_BYTES // (1 if of_bytes else _SLOWER) and work:
+    if _processes_pay(pieces, reading, jobs):
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(
             jobs, mp_context=context, initializer=_start, initargs=(reading,)
         )
         return pool, _read
-    return ThreadPoolExecutor(jobs), partial(read_pieces, reading=reading)
+    # Python's lock lets only one thread parse records.
+    parses = _of_bytes(reading) and any(piece.split_hash is None for piece in pieces)
+    return ThreadPoolExecutor(1 if parses else jobs), partial(read_pieces, reading=reading)
+
+
+def _of_bytes(reading: Reading) -> bool:
+    return isinstance(reading.encoder.tokenizer, ByteTokenizer)
+
+
+def _processes_pay(pieces: Sequence[Piece], reading: Reading, jobs: int) -> bool:
+    """Tell whether processes are sooner done than threads."""
+    if not _of_bytes(reading):
+        work = sum(piece.num_bytes for piece in pieces)
+        return jobs > 1 and 0 < work >= PROCESSES_FROM_BYTES // _SLOWER
+    parsed = sum(piece.num_bytes for piece in pieces if piece.split_hash is None)
+    return jobs >= FEWEST_PROCESSES and 0 < parsed >= PROCESSES_FROM_BYTES
 
 
 def _start(reading: Reading) -> None:

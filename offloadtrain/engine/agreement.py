@@ -47,7 +47,7 @@ def check_same_model(
     grouped = [[names[param] for param in group["params"]] for group in groups]
     options = _options(config, but=_OF_ONE_HOST)
     options["zero_stage"] = str(config.zero_stage_among(ranks.size))
-    check_alike(ranks, {"model": shapes, "groups": grouped, "options": options}, "rank")
+    check_alike(ranks.everyone, {"model": shapes, "groups": grouped, "options": options}, "rank")
 
 
 def check_same_options(config: OffloadConfig, rule: AnyRule, stages: Stages) -> None:

@@ -35,7 +35,7 @@ def map_state(
     arena: Arena, memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec
 ) -> dict[Tier, Buffer]:
     """Map all that is kept, bucket by bucket, on its tier; returns the sums of squares of each tier
-    that holds state, (number of parameters,) fp64."""
+    that measures, (number of parameters,) fp64."""
     buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
     on_host, on_device = list(kept_requests(spec)), list(state_requests(spec, Tier.DEVICE))
     mapped = {
@@ -54,8 +54,8 @@ def map_state(
 
 
 def map_disk(arena: DiskArena, blocks: Sequence[Block], spec: StepSpec) -> None:
-    """Make the file for all state on the disk."""
-    buckets = {bucket.name: bucket for block in blocks for bucket in block.buckets}
+    """Make the file for all state, gradients and weights on the disk."""
+    buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
     requests = disk_requests(spec)
     for request, tensor in zip(requests, arena.map(requests), strict=True):
         give(buckets[request.bucket], request, Buffer(request.name, tensor))
@@ -64,7 +64,7 @@ def map_disk(arena: DiskArena, blocks: Sequence[Block], spec: StepSpec) -> None:
 def give(bucket: Bucket, request: MemoryRequest, buffer: Buffer) -> None:
     """Set a buffer as the bucket's attribute that the request names."""
     assert request.role is not None
-    if request.role in (Role.STATE, Role.OTHER):
+    if request.role in (Role.STATE, Role.OTHER, Role.WEIGHT_FILE):
         buffers = (*getattr(bucket, request.role), buffer)
         setattr(bucket, request.role, buffers)
     else:

@@ -46,7 +46,9 @@ def offload(
     state_on: str | Mapping[str, float] = "host",
     scratch_dir: str | None = None,
     scratch_in_memory: bool = False,
+    grad_on: str = "host",
     sums_on: str = "host",
+    sums_down: str = "fp32",
     seed: int = 0,
     update: str = "exact",
     warmup_steps: int = 0,
@@ -61,9 +63,11 @@ def offload(
     resident_blocks: int | None = None,
     device_memory_limit: int | None = None,
     activation: str = "keep",
+    partition_activations: bool = False,
     process_group: Group | None = None,
     mesh: DeviceMesh | None = None,
     zero_stage: int = 0,
+    keep_whole: Sequence[str] = (),
     reduction: str = "working",
     param_init_fn: ParamInit | None = None,
     cast_inputs: bool | None = None,
@@ -116,12 +120,18 @@ def offload(
             (working = "host") have their state on the host. "disk", or a share: masters and moments
             are in a file, and a few buckets of them on the host while it updates them; for update
             modes "exact" and "delayed". The same bits everywhere on the CPU.
-        scratch_dir: folder of the file for state on the disk, on a local drive. The file has no
+        scratch_dir: folder of the file for what is on the disk, on a local drive. The file has no
             name and ends with the process.
         scratch_in_memory: accept a `scratch_dir` on tmpfs, which is host memory: for tests.
+        grad_on: "disk": gradients of buckets whose state is on the disk wait there for their
+            update, too; a few are on the host at a time. Microbatches are then read, added and
+            written. Not in update mode "delayed". The same bits.
         sums_on: where microbatches are summed, in fp32, if the state is on the host. "device": 4
             bytes per parameter there; one copy goes down per step, in fp32, whatever the number of
             microbatches. The same bits.
+        sums_down: with sums on the device, the dtype in which they go down. "working": rounded
+            once, before the norm is taken: half the bytes, on the bus and in `gradients`; as exact
+            as a gradient of one microbatch.
         seed: seed of stochastic rounding in "split16" and "int8".
         update: update mode. "exact": the update of a resident run. "speculative": the same bits;
             Adam runs inside backward on the assumption that nothing is clipped or skipped, into a
@@ -142,7 +152,7 @@ def offload(
             last, so that the next updates need not wait for the disk there; at most the state's.
         working: residence of the working weights. "device"; "host": repeated blocks (the layers of
             a list) are streamed, loaded ahead of their use in forward and in backward. Embedding,
-            final norm and head stay on the device.
+            final norm and head stay on the device; among ranks see `zero_stage`.
         device_slots: how many streamed blocks are on the device at once.
         resident_blocks: how many of the repeated blocks stay on the device. None: as many as
             `device_memory_limit` leaves room for; without one, none.
@@ -151,18 +161,28 @@ def offload(
         activation: the activations of the layers of a list. "keep": all stay on the device;
             "recompute": inputs stay, and forward runs again in backward (dropout draws the same);
             "offload": as "recompute", with the inputs in host memory.
+        partition_activations: with tensor parallel, each rank of the axis "tp" keeps its part of
+            the inputs that recompute starts from, on the device ("recompute") or on the host
+            ("offload"); they are gathered for backward. Not with sequence parallel, whose inputs
+            are divided already.
         process_group: of torch.distributed, whose ranks share the state of this model: each keeps
             and updates its shard. Every one of them calls `offload`, `step` and so on at the same
             point. Default: all ranks where torch.distributed is initialised, else this process
             alone. Rank 0's weights are everybody's.
-        mesh: instead of `process_group`, with axes "dp", whose ranks share the state, and "pp",
+        mesh: instead of `process_group`, with axes "dp", whose ranks share the state (or
+            "dp_replicate" and "dp_shard" of hybrid sharding: the ranks of each group, those of a
+            host as a rule, share the state, and all groups sum their gradients), and "pp",
             whose ranks hold the other stages of the model: the norm is that of all stages, and they
             skip together. `pipeline` makes the stages as well. And "tp", along which the model's
             DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
             norm counts each part once.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
-            weights of repeated blocks, gathered for their use; 0: 3 with working = "host", which
-            needs it, else 2.
+            weights, gathered for their use; 0: 3 with working = "host", which needs it, else 2. In
+            stage 3 modules outside of layers stay whole where sharding them saves no memory: small
+            ones, and a tied embedding, which would need a slot as large as itself.
+        keep_whole: in stage 3, names of modules outside of layers, or shell patterns of them, that
+            stay whole on every rank: those whose weights are read without calling them, and those
+            that two others need at once.
         reduction: dtype in which gradients are summed over ranks: "working", that of the weights,
             or "fp32", at twice the traffic.
         param_init_fn: gets each module that owns meta parameters or buffers, in the order of
@@ -186,7 +206,8 @@ def offload(
     given = locals()
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
-    chosen = _chosen(OffloadConfig(**options | {"keep_fp32": tuple(keep_fp32)}), config).checked()
+    names = {"keep_fp32": tuple(keep_fp32), "keep_whole": tuple(keep_whole)}
+    chosen = _chosen(OffloadConfig(**options | names), config).checked()
     on = resolve_device(device, chosen.precision)
     if mesh is None:
         return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
@@ -229,11 +250,14 @@ def attach(
 
 
 def _check_scratch(config: OffloadConfig) -> None:
-    """Raises OptionError for state on the disk without a folder for it, which a job has."""
-    if config.disk_share and not config.scratch_dir:
+    """Raises OptionError for anything on the disk without a folder for it, which a job has."""
+    if config.uses_disk and not config.scratch_dir:
+        asked = "working = 'disk'"
+        if config.disk_share:
+            asked = f"state_on = {shown(config.state_on)}"
         raise OptionError(
-            f"state_on = {shown(config.state_on)} without scratch_dir: set it to a folder on a "
-            "local drive, best an NVMe one, which holds the state while the run lasts"
+            f"{asked} without scratch_dir: set it to a folder on a local drive, best an NVMe one, "
+            "which holds the state while the run lasts"
         )
 
 

@@ -14,9 +14,9 @@ from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.block_spec import BucketSpec, MatrixSpec
 from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import StateFormat, format_for
-from offloadtrain.step.spec import BucketSpec, MatrixSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,10 +95,13 @@ class Bucket:
             longer than the gradient's memory is free.
         snapshot: host, working dtype: a streamed block's weights of the step in progress, where an
             update may run inside its backward; or the frozen weights of a streamed block.
-        gradient: host: the only microbatch's gradient in the working dtype and then, where nothing
-            else holds them, the rounded new weights; or the fp32 sum over microbatches.
+        gradient: host, or a view of the mapped file: the only microbatch's gradient in the working
+            dtype and then, where nothing else holds them, the rounded new weights; or the fp32 sum
+            over microbatches.
         spill: host, bytes: what a save copies of the state, until it is written.
         sum: device: the fp32 sum over microbatches, where `gradient` on the host gets a copy of it.
+        weight_files: the weights of a block that is streamed from the disk, where they are not in
+            its state: views of the mapped file, the version that loads read first.
         streamed: its block's weights are loaded into a device slot for their use.
         other_working: device: a second version of `working`; see [Note: Two versions] in
             `step.modes`.
@@ -121,6 +124,7 @@ class Bucket:
     gradient: Buffer | None = None
     spill: Buffer | None = None
     sum: Buffer | None = None
+    weight_files: tuple[Buffer, ...] = ()
     streamed: bool = False
     other_working: Buffer | None = None
     other_gradient: Buffer | None = None
@@ -176,7 +180,8 @@ class Bucket:
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
-        buffer = self.device_shard or self.snapshot or self.pending
+        on_disk = self.weight_files[0] if self.weight_files else None
+        buffer = self.device_shard or on_disk or self.snapshot or self.pending
         # The working weights may be in the state, which frozen parameters have not.
         if buffer is None and self.format.holds_weight:
             buffer = self.state[0]
@@ -192,6 +197,10 @@ class Bucket:
         """Make the other copy of the state the state."""
         # Views of `state` that a user holds show the old copy from here on.
         self.state, self.other = self.other, self.state
+
+    def flip_weight_file(self) -> None:
+        """Make the other version of the weights on the disk the one that loads read."""
+        self.weight_files = self.weight_files[::-1]
 
     def weights_of(self, slot: Slot) -> Tensor:
         """View the shard's part of a parameter in `in_use`: (n,)."""

@@ -41,10 +41,11 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
-from offloadtrain.step.memory import MemoryRequest, slot_requests, state_slot_requests
+from offloadtrain.step.block_spec import BlockSpec
+from offloadtrain.step.memory import MemoryRequest, disk_slot_requests, slot_requests
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.program import Program
-from offloadtrain.step.spec import BlockSpec, StepSpec
+from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.tiers import Tier
 
 
@@ -73,25 +74,25 @@ def build(
     """
     parts = partition(model)
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
-    spec = lay_out(model, blocks, config, ranks, available_bytes(), place.first, place.kept)
+    where = place.first, place.kept, place.parts.size
+    spec = lay_out(model, blocks, config, ranks, available_bytes(), *where)
     laid = map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
-    laid.staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, config)
     block_inputs = BlockInputs(device)
     memory_map = laid.named(blocks, block_inputs)
-    program = Program(spec, ranks.rank)
-    functions = Functions(blocks, lanes, ranks, rules, groups, disk, seed=config.seed)
+    program = Program(spec, ranks.rank, place.parts.rank)
+    functions = Functions(
+        blocks, lanes, ranks, rules, groups, disk, seed=config.seed, parts=place.parts
+    )
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
-    norms = list(laid.norms.values())
-    gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=norms)
+    gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)
     else:
         view_weights(model, blocks, config)
-    offloader = None
-    if config.activation == "offload":
-        offloader = ActivationOffloader(program, interpreter, block_inputs)
+    moved = (program, interpreter, block_inputs, place.parts)
+    offloader = ActivationOffloader(*moved) if spec.moves_inputs else None
     forward_hooks = ForwardHooks(
         model,
         blocks,
@@ -122,7 +123,7 @@ class MappedMemory:
 
     norms: dict[Tier, Buffer]
     slots: list[Tensor]
-    state_slots: list[Tensor]
+    disk_slots: dict[Memory, list[Tensor]]
     staging: dict[Memory, Staging]
 
     def named(self, blocks: Sequence[Block], inputs: BlockInputs) -> MemoryMap:
@@ -131,7 +132,7 @@ class MappedMemory:
             blocks,
             norms=self.norms,
             slots=self.slots,
-            state_slots=self.state_slots,
+            disk_slots=self.disk_slots,
             staging=self.staging,
             inputs=inputs,
         )
@@ -145,12 +146,14 @@ def lay_out(
     available_bytes: int,
     first: int = 0,
     kept: tuple[int, int] = (1, 1),
+    parts: int = 1,
 ) -> StepSpec:
     """Make the spec of the model's step; mark the blocks that are streamed and the tiers of state.
 
     Args:
         first: as in `make_blocks`.
         kept: as in `StagePlace`.
+        parts: ranks that hold the parts of matrices.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
@@ -163,6 +166,8 @@ def lay_out(
         available_bytes=available_bytes,
         weight_versions=kept[0],
         gradient_sums=kept[1],
+        copies=ranks.copies.size,
+        parts=parts,
     )
     memory.check_host_limit(spec)
     laid = {bucket.name: bucket for bucket in spec.buckets}
@@ -180,7 +185,7 @@ def lay_out(
 
 def _spec_of(block: Block) -> BlockSpec:
     trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
-    return BlockSpec(block.name, trained, frozen, block.repeated)
+    return BlockSpec(block.name, trained, frozen, block.repeated, block.leaf)
 
 
 def map_memory(
@@ -197,12 +202,14 @@ def map_memory(
     # First: the space of the disk is checked before a hundred GiB are page-locked.
     map_disk(disk, blocks, spec)
     norms = map_state(arena, on_device, blocks, spec)
-    state_slots = arena.map(state_slot_requests(spec))
+    disk_slots = {kind: arena.map(some) for kind, some in disk_slot_requests(spec).items()}
     map_weights(on_device, blocks, spec)
     slots = on_device.map(slot_requests(spec))
     staging = map_staging(on_device, spec)
     staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
-    return MappedMemory(norms, slots, state_slots, staging)
+    staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, spec.config)
+    staging[Memory.KEPT_ACTIVATION] = _kept_inputs(on_device)
+    return MappedMemory(norms, slots, disk_slots, staging)
 
 
 def make_blocks(
@@ -237,10 +244,13 @@ def make_blocks(
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
         buckets = _buckets(label, owned, order, group_of, rules, full, config, ranks)
-        still = _streamable_frozen(part, owner) if streams else []
+        may_leave = part.repeated if streams else False
+        may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks.size) == 3)
+        still = _still_frozen(part, owner) if may_leave else []
         frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, ranks)
         if buckets or frozen:
-            block = Block(label, part.module, buckets, lanes, frozen=frozen, repeated=part.repeated)
+            kind = {"repeated": part.repeated, "leaf": part.leaf}
+            block = Block(label, part.module, buckets, lanes, frozen=frozen, **kind)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
     _check_names([bucket.name for block in blocks for bucket in block.held])
@@ -262,12 +272,11 @@ def _check_names(names: Sequence[str]) -> None:
         )
 
 
-def _streamable_frozen(
+def _still_frozen(
     part: Part, owner: Mapping[nn.Parameter, Block]
 ) -> list[tuple[str, nn.Parameter]]:
-    """List the frozen parameters of a repeated part, which are loaded with its trained ones."""
-    if not part.repeated:
-        return []
+    """List the frozen parameters of a part that may be streamed, which are loaded with its trained
+    ones."""
     return [
         (name, param)
         for name, param in part.parameters
@@ -322,6 +331,18 @@ def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> 
             check_room(request, ledger, config.host_memory_limit)
             made[number] = arena.map([request])[0]
         return "host block input", made[number]
+
+    return buffer
+
+
+def _kept_inputs(memory: DeviceMemory) -> Staging:
+    """Map device buffers of block inputs when the first forward shows their size."""
+    made: dict[str | int, Tensor] = {}
+
+    def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
+        if number not in made:
+            made[number] = memory.map([MemoryRequest("block inputs", nbytes, "uint8")])[0]
+        return "kept block input", made[number]
 
     return buffer
 

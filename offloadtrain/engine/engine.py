@@ -104,7 +104,7 @@ class Engine:
         if self._forward_order is None:
             number = {block: i for i, block in enumerate(self._blocks)}
             seen = [number[block] for block in self._forward_hooks.forward_order]
-            agreed = self._ranks.all_gather_host(seen)[0].tolist()
+            agreed = self._ranks.everyone.all_gather_host(seen)[0].tolist()
             self._forward_order = [self._blocks[int(i)] for i in agreed]
         return self._forward_order
 
@@ -336,7 +336,13 @@ class Engine:
         self._run(self.program.written())
 
     def drop_gradients(self) -> None:
-        """Forget the gradients since the last step."""
+        """Forget the gradients since the last step.
+
+        Raises:
+            EngineError: microbatches are in flight, whose gradients belong to a step that was asked
+                for.
+        """
+        self._require_at_rest("zero_grad()")
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.cut is not None and not self._interpreter.torn:
@@ -400,7 +406,7 @@ class Engine:
         )
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
-        scale = self.counter.loss_scale * self._ranks.size
+        scale = self.counter.loss_scale * self._ranks.everyone.size
         used = self._functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket
-from offloadtrain.engine.gather import Delivered, Targets, fill, targets_of
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
-from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.operations import Kind, Launch, Ref
+from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.operations import Kind, Lane, Launch, Ref
 
 
 class Functions:
@@ -41,15 +41,18 @@ class Functions:
         disk: DiskArena,
         *,
         seed: int,
+        parts: Ranks = ALONE,
     ) -> None:
         """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew.
-        `disk`: moves state between its file and host memory."""
+        `disk`: moves state, gradients and weights between their file and host memory. `parts`: the
+        ranks that keep the other parts of block inputs."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._lanes = lanes
         self._ranks = ranks
+        self._parts = parts
         self._rules = rules
         self._groups = groups
         self._digest = 0
@@ -58,13 +61,16 @@ class Functions:
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._collective,
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.GATHER_INPUT: self._gather_input,
             Kind.DIRECTION: self._direction,
             Kind.ORTHOGONALIZE: self._orthogonalize,
             Kind.ADAM: self._adam,
             Kind.ALL_GATHER: self._collective,
+            Kind.ROUND_SUM: self._round_sum,
             Kind.WRITE: self._write,
-            Kind.READ_STATE: lambda op: disk.read,
-            Kind.WRITE_STATE: lambda op: disk.write,
+            **dict.fromkeys(_FROM_DISK, lambda _: disk.read),
+            **dict.fromkeys(_TO_DISK, lambda _: disk.write),
         }
         self._made_once: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.ACCUMULATE: self._accumulate,
@@ -80,6 +86,8 @@ class Functions:
         """Return the function of this launch."""
         if alike := _ALIKE.get(op.kind):
             return alike
+        if op.kind is Kind.NORM and op.lane is Lane.COMPUTE:
+            return self._norm_gathered(op)
         if make := self._made.get(op.kind):
             return make(op)
         key = (op.kind, op.owner, op.first, len(op.writes))
@@ -111,8 +119,8 @@ class Functions:
         return gather
 
     def _targets_of(self, op: Launch, flat: Tensor, delivered: Delivered) -> Targets:
-        """Where `delivered` goes; kept where every parameter of the bucket has a gradient, as in
-        nearly every step."""
+        """Return where `delivered` goes. Cached if every parameter of the bucket has a gradient, as
+        in nearly every step."""
         bucket, key = self._buckets[op.owner], (op.owner, op.lo, op.writes[0])
         complete = len(delivered) == len(bucket.slots)
         if complete and (kept := self._targets.get(key)):
@@ -132,6 +140,18 @@ class Functions:
         gathers = op.kind is Kind.ALL_GATHER
         return self._ranks.all_gather if gathers else self._ranks.reduce_scatter
 
+    def _all_reduce(self, op: Launch) -> Operation:
+        self._digest = crc32(op.name.encode(), self._digest)
+        copies = self._ranks.copies
+        # A reduce-scatter and an all-gather of the shard.
+        self._lanes.totals.comm_bytes += 2 * copies.sent_bytes(op.writes[0].nbytes)
+        return copies.all_reduce
+
+    def _gather_input(self, op: Launch) -> Operation:
+        self._digest = crc32(op.name.encode(), self._digest)
+        self._lanes.totals.comm_bytes += self._parts.sent_bytes(op.writes[0].nbytes)
+        return self._parts.all_gather
+
     def _accumulate(self, op: Launch) -> Operation:
         layout, first = self._buckets[op.owner].layout, op.first
 
@@ -143,6 +163,16 @@ class Functions:
 
         return KernelCalls(measure if len(op.writes) > 1 else accumulate, keeps=True)
 
+    def _round_sum(self, op: Launch) -> Operation:
+        dtype = self._buckets[op.owner].dtype
+
+        def round_sum(total: Tensor) -> None:
+            # Part by part: its temporary is small.
+            for part in total.split(_ROUNDED_AT_ONCE):
+                part.copy_(part.to(dtype))
+
+        return round_sum
+
     def _norm(self, op: Launch) -> Operation:
         layout = self._buckets[op.owner].layout
 
@@ -150,6 +180,20 @@ class Functions:
             kernels.sum_squares_many(flat, layout, squares)
 
         return KernelCalls(measure, keeps=True)
+
+    def _norm_gathered(self, op: Launch) -> Operation:
+        """See [Note: Measured in the gather] in `step.gradients`."""
+        bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
+        silent = {slot.index for slot in bucket.slots} - {slot.index for slot, _ in delivered}
+
+        def measure(squares: Tensor) -> None:
+            if silent:
+                squares[list(silent)] = 0.0
+            # In the dtype that goes down, which is the parameters', and nearly always autograd's.
+            dense = [(s.index, _dense(s, grad).to(bucket.dtype)) for s, grad in delivered]
+            kernels.sum_squares_each(dense, squares)
+
+        return measure
 
     def _adam(self, op: Launch) -> Operation:
         bucket, update = self._buckets[op.owner], op.update
@@ -233,6 +277,11 @@ class Functions:
         return write if op.owner else writer.finish
 
 
+def _dense(slot: Slot, grad: Tensor) -> Tensor:
+    """Return a gradient in the order of its parameter's memory."""
+    return grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
+
+
 def _add(staged: Tensor, grad: Tensor) -> None:
     grad.add_(staged)
 
@@ -248,6 +297,11 @@ def _round(wide: Tensor, narrow: Tensor) -> None:
     narrow.copy_(wide)
 
 
+_ROUNDED_AT_ONCE = 16 << 20
+"""Values."""
+
+_FROM_DISK = (Kind.READ_STATE, Kind.READ_GRADIENT, Kind.READ_WEIGHTS)
+_TO_DISK = (Kind.WRITE_STATE, Kind.WRITE_GRADIENT, Kind.WRITE_WEIGHTS)
 _ALIKE: dict[Kind, Operation] = {
     Kind.ROUND: _round,
     Kind.GRAD_DOWN: copy,
@@ -260,5 +314,7 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.LOAD: copy,
     Kind.ACTIVATION_DOWN: copy,
     Kind.ACTIVATION_UP: copy,
+    Kind.KEEP_INPUT: copy,
+    Kind.FETCH_PART: copy,
 }
 """The functions that are the same for every launch of a kind."""

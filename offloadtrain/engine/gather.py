@@ -15,7 +15,7 @@ Delivered = Sequence[tuple[Slot, Tensor]]
 
 
 class Targets(NamedTuple):
-    """Where the gradients of some parameters go in one piece of staging.
+    """The places of some parameters' gradients in one piece of staging.
 
     Attributes:
         views: a view of staging for each copy.
@@ -74,9 +74,14 @@ def fill(targets: Targets, delivered: Delivered) -> None:
 
 
 def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:
+    return flat_gradient(slot, grad)[first:last]
+
+
+def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
+    """Return a gradient as (numel,) in the order of the parameter's memory: a view where it has
+    that order, otherwise a copy."""
     if grad.stride() == slot.stride:
-        flat = torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
-    else:
-        flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
-        slot.shaped(flat).copy_(grad)
-    return flat[first:last]
+        return torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
+    flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
+    slot.shaped(flat).copy_(grad)
+    return flat

@@ -20,7 +20,7 @@ twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -37,6 +37,7 @@ from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.prefetch_policy import ReduceOrder
 from offloadtrain.step.program import Program
+from offloadtrain.step.tiers import Tier
 
 
 class GradientError(OffloadTrainError):
@@ -97,16 +98,17 @@ class Gradients:
         functions: Functions,
         *,
         ranks: Ranks,
-        norms: Sequence[Buffer],
+        norms: Mapping[Tier, Buffer],
     ) -> None:
-        """`norms`: of each tier that holds state, (number of parameters,) fp64: each parameter's
-        sum of squares in this rank's shards there, zero for those of other tiers."""
+        """`norms`: of each tier that measures, (number of parameters,) fp64: the sum of squares of
+        each parameter that was measured there, in this rank's shards."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
         self._functions = functions
         self._ranks = ranks
         self._norms = norms
+        self._count = next(iter(norms.values())).flat.numel()
         self._grad_accum_steps = program.spec.config.grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
         self._trained = [block for block in blocks if block.buckets]
@@ -182,7 +184,7 @@ class Gradients:
     @property
     def names(self) -> list[str]:
         """The names of the model's parameters, in order; "" for one that is not trained."""
-        return [self._names.get(index, "") for index in range(self._norms[0].flat.numel())]
+        return [self._names.get(index, "") for index in range(self._count)]
 
     def drop(self) -> None:
         """Forget every gradient since the last step."""
@@ -209,9 +211,7 @@ class Gradients:
         # The only wait of the training thread in a step. The norms of early blocks ran beside
         # backward; what is exposed is the way down of the last one.
         self._interpreter.run(self._program.norm())
-        # The norms are written: the program's last operations have waited for them. Those of the
-        # device cross the bus here, 8 bytes per parameter.
-        squares = torch.stack([norms.flat.cpu() for norms in self._norms]).sum(0)
+        squares = self._squares()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
         sums, nonfinite = [], {}
@@ -224,6 +224,22 @@ class Gradients:
                 nonfinite[self._names[index]] = tuple(there)
             sums.append(of_parameter)
         return Measured(sums, nonfinite, told[:, squares.numel() :])
+
+    def _squares(self) -> Tensor:
+        """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""
+        # The norms are written: the program's last operations have waited for them. Those of the
+        # device cross the bus here, 8 bytes per parameter tensor.
+        told = {tier: norms.flat.cpu() for tier, norms in self._norms.items()}
+        buckets = [bucket for block in self._trained for bucket in block.buckets]
+        where = {bucket.name: self._program.buckets[bucket.name].measured_on for bucket in buckets}
+        tiers = set(where.values())
+        if len(tiers) == 1:
+            return told[tiers.pop()]
+        squares = torch.zeros(self._count, dtype=torch.float64, device="cpu")
+        for bucket in buckets:
+            own = [slot.index for slot in bucket.slots]
+            squares[own] = told[where[bucket.name]][own]
+        return squares
 
     def _begin(self) -> None:
         if self.micro_steps >= self._grad_accum_steps:
@@ -252,7 +268,7 @@ class Gradients:
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
         self._interpreter.run(self._program.first_sums())
-        of_ranks = self._ranks.all_gather_host([*places, *flags])
+        of_ranks = self._ranks.everyone.all_gather_host([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
         for block, is_late in zip(self._trained, late, strict=True):
             if is_late:

@@ -15,6 +15,7 @@ from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.step.operations import (
     Enter,
+    Flip,
     Free,
     HostWait,
     Kind,
@@ -41,6 +42,7 @@ class Residents(Protocol):
     def leave(self, block: str) -> None: ...
     def renew(self, block: str) -> None: ...
     def swap(self, bucket: str) -> None: ...
+    def flip(self, bucket: str) -> None: ...
 
 
 class Interpreter:
@@ -78,6 +80,8 @@ class Interpreter:
             Leave: lambda op: residents.leave(op.block),
             Renew: lambda op: residents.renew(op.block),
             Swap: lambda op: self._swap(op.bucket),
+            # Loads that were launched read the version before; later ones name the other.
+            Flip: lambda op: residents.flip(op.bucket),
         }
 
     def run(self, operations: Iterable[Operation], *, updates: bool = False) -> None:

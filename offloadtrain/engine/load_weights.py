@@ -61,7 +61,7 @@ def adopt_weights(
         HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
         for module in part.module.modules() if part.repeated else (part.module,):
             materialise(module, param_init_fn)
-        _agree_on([param for _, param in part.parameters], ranks)
+        _agree_on([param for _, param in part.parameters], ranks.everyone)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device)
@@ -86,7 +86,7 @@ def adopt_weights(
                 param.data = param.data.to(device, dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                _agree_on([buffer], ranks)
+                _agree_on([buffer], ranks.everyone)
                 module._buffers[name] = buffer.to(device)
 
 

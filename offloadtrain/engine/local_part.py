@@ -1,4 +1,4 @@
-"""What this rank holds of a parameter: all of it, or its part of a DTensor.
+"""This rank's part of a parameter: all of it, or its local part of a DTensor.
 
 Tensor parallelism (`parallelize_module`) replaces parameters by DTensors. Their global shape is
 that of the whole matrix; a rank holds a part of it. The engine moves, sums and updates these parts

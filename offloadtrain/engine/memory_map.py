@@ -10,6 +10,7 @@ from torch import Tensor
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import Buffer, Range
+from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import slot_offsets
 from offloadtrain.step.operations import Memory, Ref
 from offloadtrain.step.tiers import Tier
@@ -17,11 +18,15 @@ from offloadtrain.step.tiers import Tier
 _ATTRIBUTES = {
     Memory.DEVICE_SHARD: "device_shard",
     Memory.GRADIENT: "gradient",
+    Memory.GRADIENT_FILE: "gradient",
     Memory.SUM: "sum",
     Memory.PENDING: "pending",
     Memory.SNAPSHOT: "snapshot",
     Memory.SPILL: "spill",
 }
+
+_BY_SLOT = (Memory.WEIGHT_SLOT, Memory.NEW_WEIGHTS)
+"""Host slots that a ref names by number; its bucket's dtype is its own."""
 
 Staging = Callable[[str | int, int], tuple[str, Tensor]]
 """(slot or owner, bytes that are needed) → the slot's name and its memory, (n,) uint8."""
@@ -84,21 +89,22 @@ class MemoryMap(dict[Ref, Range]):
         *,
         norms: Mapping[Tier, Buffer],
         slots: Sequence[Tensor],
-        state_slots: Sequence[Tensor],
+        disk_slots: Mapping[Memory, Sequence[Tensor]],
         staging: Mapping[Memory, Staging],
         inputs: BlockInputs,
     ) -> None:
-        """`norms`: of each tier that updates state, (number of parameters,) fp64. `slots`: device
-        memory that streamed blocks share, each (n,) uint8. `state_slots`: host memory that buckets
-        share whose state is on the disk, each (n,) uint8."""
+        """`norms`: of each tier that measures, (number of parameters,) fp64. `slots`: device
+        memory that streamed blocks share, each (n,) uint8. `disk_slots`: host memory that buckets
+        share whose state, gradient or weights are on the disk, each (n,) uint8."""
         super().__init__()
         self._norms = norms
         self.slots = slots
-        self._state_slots = state_slots
+        self._disk_slots = disk_slots
         self._staging = staging
         self._inputs = inputs
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
+        self._weight_files = {b.name: b.weight_files for b in self._buckets.values()}
         self._versions = {b.name: b.versions for b in self._buckets.values() if not b.streamed}
         self._offsets = dict(_offsets(blocks))
         self._made: dict[Ref, Buffer] = {}
@@ -132,9 +138,17 @@ class MemoryMap(dict[Ref, Range]):
         if ref.memory in self._staging:
             name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
             return Buffer(name, memory.view(_dtype(ref)))
+        if ref.memory in _BY_SLOT:
+            return Buffer(f"{ref.memory} {ref.owner}", self._in_disk_slot(ref, int(ref.owner)))
         bucket = self._buckets[str(ref.owner)]
         if ref.memory is Memory.STATE and bucket.spec.is_on_disk:
             return self._in_state_slot(bucket, ref)
+        if ref.memory is Memory.GRADIENT and bucket.spec.gradient_on_disk:
+            assert bucket.gradient is not None
+            whole = self._disk_slots[ref.memory][ref.copy][: bucket.gradient.flat.nbytes]
+            return Buffer(f"slot {ref.copy}: {bucket.gradient.name}", whole.view(_dtype(ref)))
+        if ref.memory is Memory.WEIGHT_FILE:
+            return self._weight_files[bucket.name][ref.copy]
         if ref.memory is Memory.STATE or ref.memory is Memory.STATE_FILE:
             return self._copies[bucket.name][ref.copy][ref.field]
         if ref.memory is Memory.WORKING:
@@ -149,9 +163,13 @@ class MemoryMap(dict[Ref, Range]):
         own = found.flat.dtype == _dtype(ref)
         return found if own else Buffer(found.name, found.flat.view(_dtype(ref)))
 
+    def _in_disk_slot(self, ref: Ref, slot: int) -> Tensor:
+        memory, size = self._disk_slots[ref.memory][slot], ITEMSIZE[ref.dtype]
+        return memory[: memory.numel() // size * size].view(_dtype(ref))
+
     def _in_state_slot(self, bucket: Bucket, ref: Ref) -> Buffer:
         file, lo = bucket.state[ref.field], slot_offsets(bucket.spec)[ref.field]
-        memory = self._state_slots[ref.copy][lo : lo + file.flat.nbytes]
+        memory = self._disk_slots[Memory.STATE][ref.copy][lo : lo + file.flat.nbytes]
         return Buffer(f"slot {ref.copy}: {file.name}", memory.view(file.flat.dtype))
 
     def _slice(self, bucket: Bucket, slot: int) -> Buffer:

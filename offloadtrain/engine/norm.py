@@ -206,7 +206,7 @@ class NormMeasure:
 
     @property
     def counts(self) -> list[float]:
-        """What is compared among stages: each has had as many backwards."""
+        """Return the number of backwards, which must be the same in every stage."""
         return [float(self._gradients.micro_steps)]
 
     def measure(
@@ -240,7 +240,7 @@ class NormMeasure:
         def norm() -> Norm:
             measured = receive()
             _check_alike(measured.told, "rank", _WHAT, step_count)
-            value = math.sqrt(measured.squares) / (loss_scale * self._ranks.size)
+            value = math.sqrt(measured.squares) / (loss_scale * self._ranks.everyone.size)
             return Norm(value, measured.nonfinite)
 
         return norm
@@ -254,7 +254,21 @@ class NormMeasure:
         """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
         own = self._gradients.measure(self._intent(intent))
+        self._check_copies(own, intent[0])
         return own if self._parts.is_single else self._of_all_parts(own, intent)
+
+    def _check_copies(self, own: Measured, step_count: float) -> None:
+        """Compare this shard's ranks of all groups, which hold copies of it; see [Note: Copies] in
+        `runtime.process_group`.
+
+        Raises:
+            RankError: they disagree about the step, or have not got the same gradient.
+        """
+        copies = self._ranks.copies
+        if not copies.is_single:
+            told = own.told[self._ranks.rank].tolist()
+            rows = copies.all_gather_host([*told, _digest(own.of_parameter)])
+            _check_alike(rows, "copy", (*_WHAT, "the sums of squares"), step_count)
 
     def _of_all_parts(self, own: Measured, intent: Sequence[float]) -> Measured:
         """Add the squares of the other parts of DTensors, in the order of ranks; what every rank
@@ -281,7 +295,8 @@ class NormMeasure:
         """
         if not self._ranks.is_single:
             intent = self._intent([step_count, _digest(coef)])
-            _check_alike(self._ranks.all_gather_host(intent), "rank", _WHAT, step_count)
+            rows = self._ranks.everyone.all_gather_host(intent)
+            _check_alike(rows, "rank", _WHAT, step_count)
 
     def _intent(self, intent: Sequence[float]) -> list[float]:
         """Return what must be the same on every data-parallel rank, in the order of `_WHAT`."""

@@ -66,7 +66,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._rules = [rule_of(rule, group) for group in groups]
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
         disk = DiskArena(self.ledger, config.scratch_dir, in_memory=config.scratch_in_memory)
-        lanes.loads_cross_bus = config.working == "host"
+        lanes.loads_cross_bus = config.offloads_weights
         # Dropped without close(): drains the lanes, then gives back the memory that they use.
         self._finalizer = weakref.finalize(self, _release, lanes, self._arena, disk)
         try:
@@ -253,6 +253,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
         zero gradient, so that its decay and moments go on.
+
+        Raises:
+            EngineError: microbatches of a pipeline without flushes are in flight.
         """
         if self.phase is not Phase.CLOSED and not self._accumulating:
             self._engine.drop_gradients()

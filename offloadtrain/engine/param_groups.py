@@ -69,7 +69,7 @@ def _divided(
         if param.ndim != 2:
             raise ModelError(
                 f"'{names[param]}' of shape {tuple(param.shape)} is in a group with {key} = True "
-                f"and is no matrix: set {key} = False for it"
+                f"and is not a matrix: set {key} = False for it"
             )
     return found
 

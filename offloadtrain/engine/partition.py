@@ -22,12 +22,16 @@ class Part:
         module: its forward is the span of the block.
         parameters: (qualified name, parameter) of all that it refers to, tied ones included.
         repeated: it is a child of such a list.
+        leaf: it has no children, is outside of such lists, and the module around it has no
+            parameters of its own: a module that has some may read its children's without a call, as
+            `nn.MultiheadAttention` does.
     """
 
     name: str
     module: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
     repeated: bool = False
+    leaf: bool = False
 
 
 def partition(model: nn.Module) -> list[Part]:
@@ -38,10 +42,12 @@ def partition(model: nn.Module) -> list[Part]:
     return list(by_module.values())
 
 
-def _walk(name: str, module: nn.Module) -> Iterator[Part]:
+def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Part]:
+    """`called`: only calls of the module can be expected to read its parameters."""
     own = tuple(_named(name, module, recurse=False))
     if own:
-        yield Part(name, module, own)
+        leaf = called and next(module.children(), None) is None
+        yield Part(name, module, own, leaf=leaf)
     children = [(_join(name, key), child) for key, child in module.named_children()]
     listed = isinstance(module, nn.ModuleList | nn.Sequential)
     if listed and sum(_owns(child) for _, child in children) >= 2:
@@ -50,7 +56,7 @@ def _walk(name: str, module: nn.Module) -> Iterator[Part]:
                 yield Part(child_name, child, tuple(_named(child_name, child, recurse=True)), True)
         return
     for child_name, child in children:
-        yield from _walk(child_name, child)
+        yield from _walk(child_name, child, called=not own)
 
 
 def _owns(module: nn.Module) -> bool:

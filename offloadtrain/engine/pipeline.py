@@ -162,7 +162,7 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
         "precision = 'fp16'": chosen.precision == "fp16",
         # A recompute would read the version that parameters show by then.
         f"activation = {chosen.activation!r}": chosen.activation != "keep",
-        "working = 'host'": chosen.working == "host",
+        f"working = {chosen.working!r}": chosen.offloads_weights,
         "zero_stage = 3": chosen.zero_stage == 3,
         f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),
         type(rule).__name__: isinstance(rule, MatrixRule),

@@ -47,7 +47,7 @@ class Residency:
         for block in blocks:
             block.source = self
         for bucket in (bucket for block in self.streamed for bucket in block.held):
-            bucket.working = memory.in_slot(bucket, 0)
+            bucket.working = memory.in_slot(bucket, program.spec.first_slot(bucket.spec))
 
     @property
     def resident(self) -> list[Block]:
@@ -145,9 +145,11 @@ class Residency:
         if not self._is_single:
             return
         self.expose_host_weights()
-        # The engine's host memory is given back next: parameters must not be views of it.
+        # The engine's host memory is given back next: parameters must not be views of it. A mapped
+        # file lives as long as its views: those stay, as the host may have no room for them.
         for bucket in (bucket for block in self.streamed for bucket in block.held):
-            for slot in bucket.slots:
+            on_disk = self._program.spec.loads_from_disk(bucket.spec)
+            for slot in () if on_disk else bucket.slots:
                 slot.local.data = slot.local.data.clone()
 
     # Operations of the program.
@@ -175,6 +177,10 @@ class Residency:
     def swap(self, bucket: str) -> None:
         """The other copy of a bucket's state becomes the state."""
         self._buckets[bucket].swap_state()
+
+    def flip(self, bucket: str) -> None:
+        """The other version of a bucket's weights on the disk is the one that loads read."""
+        self._buckets[bucket].flip_weight_file()
 
     def _pinned(self) -> list[str]:
         return [block.name for block in self.resident if self.pinned(block)]

@@ -1,4 +1,4 @@
-"""What was decided and is not done: finished on the host after the device has failed.
+"""Finish on the host, after the device has failed, the updates that were decided.
 
 [Note: Salvage]
 A step is decided when its norm is known: by then all of its gradients are on the host, and what is
@@ -88,7 +88,7 @@ class UpdateJournal:
             one.decided = one.decided or one.in_place
 
     def swapped(self, bucket: str) -> None:
-        """What was launched last into the other copy of the bucket's state becomes its state."""
+        """The last update into the other copy of the bucket's state becomes its state."""
         for one in reversed(self._open):
             if one.bucket == bucket and not one.in_place:
                 one.decided = True

@@ -17,7 +17,7 @@ from offloadtrain.events.schema import WAIT, LaneSpan, Record, Step
 
 LANES = (
     *("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
-    *("write", "disk_read", "disk_write"),
+    *("write", "disk_read", "disk_write", "disk_load"),
 )
 """Threads in display order; other lanes come after."""
 
@@ -40,7 +40,7 @@ def read_run(folder: Path) -> list[Record]:
     records = [record for log in logs for record in schema.read(log)]
     if not any(isinstance(record.event, LaneSpan) for record in records):
         raise TraceError(
-            f"{folder}: no step of this run has been sampled yet; the second step is the first"
+            f"{folder}: no step of this run has been sampled yet; the first one is step 2"
         )
     return records
 

@@ -110,7 +110,7 @@ class RingReader:
         """Return new samples, the oldest first; at most CAPACITY.
 
         Raises:
-            UnsafeFileError: it is no ring file, or none of this version.
+            UnsafeFileError: it is not a ring file of this version.
             OSError: it cannot be read; FileNotFoundError: there is none.
         """
         fd = open_descriptor(self._path, max_bytes=FILE_BYTES)
@@ -124,7 +124,7 @@ class RingReader:
         """Begin anew in a file of another start."""
         header = os.pread(fd, _HEADER.size, 0)
         if os.fstat(fd).st_size != FILE_BYTES or _HEADER.unpack(header)[:4] != _FORM:
-            raise UnsafeFileError(self._path, f"it is no ring file of version {VERSION}")
+            raise UnsafeFileError(self._path, f"it is not a ring file of version {VERSION}")
         beginning = _HEADER.unpack(header)[4]
         if beginning != self._beginning:
             self._beginning, self._next = beginning, 1

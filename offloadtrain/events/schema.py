@@ -68,7 +68,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUp(Event):
-    """What came before a start's first step; its log begins after that. `parts_s`: the longest
+    """The set-up before a start's first step; the log begins after it. `parts_s`: its longest
     parts, by name."""
 
     KIND: ClassVar[str] = "set_up"
@@ -96,7 +96,7 @@ class Step(Event):
             speculation.
         mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
         comm_bytes: bytes this rank has sent in collectives.
-        disk_read_bytes, disk_written_bytes: optimizer state that this rank has on the disk; a
+        disk_read_bytes, disk_written_bytes: state, gradients and weights on this rank's disk; a
             checkpoint reads it once.
         own_ms: step time without waits for slower ranks in collectives; 0: a single rank.
         device_peak_bytes: most that torch's allocator held within the step; 0: no GPU.
@@ -156,7 +156,7 @@ class Memory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveMemory(Event):
-    """What the memory sampler saw since its last record.
+    """The memory sampler's readings since its last record.
 
     A quantity is (least, newest, peak), one number where the three are equal, or nothing if it is
     not known. The attributes are those of `memory_ring.MemoryPoint`, in KiB.
@@ -226,6 +226,8 @@ class GpuSample:
 
     Attributes:
         pcie_tx_bytes_per_s: sent by the GPU (to the host) since the last sample; rx: received.
+        nvlink_tx_bytes_per_s, nvlink_rx_bytes_per_s: the same over all NVLinks together.
+        clock_mhz: of its multiprocessors.
         throttle: why its clocks are throttled, "" if they are not.
         processes: only in the monitor's own samples, never in a log.
     """
@@ -244,6 +246,10 @@ class GpuSample:
     pcie_width_max: int | None = None
     pcie_tx_bytes_per_s: float | None = None
     pcie_rx_bytes_per_s: float | None = None
+    nvlink_tx_bytes_per_s: float | None = None
+    nvlink_rx_bytes_per_s: float | None = None
+    clock_mhz: int | None = None
+    clock_max_mhz: int | None = None
     throttle: str = ""
     processes: tuple[GpuProcess, ...] = ()
 

@@ -1,4 +1,4 @@
-"""When a run ends: its steps, and the evaluations and pauses for checkpoints on the way.
+"""Predict when a run ends, from its steps, evaluations and pauses for checkpoints.
 
 The trainer's console and the monitor say the same.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """What happens after every so many steps (0: never), and once more at the end."""
+    """A pause after every `every_steps` steps (0: never), and once more at the end."""
 
     every_steps: int
     seconds: float

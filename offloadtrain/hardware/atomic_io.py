@@ -58,10 +58,14 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that contains only files; do nothing if it is missing."""
+    """Remove a folder and what it contains, or a file of that name; do nothing if it is missing. A
+    link is removed, too, and not followed: it may lead to files of somebody else."""
     with suppress(FileNotFoundError):
+        if os.path.islink(folder) or not os.path.isdir(folder):
+            os.unlink(folder)
+            return
         for name in sorted(os.listdir(folder)):
-            os.unlink(folder / name)
+            remove_folder(folder / name)
         os.rmdir(folder)
 
 

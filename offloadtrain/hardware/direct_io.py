@@ -7,6 +7,7 @@ on `MEMORY_ALIGN`, which most devices are content with.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -42,14 +43,15 @@ class DirectFile:
 
     @classmethod
     def create(cls, path: Path, num_bytes: int) -> DirectFile:
-        """Make a new file, and reserve its space.
+        """Make a new file, and reserve its space where the file system can.
 
         Raises:
             FileExistsError: `path` exists; a crash-safe writer never overwrites.
             OSError: the disk is full or failing; the file may remain.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return cls(os.open(path, flags, 0o600))._reserved(num_bytes)
+        fd = os.open(path, flags, 0o600)
+        return cls(fd)._reserved(num_bytes if num_bytes and _reserves(fd) else 0)
 
     @classmethod
     def scratch(cls, folder: Path, num_bytes: int) -> DirectFile:
@@ -115,11 +117,12 @@ class DirectFile:
 
     def _reserved(self, num_bytes: int) -> DirectFile:
         try:
-            # Behind the open: a file system that refuses O_DIRECT at once has made the file.
-            self._set_direct(True)
             if num_bytes:
                 # One extent where possible, and a full disk is noticed before the first byte.
+                # Before O_DIRECT, which refuses the single bytes that the C library may write.
                 os.posix_fallocate(self._fd, 0, num_bytes)
+            # Behind the open: a file system that refuses O_DIRECT at once has made the file.
+            self._set_direct(True)
         except BaseException:
             self.close()
             raise
@@ -150,6 +153,16 @@ class DirectFile:
     def _drop_from_page_cache(self) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _reserves(fd: int) -> bool:
+    """Tell whether the file system itself can reserve space. Where it cannot (ext3, some network
+    file systems), the C library would write into every block: everything would be written twice."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None:  # not Linux
+        return True
+    failed = call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(BLOCK)) != 0
+    return not (failed and ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS))
 
 
 def _behind(memories: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -55,6 +55,8 @@ class Machine:
         node_link_gbps: of one host in a collective among hosts.
         dram_gbps: memory bandwidth of all cores together.
         shared_dram_gbps: the same if several ranks divide the cores.
+        numa_nodes: of one host, with GPUs on each. The kernels of a rank are bound to its GPU's
+            node, so a lone rank has the cores and the memory of one.
         cores: physical, of one host.
         fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
             parameters per second; 0: derived from `dram_gbps`.
@@ -90,6 +92,7 @@ class Machine:
     node_link_gbps: float = 0.0
     dram_gbps: float
     shared_dram_gbps: float
+    numa_nodes: int = 1
     cores: int
     fp32_gparams: float = 0.0
     split16_gparams: float = 0.0
@@ -209,9 +212,10 @@ def _read(text: str, origin: str) -> Machine:
 
 def _problems(values: dict[str, Any]) -> Iterator[str]:
     for key, value in values.items():
+        least = 1 if key in ("gpus", "numa_nodes", "cores") else 0
         if isinstance(value, str) and key != "gpu":
             yield from _size_problems(key, value)
-        elif not isinstance(value, str) and value < (1 if key in ("gpus", "cores") else 0):
+        elif not isinstance(value, str) and value < least:
             yield f"{key} = {value} is too small"
     needed = (
         "fp32_tflops",

@@ -17,6 +17,12 @@ from offloadtrain.events.schema import GpuProcess, GpuSample
 _PCIE_COUNTERS = (197, 198)
 """NVML_FI_DEV_PCIE_COUNT_TX_BYTES and …_RX_BYTES."""
 
+_NVLINK_COUNTERS = ((138, 0xFFFFFFFF), (139, 0xFFFFFFFF))
+"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and …_RX, in KiB, of all links together."""
+
+_SM_CLOCK = 1
+"""NVML_CLOCK_SM."""
+
 _WIDE = (2, 3)
 """Value types of 64 bits: unsigned long on Linux, and unsigned long long."""
 
@@ -111,7 +117,7 @@ class Nvml:
         return tuple(self._describe(i, handle) for i, handle in self._handles.items())
 
     def sample(self, *, processes: bool = False) -> tuple[GpuSample, ...]:
-        """Sample memory, load, power, temperature and link; takes about a millisecond per GPU.
+        """Sample memory, load, power, heat, clock and links; takes about a millisecond per GPU.
 
         `processes`: also list who has memory on it.
         """
@@ -136,16 +142,18 @@ class Nvml:
         memory = None if handle is None else self.ask("nvmlDeviceGetMemoryInfo", handle)
         return None if memory is None else int(memory.free)
 
-    def _pcie_rates(self, index: int, handle: Any) -> tuple[float | None, float | None]:
-        """Return the bytes per second the GPU has sent and received since the last sample.
+    def _rates(self, index: int, handle: Any) -> list[float | None]:
+        """Return the bytes per second the GPU has sent and received since the last sample, over
+        PCIe; and over NVLink, where there is one.
 
         The byte counters are used because NVML's own rate blocks for 20 ms per direction.
         """
-        values = self.ask("nvmlDeviceGetFieldValues", handle, list(_PCIE_COUNTERS))
+        fields = [*_PCIE_COUNTERS, *_NVLINK_COUNTERS]
+        values = self.ask("nvmlDeviceGetFieldValues", handle, fields)
         if values is None:
-            return None, None
-        sent, received = (self._rate(index, value) for value in values)
-        return sent, received
+            return [None] * len(fields)
+        rates = [self._rate(index, value) for value in values]
+        return [*rates[:2], *(None if rate is None else 1024 * rate for rate in rates[2:])]
 
     def _rate(self, index: int, value: Any) -> float | None:
         # 32-bit counters wrap several times a second at the speed of a bus: they are useless.
@@ -178,13 +186,15 @@ class Nvml:
         load = self.ask("nvmlDeviceGetUtilizationRates", handle)
         milliwatts = self.ask("nvmlDeviceGetPowerUsage", handle)
         celsius = self.ask("nvmlDeviceGetTemperature", handle, 0)
-        rates = self._pcie_rates(index, handle)
+        rates = self._rates(index, handle)
         return GpuSample(
             **_link(self.ask, handle),
             throttle=self._throttle(handle),
             processes=self._processes(handle) if processes else (),
             pcie_tx_bytes_per_s=rates[0],
             pcie_rx_bytes_per_s=rates[1],
+            nvlink_tx_bytes_per_s=rates[2],
+            nvlink_rx_bytes_per_s=rates[3],
             index=index,
             name=_text(self.ask("nvmlDeviceGetName", handle)),
             uuid=_text(self.ask("nvmlDeviceGetUUID", handle)),
@@ -193,6 +203,8 @@ class Nvml:
             utilization_percent=None if load is None else float(load.gpu),
             power_w=None if milliwatts is None else milliwatts / 1e3,
             temperature_c=None if celsius is None else float(celsius),
+            clock_mhz=self.ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            clock_max_mhz=self.ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.job import OptimConfig
+from offloadtrain.config.job import OFFLOAD, OptimConfig
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.toml import nearest
 from offloadtrain.integrations.deepspeed_keys import ARGUMENTS, AUTO, IGNORED, SECTIONS
@@ -22,9 +22,14 @@ from offloadtrain.integrations.deepspeed_keys import ARGUMENTS, AUTO, IGNORED, S
 Tables = dict[str, dict[str, Any]]
 
 
+_BETAS = {"optimizer.params.betas": ("optim", "betas")}
+_DEFAULTS: dict[str, object] = {"optim": OptimConfig(), "offload": OFFLOAD}
+"""Section of a job → what it has unless it says otherwise."""
+
+
 @dataclass
 class Imported:
-    """What a file says, in the terms of a job.
+    """A DeepSpeed configuration in the terms of a job.
 
     Attributes:
         tables: section of a job → key → value.
@@ -44,6 +49,16 @@ class Imported:
         before = self.tables[section].setdefault(name, value)
         if before != value:
             self.unmapped[key] = f"another key says {section}.{name} = {before!r}"
+
+    def undecided_in_a_job(self) -> dict[str, str]:
+        """Return key → who would decide it, and what a job has in its place."""
+        found = dict(self.undecided)
+        for key, why in self.undecided.items():
+            target = ARGUMENTS.get(next(iter(AUTO.get(key, ())), ""), _BETAS.get(key))
+            if target is not None and target[0] in _DEFAULTS:
+                value = getattr(_DEFAULTS[target[0]], target[1])
+                found[key] = f"{why}; until you set it, {'.'.join(target)} is {value!r}"
+        return found
 
     def job(self) -> str:
         """Return TOML of a job, which lacks what no DeepSpeed file has."""
@@ -201,7 +216,7 @@ def _stage(found: Imported, key: str, value: Any) -> str:
 
 
 _ZERO, _SCALE = "zero_optimization", "optimizer.params"
-_STATE_TIERS = {"cpu": "host", "none": "device", "nvme": "disk"}
+_TIERS = {"cpu": "host", "none": "device", "nvme": "disk"}
 _DYNAMIC = "the loss scale is dynamic, from 2^16, doubled after 2000 steps, halved at once"
 _MAPPED: dict[str, _Mapper] = {
     "train_micro_batch_size_per_gpu": _to("train", "micro_batch"),
@@ -221,9 +236,10 @@ _MAPPED: dict[str, _Mapper] = {
     "fp16.auto_cast": _only((False,), "inputs are cast where they meet a 16-bit matrix"),
     "amp.enabled": _only((False,), "apex's casts: use bf16 or fp16"),
     f"{_ZERO}.stage": _stage,
-    f"{_ZERO}.offload_optimizer.device": _tier("offload", "state_on", _STATE_TIERS),
+    f"{_ZERO}.offload_optimizer.device": _tier("offload", "state_on", _TIERS),
     f"{_ZERO}.offload_optimizer.nvme_path": _to("offload", "scratch_dir"),
-    f"{_ZERO}.offload_param.device": _tier("offload", "working", {"cpu": "host", "none": "device"}),
+    f"{_ZERO}.offload_param.device": _tier("offload", "working", _TIERS),
+    f"{_ZERO}.offload_param.nvme_path": _to("offload", "scratch_dir"),
     f"{_ZERO}.cpu_offload": _to("offload", "state_on", lambda on: "host" if on else "device"),
     f"{_ZERO}.cpu_offload_params": _to("offload", "working", lambda on: "host" if on else "device"),
     f"{_ZERO}.offload_optimizer.pin_memory": _to("offload", "pin_memory"),
@@ -259,14 +275,15 @@ def _finish(found: Imported) -> None:
     schedule = found.tables["optim"].get("schedule")
     if schedule in ("constant", "linear") and not found.warm_up_is_linear:
         found.unmapped["scheduler.params.warmup_type"] = "'log', the default: the warm-up is linear"
-    if options.get("state_on") != "disk":
+    streams = options.get("working", "device") != "device"
+    if "disk" not in (options.get("state_on"), options.get("working")):
         options.pop("scratch_dir", None)  # DeepSpeed, too, ignores the path then
     if "state_on" not in options:
-        options["state_on"] = "host" if options.get("working") == "host" else "device"
-    if options.get("state_on") == "device" and options.get("working") == "host":
+        options["state_on"] = "host" if streams else "device"
+    if options.get("state_on") == "device" and streams:
         options["state_on"] = "host"
         found.unmapped[f"{_ZERO}.offload_param.device"] = (
-            "weights on the host have their state there too: state_on = 'host'"
+            "weights on the host or the disk have no state on the device: state_on = 'host'"
         )
     accum = found.tables["train"].get("grad_accum_steps", 1)
     checked = OffloadConfig(**{**options, "grad_accum_steps": accum})

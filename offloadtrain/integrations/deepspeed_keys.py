@@ -33,7 +33,7 @@ AUTO: dict[str, tuple[str, ...]] = {
 
 _SIZES = "buffers are sized by the blocks of the model; device_slots and *_memory_limit bound them"
 _ALWAYS = "always so"
-_NO_WEIGHTS = "streamed weights are on the host: only state can be on the disk"
+_IN_SLOTS = "of weights on the disk a few slots are on the host, and no cache"
 _DISK = "state on the disk is read ahead and written behind, several requests at once, as it is"
 _LOGGING = "of the run's log, which is always complete (offloadtrain events, tui)"
 _ZEROPP = "ZeRO++ is not there"
@@ -79,10 +79,9 @@ IGNORED: dict[str, str] = {
     "zero_optimization.offload_optimizer.pipeline": _DISK,
     "zero_optimization.offload_optimizer.pipeline_read": _DISK,
     "zero_optimization.offload_optimizer.pipeline_write": _DISK,
-    "zero_optimization.offload_param.nvme_path": _NO_WEIGHTS,
     "zero_optimization.offload_param.buffer_count": "device_slots is the number of blocks there",
     "zero_optimization.offload_param.buffer_size": _SIZES,
-    "zero_optimization.offload_param.max_in_cpu": _NO_WEIGHTS,
+    "zero_optimization.offload_param.max_in_cpu": _IN_SLOTS,
     "zero_optimization.zero_hpz_partition_size": _ZEROPP,
     "zero_optimization.zero_quantized_weights": _ZEROPP,
     "zero_optimization.zero_quantized_nontrainable_weights": _ZEROPP,

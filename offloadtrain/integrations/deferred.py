@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _MAPPED_BYTES = 256 << 20
 """Bytes read before the files are closed, so that pages that are done with leave the process."""
 
+_LFS_POINTER = b"version https://git-lfs"
+
 _LISTED = 5
 """Names that an error lists."""
 
@@ -74,14 +76,30 @@ class SafetensorsFiles:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(file, framework="pt")
+            except FileNotFoundError as error:
+                raise ModelError(
+                    f"'{file}' is not there, and the index beside it names it: copy or download "
+                    "the missing shard"
+                ) from error
             except SafetensorError as error:
-                raise ModelError(f"'{file}' is damaged, or no safetensors file: {error}") from error
+                raise ModelError(_unreadable(file, error)) from error
         return self._open[file]
+
+
+def _unreadable(file: str, error: SafetensorError) -> str:
+    with open(file, "rb") as opened:
+        begins = opened.read(len(_LFS_POINTER))
+    if begins == _LFS_POINTER:
+        return (
+            f"'{file}' is a pointer of Git LFS and holds no weights: run `git lfs pull` in its "
+            "clone, or `hf download`"
+        )
+    return f"'{file}' is damaged, or no safetensors file: {error}"
 
 
 @dataclass(slots=True)
 class _Recipe:
-    """What makes one or more tensors of the model from those of a checkpoint.
+    """Makes one or more tensors of the model from those of a checkpoint.
 
     Attributes:
         target: name in the model; of the first, where it makes several.

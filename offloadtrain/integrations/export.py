@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -118,7 +120,7 @@ def _ignored(model: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reversion:
-    """How the model's tensors become those of a checkpoint as published.
+    """The conversion of the model's tensors to those of a published checkpoint.
 
     Attributes:
         renamed: name in the model → in the checkpoint, of those that are not converted.
@@ -208,13 +210,24 @@ def write_weights(
         file = split.tensor_to_filename[name]
         waiting[file][name] = value.cpu().contiguous()
         if len(waiting[file]) == len(split.filename_to_tensors[file]):
-            save_file(waiting.pop(file), folder / file, metadata={"format": "pt"})
+            _save_shard(waiting.pop(file), folder / file)
     if waiting:
         raise ModelError(f"{len(waiting)} shards lack weights that the model has")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raises OSError where the disk refuses: safetensors has an error of its own for that."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        code = int(found[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def _on_meta(tensors: Iterable[tuple[str, Tensor]]) -> Named:

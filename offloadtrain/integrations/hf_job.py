@@ -43,12 +43,13 @@ def described_model(hf: HfModel) -> Any:
     return empty_model(_config(hf.folder), hf.lora)
 
 
-def tracer(config: Config) -> Tracer:
+def tracer(config: Config, *, on_cpu: bool) -> Tracer:
     """Return what tells a plan what a microbatch of the job's model takes; see `sizing`."""
     assert config.hf is not None
     model = described_model(config.hf).train()
     packed = config.data.packing == "isolated"
-    return Tracer(model, _traced_loss, config.train.micro_batch, packed=packed)
+    size = config.train.micro_batch
+    return Tracer(model, _traced_loss, size, on_cpu=on_cpu, packed=packed)
 
 
 def _traced_loss(model: Any, config: Config) -> Tensor:
@@ -85,6 +86,11 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
     except ValueError as error:
+        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+            raise ConfigError(
+                f"model.hf: transformers has no causal language model of type {config.model_type}. "
+                "ot.offload trains any model in a loop of your own, and ot.plan_model plans it"
+            ) from None
         raise ConfigError(f"model.hf: {error}") from None
     CausalLm.of(model)
     return model if lora is None else _with_adapters(model, lora)

@@ -31,6 +31,7 @@ from offloadtrain.integrations.export import (
     write_tokenizer,
     write_weights,
 )
+from offloadtrain.integrations.source_files import check_files
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
@@ -238,7 +239,7 @@ def _loader(name: str, auto_class: str | type | None, keywords: Mapping[str, Any
     """
     import transformers
 
-    _check_files(Path(name))
+    check_files(name, str(keywords.get("subfolder", "")))
     of_config = {k: v for k, v in keywords.items() if k in _OF_CONFIG}
     config = transformers.AutoConfig.from_pretrained(name, **of_config)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
@@ -267,24 +268,6 @@ def _named_class(config: Any, name: str) -> Any:
         f"the configuration of '{name}' names no class of transformers: pass auto_class, such as "
         "'AutoModelForCausalLM'"
     )
-
-
-def _check_files(folder: Path) -> None:
-    if not folder.is_dir():
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ModelError(
-            f"'{folder}' holds PEFT adapters: load their base model with transformers, then "
-            "PeftModel.from_pretrained(base, folder, is_trainable=True), and ot.offload the result"
-        )
-    pickled = sorted(path.name for path in folder.glob("*.bin"))
-    if pickled and not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"'{folder}' has its weights in pickles ({pickled[0]}), which can run code when read, "
-            "and must be read whole. Write safetensors once: "
-            "transformers.AutoModel.from_pretrained(folder).save_pretrained(new_folder), with the "
-            "model's own class instead of AutoModel"
-        )
 
 
 def _folder_of(name: str, keywords: Mapping[str, Any]) -> Path:

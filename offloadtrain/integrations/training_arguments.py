@@ -1,4 +1,4 @@
-"""What `TrainingArguments` of transformers say about an offloaded model, and what it refuses."""
+"""Translate `TrainingArguments` of transformers to options of `offload`, or refuse them."""
 
 from __future__ import annotations
 

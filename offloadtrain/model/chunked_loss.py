@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.loss_parts import classes_of_part
+from offloadtrain.model.piece_sizes import pieces_of_cpu
 
 # Shape suffixes: N tokens, D width, V classes, P classes of one part.
 
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def parts(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[tuple[int, int]]:
     """Yield [lo, hi) of the classes of each part."""
-    step = classes_of_part(len(hidden_ND), on_cpu=hidden_ND.device.type == "cpu")
+    step = classes_of_part(len(hidden_ND), on_cpu=pieces_of_cpu(hidden_ND))
     for lo in range(0, len(weight_VD), step):
         yield lo, min(lo + step, len(weight_VD))
 

@@ -14,7 +14,7 @@ from offloadtrain.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a token is chosen; see `generate`."""
+    """The choice of the next token; see `generate`."""
 
     temperature: float = 1.0
     top_k: int = 0

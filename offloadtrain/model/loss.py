@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offloadtrain.config.data_options import IGNORED
+from offloadtrain.model.piece_sizes import pieces_of_cpu
 
 # Shape suffixes: N tokens, V vocab_size, R rows in work at a time.
 
@@ -66,7 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _row_ranges(logits_NV: Tensor) -> Iterator[slice]:
     num_rows, vocab_size = logits_NV.shape
-    rows_bytes = _ROWS_BYTES_CPU if logits_NV.device.type == "cpu" else _ROWS_BYTES_DEVICE
+    rows_bytes = _ROWS_BYTES_CPU if pieces_of_cpu(logits_NV) else _ROWS_BYTES_DEVICE
     step = max(1, rows_bytes // (4 * vocab_size))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))

@@ -55,9 +55,13 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.num_layers))
         self.norm = _norm(shape)
         self.head = Head(shape.d_model, shape.vocab_size, bias=False)
-        if shape.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        self.tie()
         self.init_weights(seed)
+
+    def tie(self) -> None:
+        """Make head and embedding one parameter, if the shape says so: `to_empty` parts them."""
+        if self.shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,

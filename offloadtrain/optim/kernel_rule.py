@@ -1,4 +1,4 @@
-"""What the rules with CPU kernels of their own have in common."""
+"""The common part of rules that have CPU kernels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
         """Raises ValueError if a group's hyperparameters are out of range."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Where there is a kernel for the format."""
+        """Tell whether there is a kernel for the format."""
         return format.name in kernels.STATES
 
     def update(

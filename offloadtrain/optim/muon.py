@@ -60,7 +60,9 @@ class Muon(KeywordsOnly, MatrixRule):
     def __post_init__(self) -> None:
         updates = callable(getattr(self.rest, "update", None))
         if isinstance(self.rest, MatrixRule | type) or not updates:
-            raise TypeError(f"rest is {self.rest!r:.80}: the rule of all that is no hidden matrix")
+            raise TypeError(
+                f"rest is {self.rest!r:.80}, not the update rule of all other parameters"
+            )
         self.check(self.defaults())
 
     @property

@@ -16,7 +16,7 @@ from offloadtrain.step.formats import StateFormat
 
 
 class Rule(Protocol):
-    """What the engine asks of every optimizer. Implementations are frozen dataclasses of
+    """The interface of every optimizer to the engine. Implementations are frozen dataclasses of
     hyperparameters, and an `UpdateRule` or a `MatrixRule`."""
 
     @property
@@ -51,8 +51,8 @@ class UpdateRule(Rule, Protocol):
     """An optimizer that updates a bucket in one operation on the host."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Whether `update` of this format calls only kernels that are captured when they are
-        launched, and run without Python's interpreter lock (`kernels.capture`)."""
+        """Tell whether `update` of this format calls only kernels that are captured when launched
+        and run without Python's interpreter lock (`kernels.capture`)."""
         ...
 
     def update(
@@ -86,8 +86,8 @@ class UpdateRule(Rule, Protocol):
 
 
 class CodecRule:
-    """What rules that are frozen dataclasses of hyperparameters share: masters are set, and state
-    converted, by the codec of its format."""
+    """The common part of rules that are frozen dataclasses of hyperparameters: the codec of the
+    format sets masters and converts state."""
 
     __slots__ = ()
 
@@ -137,7 +137,7 @@ class MatrixRule(CodecRule, ABC):
         """Raises ValueError if hyperparameters of a group of matrices are out of range."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Whether `direction` and `apply` of this format do; see `UpdateRule`."""
+        """Tell whether `direction` and `apply` of this format do; see `UpdateRule`."""
         return False
 
     @abstractmethod

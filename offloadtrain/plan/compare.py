@@ -111,11 +111,11 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _check(plan: Plan) -> None:
     job = plan.job
     if plan.machine.on_cpu or job.offload.precision == "fp32":
-        raise ConfigError("--compare is of 16-bit training on a GPU: choose a --machine with one")
+        raise ConfigError("--compare is for 16-bit training on a GPU: choose a --machine with one")
     if job.num_trained < job.num_params:
-        raise ConfigError("--compare is of training all weights: leave out model.lora")
+        raise ConfigError("--compare is for training all weights: leave out model.lora")
     if job.optim.name not in ("adam", "adamw"):
-        raise ConfigError(f"--compare is of Adam: optim.name = {job.optim.name!r}")
+        raise ConfigError(f"--compare is for Adam: optim.name = {job.optim.name!r}")
 
 
 def _ours(plan: Plan) -> Row:

@@ -27,7 +27,7 @@ from typing import Literal
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS, Precision
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.microbatch import BlockCost, Work
+from offloadtrain.plan.microbatch import AttentionKind, BlockCost, Work
 from offloadtrain.step.formats import ITEMSIZE
 
 Level = Literal["eager", "compiled", "fused"]
@@ -45,12 +45,14 @@ class Kernels:
         attention: "flash" keeps no scores; "scores" writes them to memory.
         causal: attention to earlier tokens only; "flash" then skips half.
         split: GPUs that split every matrix (tensor parallel).
+        rotary_fp32: eager positions are rotated in fp32, an operation after the other.
     """
 
     level: Level = "eager"
     attention: Attention = "flash"
     causal: bool = True
     split: int = 1
+    rotary_fp32: bool = False
 
     def product_flops(self, machine: Machine, precision: Precision, width: float) -> float:
         """Return FLOPs per second of a product with a weight of this width."""
@@ -115,9 +117,12 @@ _FUSED = _Traffic(
 )
 _TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
 
-_LOSS_BYTES = {"eager": (14, 14), "compiled": (10, 8), "fused": (4, 6)}
+_ROTARY_FP32 = (24, 26)
+"""Of the shipped transformer: casts, four products of halves, two sums and a copy, in fp32."""
+
+_LOSS_BYTES = {"eager": (14, 20), "compiled": (10, 8), "fused": (4, 6)}
 """Bytes per entry of the vocabulary and token: eager, 16-bit logits become fp32, then
-probabilities, then gradients; fused, the gradient replaces the logits."""
+probabilities, then gradients, which are scaled; fused, the gradient replaces the logits."""
 
 
 def block_seconds(
@@ -138,6 +143,22 @@ def block_seconds(
     return Seconds(max(forward, launched[0]), max(backward, launched[1]))
 
 
+def again_seconds(
+    shape: ModelShape,
+    seq_len: int,
+    tokens: int,
+    machine: Machine,
+    precision: Precision,
+    kernels: Kernels,
+) -> float:
+    """Return the time of one block's forward when backward runs it again: up to the input of its
+    last product, beyond which nothing is needed."""
+    work = _Block(shape, seq_len, machine, precision, kernels)
+    product = _product_s(machine, precision, kernels, shape.ff_width / kernels.split, shape.d_model)
+    added = 3 * shape.d_model * ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
+    return tokens * (work.matrices + work.attention[0] + work.moved[0] - product - added)
+
+
 def head_seconds(
     shape: ModelShape, tokens: int, machine: Machine, precision: Precision, kernels: Kernels
 ) -> Seconds:
@@ -151,18 +172,33 @@ def head_seconds(
 
 
 def traced_seconds(
-    cost: BlockCost, width: float, machine: Machine, precision: Precision
+    cost: BlockCost, machine: Machine, precision: Precision, kernels: Kernels
 ) -> Seconds:
-    """Return the time of a traced block, eager: its FLOPs at the width of the model's products, the
-    bytes of all other operations, and no less than its launches."""
-    rate, moved = machine.flops(precision, width), 1e9 * machine.hbm_gbps
+    """Return the time of a traced block: its products and attention at the rates of their sizes,
+    the bytes of all other operations, and no less than its launches."""
 
     def seconds(work: Work) -> float:
-        return max(
-            work.flops / rate + work.nbytes / moved, 1e-6 * machine.launch_us * work.launches
+        computed = sum(
+            flops / kernels.product_flops(machine, precision, width)
+            for width, flops in work.products.items()
         )
+        computed += sum(
+            _flash_s(flops, kind, machine, precision, kernels)
+            for kind, flops in work.attention.items()
+        )
+        moved = work.nbytes / (1e9 * machine.hbm_gbps)
+        return max(computed + moved, 1e-6 * machine.launch_us * work.launches)
 
     return Seconds(seconds(cost.forward), seconds(cost.backward))
+
+
+def _flash_s(
+    flops: float, kind: AttentionKind, machine: Machine, precision: Precision, kernels: Kernels
+) -> float:
+    """Return the seconds of fused attention, whose FLOPs count all scores."""
+    best = kernels.product_flops(machine, precision, kind.width) * machine.flash_share
+    seconds = flops / best * (kind.length + machine.flash_half_length) / kind.length
+    return seconds * (0.5 if kind.causal else 1.0)
 
 
 def _product_s(
@@ -206,9 +242,8 @@ class _Block:
             side = sqrt(length * self.shape.head_dim)
             seconds = flops / self._flops(side)
             return seconds, 2 * seconds
-        best = self._flops(d) * self.machine.flash_share
-        seconds = flops / best * (length + self.machine.flash_half_length) / length
-        seconds *= 0.5 if self.kernels.causal else 1.0
+        kind = AttentionKind(d, length, self.kernels.causal)
+        seconds = _flash_s(flops, kind, self.machine, self.precision, self.kernels)
         return seconds, FLASH_BACKWARD * seconds
 
     def _flops(self, width: float) -> float:
@@ -228,7 +263,8 @@ class _Block:
         mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
         count = traffic.hidden[way] * d + mlp[way] * shape.ff_width / split
         if shape.positions == "rotary":
-            count += traffic.rotary[way] * (d + shape.kv_heads * shape.head_dim) / split
+            turned = _ROTARY_FP32 if self.kernels.rotary_fp32 else traffic.rotary
+            count += turned[way] * (d + shape.kv_heads * shape.head_dim) / split
         if shape.dropout:
             count += traffic.dropout[way] * d
         if self.kernels.attention == "scores":

@@ -16,9 +16,9 @@ from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.config.ranks_options import Stage
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec, MatrixSpec
 from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
-from offloadtrain.step.spec import BlockSpec, BucketSpec, MatrixSpec
 
 _MOMENTS = {
     "adamw": ADAM_MOMENTS,
@@ -44,12 +44,15 @@ def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
 def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
     trained = [param for param in part.params if param.trained]
     frozen = [param for param in part.params if not param.trained]
-    streamable = part.repeated and config.offload.streams_among(ranks)
+    offload = config.offload
+    streamable = part.repeated and offload.streams_among(ranks)
+    streamable = streamable or (part.leaf and offload.zero_stage_among(ranks) == 3)
     return BlockSpec(
         part.name,
         _buckets(part.name, trained, config, ranks),
         _buckets(f"{part.name} frozen", frozen, config, ranks) if streamable else (),
         part.repeated,
+        part.leaf,
     )
 
 
@@ -83,10 +86,10 @@ def _parts_of_shape(shape: ModelShape, stage: Stage | None) -> tuple[PartShape, 
 
 def _tables(shape: ModelShape) -> Iterator[PartShape]:
     table = (shape.vocab_size, shape.d_model)
-    yield PartShape("embedding", (ParamShape("embedding.weight", table),))
+    yield PartShape("embedding", (ParamShape("embedding.weight", table),), leaf=True)
     if shape.positions == "learned":
         learned = (shape.max_seq_len, shape.d_model)
-        yield PartShape("positions", (ParamShape("positions.weight", learned),))
+        yield PartShape("positions", (ParamShape("positions.weight", learned),), leaf=True)
 
 
 def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
@@ -96,16 +99,17 @@ def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
         listed = shape.num_layers > 1
         modules = {name: _named(name, sizes, listed=listed) for name, sizes in layer.items()}
         if not listed:  # every module is its own block
-            yield from (PartShape(name, params) for name, params in modules.items())
+            yield from (PartShape(name, params, leaf=True) for name, params in modules.items())
         else:
             params = tuple(one for many in modules.values() for one in many)
             yield PartShape(f"blocks.{number}", params, repeated=True)
 
 
 def _end(shape: ModelShape) -> Iterator[PartShape]:
-    yield PartShape("norm", _named("norm", _norm(shape)))
+    yield PartShape("norm", _named("norm", _norm(shape)), leaf=True)
     if not shape.tie_embeddings:
-        yield PartShape("head", (ParamShape("head.weight", (shape.vocab_size, shape.d_model)),))
+        weight = ParamShape("head.weight", (shape.vocab_size, shape.d_model))
+        yield PartShape("head", (weight,), leaf=True)
 
 
 def _named(

@@ -7,7 +7,7 @@ knows torch; a plan takes that as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offloadtrain.config.job import Config
 
@@ -50,26 +50,50 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What the rate of fused attention depends on.
+
+    Attributes:
+        width: channels of all heads together.
+        length: keys per query.
+        causal: half of the scores are needed.
+    """
+
+    width: int
+    length: int
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What operations compute and move.
 
     Attributes:
-        flops: of matrix products, convolutions and attention.
+        products: the geometric mean of a weight's sides → FLOPs of the products with it; of other
+            products, of the two smaller sides.
+        attention: FLOPs of fused attention, all scores counted.
         nbytes: that all other operations read and write.
         launches: the number of operations that move or compute anything.
+        recomputed: FLOPs of products and attention that ran before.
     """
 
-    flops: float = 0.0
+    products: Mapping[float, float] = field(default_factory=dict)
+    attention: Mapping[AttentionKind, float] = field(default_factory=dict)
     nbytes: float = 0.0
     launches: float = 0.0
+    recomputed: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return sum(self.products.values()) + sum(self.attention.values())
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
     """The work of one block in a microbatch; backward with recompute."""
 
-    forward: Work = Work()
-    backward: Work = Work()
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +105,21 @@ class TracedStep:
             one's.
         activations: torch's device memory at its peak.
         block_inputs: bytes of each tensor that activation = "offload" copies to the host.
-        width: the geometric mean of the sides of the matrices, weighted by their FLOPs.
     """
 
     blocks: Mapping[str, BlockCost]
     activations: Activations
     block_inputs: tuple[int, ...]
-    width: float
 
     @property
     def flops(self) -> float:
         """Forward and backward, recompute counted."""
         return sum(one.forward.flops + one.backward.flops for one in self.blocks.values())
+
+    @property
+    def recomputed(self) -> float:
+        """FLOPs of the forwards that run again in backward."""
+        return sum(one.backward.recomputed for one in self.blocks.values())
 
 
 Trace = Callable[[Config], TracedStep]

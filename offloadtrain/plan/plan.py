@@ -18,11 +18,13 @@ from offloadtrain.plan.activations import activations
 from offloadtrain.plan.disk import Wear, wear
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.microbatch import Activations, Trace
+from offloadtrain.plan.pipeline_times import PipelineTimes, as_part_of, pipeline_times
 from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import Prediction, predict
+from offloadtrain.step.block_spec import BlockSpec
 from offloadtrain.step.memory import disk_owners, with_second_copies
-from offloadtrain.step.spec import BlockSpec
+from offloadtrain.step.pipeline_drive import Schedule
 from offloadtrain.step.tiers import Tier
 
 PROCESS = "Python, torch"
@@ -46,13 +48,17 @@ class Plan:
         name: of the machine.
         hosts: number of hosts.
         local_ranks: on each host.
-        placed: without second copies of the state.
+        placed: without second copies of the state; of a pipeline, one of its stages.
+        stages: of a pipeline, all of them.
+        schedule: of a pipeline.
     """
 
     job: Config
     name: str
     machine: Machine
     placed: Placement
+    stages: tuple[Placement, ...] = ()
+    schedule: Schedule = "1f1b"
 
     @property
     def ranks(self) -> int:
@@ -122,7 +128,17 @@ class Plan:
 
     @cached_property
     def prediction(self) -> Prediction:
-        return predict(self.copied, self.machine)
+        alone = predict(self.copied, self.machine)
+        if self.pipeline is None:
+            return alone
+        return as_part_of(alone, self.pipeline, self.placed, 1e12 * self.machine.peak_tflops)
+
+    @cached_property
+    def pipeline(self) -> PipelineTimes | None:
+        """The step of all stages of a pipeline."""
+        if not self.stages:
+            return None
+        return pipeline_times(self.stages, self.machine, self.schedule)
 
     @property
     def device_room(self) -> int:
@@ -288,9 +304,11 @@ def _placed(
     part, count = shared(job, ranks), replicas(job, ranks)
     if job.ranks.pipeline == 1:
         return Plan(job, name, machine, place(part, count, trace=trace))
-    stages = range(job.ranks.pipeline) if stage is None else (stage,)
-    plans = [Plan(job, name, machine, place(of_stage(part, one), count)) for one in stages]
-    return max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
+    numbers = range(job.ranks.pipeline)
+    plans = [Plan(job, name, machine, place(of_stage(part, one), count)) for one in numbers]
+    most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
+    chosen = most if stage is None else plans[stage]
+    return replace(chosen, stages=tuple(plan.copied for plan in plans), schedule=job.ranks.schedule)
 
 
 def _share_that_fits(plan: Plan) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,6 +26,7 @@ LANES = {
     "write": "checkpoints",
     "disk_read": "state from the disk",
     "disk_write": "state to the disk",
+    "disk_load": "weights from the disk",
 }
 _WIDTH = 26
 SUMS = "gradient sums"
@@ -121,15 +122,12 @@ def _head(plan: Plan) -> str:
     if plan.ranks > 1:
         lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
     if config.stage is not None:
-        bubble = 100 * (config.stage.slowdown(config.train.grad_accum_steps) - 1)
-        lines.append(
-            f"planned: {config.stage.name}, which needs the most memory; the bubble makes a step "
-            f"{bubble:.0f} % longer"
-        )
+        lines.append(f"memory, lanes and bus: {config.stage.name}, which needs the most memory")
     if spec.has_state_on(Tier.DEVICE):
         lines.append(_of_state(spec))
     if spec.streamed:
-        where = "the host" if config.offload.working == "host" else "shards on the devices"
+        places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
+        where = places[config.offload.working]
         lines.append(f"{len(spec.streamed)} blocks are streamed from {where}")
     return "\n".join(lines)
 
@@ -185,6 +183,7 @@ def _step(plan: Plan) -> str:
             exposed = found.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
+    lines += _stages(plan)
     mfu = ""
     if found.mfu is not None:
         mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -198,12 +197,32 @@ def _step(plan: Plan) -> str:
         f"bus: {format_bytes(found.d2h_bytes)} down, {format_bytes(found.h2d_bytes)} up per step "
         f"and rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
         f"DRAM: {format_bytes(found.dram_bytes)} by the host's kernels"
-        + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if ranks > 1 else "")
+        + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if plan.ranks > 1 else "")
     )
     if plan.disk:
         lines += [_disk(plan), _wear(plan)]
     lines.append(_checkpoint(plan))
     return "\n".join(lines)
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """Yield a line per stage of a pipeline: its compute, its bubble, and what it sends on."""
+    times = plan.pipeline
+    if times is None:
+        return
+    for number, busy in enumerate(times.compute_s):
+        line = (
+            f"  stage {number + 1}: computes {format_seconds(busy)}, bubble "
+            f"{100 * times.bubbles[number]:.0f} %"
+        )
+        if number < len(times.links):
+            link = times.links[number]
+            where = "between hosts" if link.between_hosts else "inside the host"
+            line += (
+                f"; a microbatch to the next one: {format_bytes(link.nbytes)}, "
+                f"{format_seconds(link.seconds)} {where}"
+            )
+        yield line
 
 
 def _disk(plan: Plan) -> str:
@@ -270,7 +289,7 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> str:
         return (
             "Nothing that was tried fits: placements, formats, one sequence in a step, shorter "
             f"ones. The least of all:\n{_change(changes[0])}\nIt needs a machine with more memory, "
-            "or a smaller model: offloadtrain plan --largest."
+            f"or a smaller model: offloadtrain plan --largest.{_drive(plan)}"
         )
     if (tokens := changes[0].plan.job.batch_tokens) < plan.job.batch_tokens:
         sums = plan.host.get(SUMS, 0)
@@ -282,6 +301,16 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> str:
     else:
         lines = ["It fits with these settings, the fastest first (--set KEY=VALUE ...):"]
     return "\n".join([*lines, *map(_change, changes)])
+
+
+def _drive(plan: Plan) -> str:
+    """Say what a drive could hold; it was not tried, as its rates and its wear are the user's."""
+    if plan.job.offload.grad_on == "disk" and plan.job.offload.working == "disk":
+        return ""
+    return (
+        " Or a drive: --set offload.state_on=disk offload.working=disk offload.grad_on=disk "
+        "(docs/disk.md)."
+    )
 
 
 def alternatives(changes: Sequence[Change]) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a run: it is written while the next steps go on."""
+"""The cost of a checkpoint, which is written while the next steps run."""
 
 from __future__ import annotations
 

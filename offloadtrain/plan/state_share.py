@@ -1,4 +1,4 @@
-"""How much of the state a job keeps on the device where `offload.state_on` is "auto"."""
+"""The share of the state that a job keeps on the device if `offload.state_on` is "auto"."""
 
 from __future__ import annotations
 

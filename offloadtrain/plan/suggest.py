@@ -291,7 +291,7 @@ def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]
         if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
     )
     return {
-        "offload.working": ("device", "host"),
+        "offload.working": _distinct("device", "host", job.offload.working),
         "offload.activation": policies,
         "offload.state": tuple(states),
         "offload.state_on": _distinct(job.offload.state_on, "host"),

@@ -53,7 +53,7 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     """
     job = resolved(job, machine)
     rows: list[Point] = []
-    stages = (3,) if job.offload.working == "host" else (1, 2, 3)
+    stages = (3,) if job.offload.offloads_weights else (1, 2, 3)
     linked = [n for n in counts if n <= machine.gpus or machine.node_link_gbps > 0]
     for stage in stages:
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])

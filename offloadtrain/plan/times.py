@@ -12,13 +12,14 @@ Every launch of the program (`step.program`) gets a duration:
   the state is on the device, over the rate of the device's memory;
 * orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
   or down: bytes over the link;
-* read state, write state: bytes over the drive's rate, divided by the ranks of a host.
-Launches of copies and collectives are free, and lanes do not slow each other.
+* reads and writes of state, gradients and weights on the disk: bytes over the drive's rate, divided
+  by the ranks of a host; lanes that read share it.
+Launches of copies and collectives are free, and other lanes do not slow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, sqrt
@@ -28,16 +29,18 @@ from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.device_time import (
     Kernels,
     Seconds,
+    again_seconds,
     block_seconds,
     head_seconds,
     traced_seconds,
 )
-from offloadtrain.plan.disk import DiskLoad, disk_load
+from offloadtrain.plan.disk import DISK_LANES, MICRO_STEPS, DiskLoad, disk_load
 from offloadtrain.plan.placement import Placement
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec, MatrixSpec
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
-from offloadtrain.step.simulate import Steady, steady
-from offloadtrain.step.spec import MATRIX_BYTES, BucketSpec, MatrixSpec, StepSpec
+from offloadtrain.step.simulate import Steady, bound, steady
+from offloadtrain.step.spec import MATRIX_BYTES, StepSpec
 from offloadtrain.step.tiers import Tier
 
 
@@ -76,17 +79,18 @@ class Prediction:
 
     @property
     def bound(self) -> tuple[float, str]:
-        """The busiest lane and its seconds: no schedule is faster."""
-        return max((busy, lane) for lane, busy in self.busy_s.items())
+        """The busiest lane, or link that lanes share, and its seconds: no schedule is faster."""
+        return bound(self.busy_s)
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:
-    """Simulate a step of one of `placed.spec.ranks` ranks, which fill the hosts one by one.
+    """Simulate a step of one of `placed.spec.ranks` ranks, which fill the hosts one by one; of a
+    stage of a pipeline, as if it waited for no other (`pipeline_times`).
 
     Raises:
         MachineError: the machine does not have the precision or the links.
     """
-    costs = _Costs(placed, machine)
+    costs = Costs(placed, machine)
     return _prediction(costs, _steady(costs))
 
 
@@ -96,25 +100,59 @@ def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
     Raises:
         MachineError: as `predict`.
     """
-    found = _Costs(placed, machine).computed.values()
+    found = Costs(placed, machine).computed.values()
     return Seconds(sum(one.forward for one in found), sum(one.backward for one in found))
 
 
-_MICRO_STEPS = (2, 3)
-"""Simulated microbatches; each further one takes as long as the third adds to two."""
+_LAYERS, _FEW_LAYERS = 30, (16, 24)
+"""More layers than the first, if they are alike, are simulated as these two; each further one takes
+as long as the one adds to the other. The largest models would take seconds."""
 
 
-def _steady(costs: _Costs) -> Steady:
-    count = costs.spec.config.grad_accum_steps
-    few, some = _MICRO_STEPS
-    nbytes = costs.placed.input_bytes
+def _steady(costs: Costs) -> Steady:
+    count, (few, some) = costs.spec.config.grad_accum_steps, MICRO_STEPS
     if count <= some:
-        return steady(costs.spec, costs.seconds, nbytes)
-    specs = (_with_micro_steps(costs.spec, n) for n in (few, some))
-    one, two = (steady(spec, costs.seconds, nbytes) for spec in specs)
+        return _of_layers(costs, costs.spec)
+    one, two = (_of_layers(costs, with_micro_steps(costs.spec, n)) for n in (few, some))
+    return _beyond(one, two, count - some)
+
+
+def _of_layers(costs: Costs, spec: StepSpec) -> Steady:
+    nbytes, layers = costs.placed.input_bytes, sum(block.repeated for block in spec.blocks)
+    # A delayed update may end behind the step it belongs to, which is no line in the layers.
+    if layers <= _LAYERS or spec.config.update != "exact" or not _alike(spec):
+        return steady(spec, costs.seconds, nbytes)
+    few, some = _FEW_LAYERS
+    one, two = (steady(_with_layers(spec, n), costs.seconds, nbytes) for n in (few, some))
+    return _beyond(one, two, (layers - some) / (some - few))
+
+
+def _alike(spec: StepSpec) -> bool:
+    """Whether all layers have buckets of the same sizes, in the same places."""
+    layers = [block for block in spec.blocks if block.repeated]
+    kinds = {
+        (
+            block.name in spec.streamed,
+            block.name in spec.second_copies,
+            tuple(replace(bucket, name="") for bucket in block.held),
+        )
+        for block in layers
+    }
+    return len(kinds) == 1
+
+
+def _with_layers(spec: StepSpec, count: int) -> StepSpec:
+    """Return the spec with the first of its layers only."""
+    layers = [block for block in spec.blocks if block.repeated]
+    left_out = {block.name for block in layers[count:]}
+    return replace(spec, blocks=tuple(one for one in spec.blocks if one.name not in left_out))
+
+
+def _beyond(one: Steady, two: Steady, times: float) -> Steady:
+    """Add what `two` has more than `one`, so many times, to `two`."""
 
     def beyond(a: float, b: float) -> float:
-        return b + (count - some) * (b - a)
+        return b + times * (b - a)
 
     def lanes(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {lane: max(beyond(a.get(lane, 0.0), b.get(lane, 0.0)), 0.0) for lane in {*a, *b}}
@@ -126,15 +164,14 @@ def _steady(costs: _Costs) -> Steady:
     )
 
 
-def _with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
+def with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
     return replace(spec, config=replace(spec.config, grad_accum_steps=count))
 
 
-def _prediction(costs: _Costs, found: Steady) -> Prediction:
+def _prediction(costs: Costs, found: Steady) -> Prediction:
     placed, machine = costs.placed, costs.machine
-    tokens, stage = placed.config.batch_tokens, placed.config.stage
-    micro_steps = placed.config.train.grad_accum_steps
-    seconds = found.seconds * (1.0 if stage is None else stage.slowdown(micro_steps))
+    tokens, micro_steps = placed.config.batch_tokens, placed.config.train.grad_accum_steps
+    seconds = found.seconds
     flops, again = costs.flops * micro_steps, costs.recomputed_flops * micro_steps
     down, up, sent = costs.moved_bytes
     peak = machine.peak_tflops * 1e12
@@ -154,7 +191,7 @@ def _prediction(costs: _Costs, found: Steady) -> Prediction:
     )
 
 
-KERNELS = Kernels()
+KERNELS = Kernels(rotary_fp32=True)
 """What jobs compute with: eager operations and flash attention."""
 
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
@@ -173,17 +210,19 @@ def newton_schulz_flops(matrix: MatrixSpec) -> float:
     return _NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
 
-class _Costs:
+class Costs:
     """The durations of all operations."""
 
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
         self._blocks = {block.name: block for block in self.spec.blocks}
         self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
-        self._local = min(self.spec.ranks, machine.gpus)
-        if self.spec.ranks > machine.gpus and not machine.node_link_gbps:
+        ranks = self.spec.ranks * placed.config.ranks.pipeline
+        self._local = min(ranks, machine.gpus)
+        """Ranks of a host, those of other stages too: they share its links, memory and cores."""
+        if ranks > machine.gpus and not machine.node_link_gbps:
             raise MachineError(
-                f"{self.spec.ranks} GPUs were requested, but the machine has {machine.gpus} on its "
+                f"{ranks} GPUs were requested, but the machine has {machine.gpus} on its "
                 "only host: use fewer, or a --machine file with more GPUs or with node_link_gbps"
             )
         self.disk = disk_load(self.spec, machine, self._local)
@@ -214,8 +253,8 @@ class _Costs:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
                 return self._orthogonalized_s(self._buckets[op.owner], op.lo)
-            case Kind.READ_STATE | Kind.WRITE_STATE:
-                return self.disk.seconds(op)
+        if op.lane in DISK_LANES:
+            return self.disk.seconds(op)
         key = op.kind, op.owner
         if (found := self._moved.get(key)) is None:
             found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
@@ -235,49 +274,46 @@ class _Costs:
     def computed(self) -> dict[str, Seconds]:
         """Block → seconds of its forward and backward; the head's are the last block's."""
         if (traced := self.placed.traced) is not None:
-            how = traced.width, self.machine, self._precision
+            how = self.machine, self._precision, KERNELS
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         where = self._tokens, self.machine, self._precision, KERNELS
-        layer, head = block_seconds(model, seq_len, *where), head_seconds(model, *where)
+        layer = block_seconds(model, seq_len, *where)
+        head = head_seconds(model, *where) if self._has_head else Seconds(0.0, 0.0)
+        again_s = again_seconds(model, seq_len, *where)
         last, found = self.spec.blocks[-1].name, {}
         for block in self.spec.blocks:
             # one layer, whose modules are blocks: its time counts in the last one
             layers = block.repeated or (block.name == last and not self.placed.repeated)
             forward = layers * layer.forward + (block.name == last) * head.forward
-            again = layer.forward if self._recomputes(block.name) else 0.0
+            again = again_s if self._recomputes(block.name) else 0.0
             backward = layers * layer.backward + (block.name == last) * head.backward
             found[block.name] = Seconds(forward, backward + again)
         return found
-
-    @cached_property
-    def _flops(self) -> dict[str, float]:
-        """Block → forward FLOPs of a microbatch; the head's are the last block's."""
-        if self.placed.traced is not None:
-            found = self.placed.traced.blocks
-            return {block.name: found[block.name].forward.flops for block in self.spec.blocks}
-        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        layers = block_flops_per_token(model, seq_len)
-        count = self.placed.repeated
-        flops = {block.name: layers if block.repeated else 0.0 for block in self.spec.blocks}
-        last = self.spec.blocks[-1].name
-        flops[last] += 2.0 * model.vocab_size * model.d_model
-        if not count:  # one layer, whose modules are blocks: its FLOPs count in the last one
-            flops[last] += layers
-        return {name: count * self._tokens for name, count in flops.items()}
 
     @property
     def flops(self) -> float:
         """The FLOPs of a microbatch, recompute not counted."""
         if self.placed.traced is not None:
-            return self.placed.traced.flops - self.recomputed_flops
+            return self.placed.traced.flops - self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        return flops_per_token(model, seq_len) * self._tokens
+        head = 0.0 if self._has_head else 6.0 * model.vocab_size * model.d_model
+        return (flops_per_token(model, seq_len) - head) * self._tokens
+
+    @property
+    def _has_head(self) -> bool:
+        stage = self.placed.config.stage
+        return stage is None or stage.is_last
 
     @property
     def recomputed_flops(self) -> float:
         """The recompute FLOPs of a microbatch."""
-        return sum(self._flops[name] for name in self._blocks if self._recomputes(name))
+        if self.placed.traced is not None:
+            return self.placed.traced.recomputed
+        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
+        # Not the last product: see `again_seconds`.
+        layer = block_flops_per_token(model, seq_len) - 2.0 * model.ff_width * model.d_model
+        return self._tokens * layer * sum(map(self._recomputes, self._blocks))
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
         machine, weight = self.machine, bucket.weight_bytes
@@ -286,14 +322,17 @@ class _Costs:
         match kind:
             case Kind.GATHER:
                 return bucket.numel * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
+            case Kind.ROUND_SUM:
+                return 2 * 4 * shard / (machine.hbm_gbps * 1e9)
             case Kind.ROUND:
+                reduced = 4
                 return shard * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
             case Kind.REDUCE_SCATTER:
                 return self._collective_s(bucket.numel * reduced) / pieces
             case Kind.ALL_GATHER:
                 return self._collective_s(bucket.numel * weight)
             case Kind.GRAD_DOWN:
-                down = 4 if self.spec.sums_on_device(bucket) else weight
+                down = self._down_bytes(bucket)
                 return shard * down / pieces / self._bus(machine.d2h_gbps)
             case Kind.LOAD if self.spec.loads_from_shard(bucket):
                 return 2 * shard * weight / (machine.hbm_gbps * 1e9)
@@ -305,15 +344,16 @@ class _Costs:
         summing = kind in (Kind.ACCUMULATE, Kind.NORM)
         tier = self.spec.norm_tier(bucket) if summing else bucket.update_tier
         by_memory = shard * self._traffic(kind, bucket) / self._memory(tier)
-        by_arithmetic = 0.0 if tier is Tier.DEVICE else self._measured_s(kind, shard)
+        by_a_cpu = tier is Tier.HOST or self.machine.on_cpu
+        by_arithmetic = self._measured_s(kind, shard) if by_a_cpu else 0.0
         return max(by_memory, by_arithmetic) / passes
 
     def _measured_s(self, kind: Kind, numel: int) -> float:
-        """The time of a kernel of the host that may be bound by its arithmetic; 0 where none was
+        """The time of a kernel of the CPU that may be bound by its arithmetic; 0 where none was
         measured."""
         machine = self.machine
         rates = {Kind.NORM: machine.norm_gparams, Kind.ACCUMULATE: machine.accumulate_gparams}
-        rate = rates.get(kind, 0.0) * 1e9 / self._local
+        rate = rates.get(kind, 0.0) * 1e9 / self._sharers
         return numel / rate if rate else 0.0
 
     def _collective_s(self, nbytes: int) -> float:
@@ -337,11 +377,16 @@ class _Costs:
         return self._dram
 
     @property
+    def _sharers(self) -> int:
+        """One rank has this part of a host's cores and of their memory's bandwidth."""
+        return max(self._local, self.machine.numa_nodes)
+
+    @property
     def _dram(self) -> float:
         """The memory bandwidth of one rank's cores."""
         machine = self.machine
         whole = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
-        return 1e9 * whole / self._local
+        return 1e9 * whole / self._sharers
 
     def _adam_rate(self, bucket: BucketSpec) -> float:
         """Parameters per second of one rank; the memory's limit where none were measured. Other
@@ -352,13 +397,18 @@ class _Costs:
             of_adam = bucket.format.traffic_per_param(
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )
-            return 1e9 * measured * (of_adam / moved) / self._local
+            return 1e9 * measured * (of_adam / moved) / self._sharers
         if bucket.state_tier is Tier.DEVICE and bucket.moments != ADAM_MOMENTS:
             moved = CODEC_BYTES.get(bucket.format.name, moved)
         return self._memory(bucket.update_tier) / moved
 
     def _grad_bytes(self, bucket: BucketSpec) -> int:
-        return 4 if self.spec.accumulates else bucket.weight_bytes
+        return 4 if self.spec.holds_sum(bucket) else bucket.weight_bytes
+
+    def _down_bytes(self, bucket: BucketSpec) -> int:
+        """Bytes of an element of a gradient, or of its sum, on its way down."""
+        summed = self.spec.sums_on_device(bucket) and self.spec.holds_sum(bucket)
+        return 4 if summed else bucket.weight_bytes
 
     def _traffic(self, kind: Kind, bucket: BucketSpec) -> float:
         """Bytes of memory traffic per parameter."""
@@ -389,10 +439,9 @@ class _Costs:
         crossing = sum(bucket.shard_numel * bucket.weight_bytes for bucket in on_host)
         reduced = sum(bucket.shard_numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
-        loads = sum(block.nbytes for block in streamed) // spec.ranks
-        loaded = self._loads_per_step() * loads // max(len(streamed), 1)
+        loaded = self._loaded_bytes(streamed) // spec.ranks
         trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
-        from_shards = any(spec.loads_from_shard(bucket) for bucket in spec.buckets)
+        from_shards = not spec.config.offloads_weights
         up = crossing if from_shards else crossing - trained + loaded
         inputs = sum(self.placed.block_inputs) * micro_steps
         sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
@@ -400,19 +449,23 @@ class _Costs:
         beside = matrices * MATRIX_BYTES + inputs
         down = sum(
             bucket.shard_numel
-            * (4 if spec.sums_on_device(bucket) else micro_steps * bucket.weight_bytes)
+            * self._down_bytes(bucket)
+            * (1 if spec.sums_on_device(bucket) else micro_steps)
             for bucket in on_host
         )
         return down + beside, up + beside, sent
 
-    def _loads_per_step(self) -> int:
+    def _loaded_bytes(self, streamed: Sequence[BlockSpec]) -> int:
         """Return the bytes of streamed blocks in forward and backward of every microbatch, except
         those still in slots."""
-        count, slots = len(self.spec.streamed), self.spec.slots
-        if not count:
-            return 0
-        micro_steps = self.spec.config.grad_accum_steps
-        return max(2 * micro_steps * (count - slots) + slots, count)
+        layers = [block.nbytes for block in streamed if block.repeated]
+        others = [block.nbytes for block in streamed if not block.repeated]
+        micro_steps, slots = self.spec.config.grad_accum_steps, self.spec.slots
+        loads = max(2 * micro_steps * (len(layers) - slots) + slots, len(layers))
+        of_layers = loads * sum(layers) // max(len(layers), 1)
+        # In one slot: the first is not read in backward, the last is still there.
+        once = others[0] + others[-1] if others else 0
+        return of_layers + micro_steps * (2 * sum(others) - once)
 
     @property
     def dram_bytes(self) -> float:

@@ -141,7 +141,7 @@ class DiskArena:
 
     def _refused(self, requests: Sequence[MemoryRequest], num_bytes: int, why: str) -> DiskError:
         return DiskError(
-            f"state_on = 'disk' needs {format_bytes(num_bytes)} in scratch_dir = "
+            f"what is on the disk needs {format_bytes(num_bytes)} in scratch_dir = "
             f"'{self._folder}': {why}. Largest: {largest_owners(requests)}. Set scratch_dir to a "
             "folder on a larger drive, or take a narrower state ('split16', 'int8')"
         )

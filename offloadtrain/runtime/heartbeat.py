@@ -1,4 +1,4 @@
-"""What this process is doing, and whether it makes progress, for whoever watches it.
+"""The progress of this process, for the watchdog and the launcher.
 
 [Note: Progress]
 A hang is silence: nothing moves for longer than any healthy silence. What moves is one of five:
@@ -31,7 +31,7 @@ LONGEST = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is being done within a phase, and how many of its bytes are done."""
+    """The work in progress within a phase, and how many of its bytes are done."""
 
     what: str
     done_bytes: int

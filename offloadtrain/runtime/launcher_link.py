@@ -34,7 +34,7 @@ _inherited: Link | None = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank says of itself, a few times a second.
+    """A rank's report to the launcher, a few times a second.
 
     Attributes:
         silent_s, limit_s: seconds without progress, and how many of them are a hang.

@@ -16,6 +16,10 @@ AXES = ("pp", "dp", "tp")
 """Stages of a pipeline, replicas, and parts of matrices. The last varies fastest: what exchanges
 most are neighbours."""
 
+HYBRID_AXES = ("dp_replicate", "dp_shard")
+"""In the place of "dp": groups that each hold all the state, and the ranks of a group, which share
+it: [Note: Copies] in `runtime.process_group`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -41,19 +45,47 @@ class Mesh:
             ValueError: it has an axis of another name.
         """
         names = mesh.mesh_dim_names or ()
-        if unknown := [name for name in names or (None,) if name not in AXES]:
+        if unknown := [name for name in names or (None,) if name not in AXES + HYBRID_AXES]:
             raise ValueError(
                 f"mesh has an axis {unknown[0]!r}: name its axes 'dp' (replicas, which share the "
-                "state), 'pp' (stages of a pipeline) and 'tp' (parts of matrices), as in "
-                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
+                "state; or 'dp_replicate' and 'dp_shard'), 'pp' (stages of a pipeline) and 'tp' "
+                "(parts of matrices), as in init_device_mesh('cuda', (2, 4), mesh_dim_names="
+                "('dp', 'tp'))"
             )
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
         stages, host = groups.get("pp"), torch.device("cpu")
-        parts = Ranks(groups.get("tp"), host)
-        return cls(Ranks(groups.get("dp"), device), Ranks(stages, host), stages, parts)
+        replicas = _hybrid(mesh, device) or Ranks(groups.get("dp"), device)
+        parts = Ranks(groups.get("tp"), device)
+        return cls(replicas, Ranks(stages, host), stages, parts)
 
     @classmethod
     def make(cls, stages: int, device: torch.device) -> Mesh:
         """Join all ranks in a pipeline of so many stages, which divide them; a collective."""
         shape = (stages, Ranks().world_size // stages)
         return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES[:2]), device)
+
+
+def _hybrid(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
+    """Join the two axes of hybrid sharding; None if the mesh has not got them.
+
+    Raises:
+        ValueError: it has one of them only, or "dp" beside them, or no shards.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not set(names) & set(HYBRID_AXES):
+        return None
+    if "dp" in names or tuple(name for name in names if name in HYBRID_AXES) != HYBRID_AXES:
+        raise ValueError(
+            f"mesh has the axes {', '.join(map(repr, names))}: hybrid sharding takes "
+            "'dp_replicate' and behind it 'dp_shard', in the place of 'dp'"
+        )
+    across, within = (mesh[name] for name in HYBRID_AXES)
+    if within.size() == 1:
+        raise ValueError(
+            "mesh has a 'dp_shard' of size 1: every rank would hold all the state. Share it among "
+            "the ranks of a host at least, or name the axis 'dp'"
+        )
+    if across.size() == 1:
+        return Ranks(within.get_group(), device)
+    everyone = mesh[HYBRID_AXES].mesh.flatten().tolist()
+    return Ranks.hybrid(within.get_group(), across.get_group(), everyone, device)

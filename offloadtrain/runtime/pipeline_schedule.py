@@ -167,7 +167,7 @@ def _among_stages() -> Iterator[None]:
 
 
 class Moments(Protocol):
-    """What happens between the microbatches of a schedule without flushes."""
+    """Calls between the microbatches of a schedule without flushes."""
 
     def before_forward(self, number: int) -> None:
         """`number`: of the microbatch in its step."""

@@ -9,6 +9,13 @@ assembles all shards on every device. Both move (N-1)/N of a bucket out of each 
 one
 shard and no collective.
 
+[Note: Copies]
+In hybrid sharding the ranks form groups, those of a host as a rule. Each group holds all the state,
+divided into its shards; the others hold copies of it. A gradient is reduce-scattered within the
+group; then the ranks that hold the same shard sum it among each other. What crosses hosts is one
+shard of a gradient; weights are gathered within the group. All copies have the same sums, make the
+same updates, and stay equal to the bit: every step compares them.
+
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
 order (`step.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process group,
 so that they never interfere.
@@ -85,16 +92,22 @@ class Ranks:
         self.rank, self.size = 0, 1
         self._groups: list[Group] = []
         self._of_some = False
-        if group is None or dist.get_world_size(group) == 1:
+        self._copies: Ranks | None = None
+        self._everyone: Ranks | None = None
+        if group is not None:
+            self._join(dist.get_process_group_ranks(group), device)
+
+    def _join(self, members: list[int], device: torch.device | None) -> None:
+        if len(members) == 1:
             return
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
         on_gpu = device is not None and device.type == "cuda"
         # Other ranks need not call this for a subgroup. A subgroup's name is derived from its
         # ranks and the live groups: keep it, or the next one would reuse its addresses.
         self._of_some = self.size < dist.get_world_size()
         for backend in ("nccl" if on_gpu else "gloo", "gloo"):
             made = dist.new_group(
-                dist.get_process_group_ranks(group),
+                members,
                 backend=backend,
                 use_local_synchronization=self._of_some,
             )
@@ -109,6 +122,32 @@ class Ranks:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         return cls(group, device)
+
+    @classmethod
+    def hybrid(
+        cls, shards: Group, copies: Group, everyone: list[int], device: torch.device
+    ) -> Ranks:
+        """Return the ranks of `shards`, which share the state, and those that hold copies of it:
+        see [Note: Copies].
+
+        Args:
+            copies: the ranks that hold this rank's shard, in the order of their groups.
+            everyone: the ranks of all groups, group after group.
+        """
+        ranks = cls(shards, device)
+        ranks._copies, ranks._everyone = cls(copies, device), cls()
+        ranks._everyone._join(everyone, torch.device("cpu"))
+        return ranks
+
+    @property
+    def copies(self) -> Ranks:
+        """The ranks that hold the same shard; without hybrid sharding this one alone."""
+        return self._copies or ALONE
+
+    @property
+    def everyone(self) -> Ranks:
+        """The ranks whose batches make a step: those of all copies."""
+        return self._everyone or self
 
     @classmethod
     def fake(cls, size: int) -> Ranks:
@@ -149,6 +188,11 @@ class Ranks:
         lo, hi = self.shard(whole.numel())
         with HEARTBEAT.collective():
             all_gather_single(whole, whole[lo:hi], group=self._groups[0])
+
+    def all_reduce(self, part: Tensor) -> None:
+        """Sum over ranks, in place, to every rank. In the order of the current stream."""
+        with HEARTBEAT.collective():
+            dist.all_reduce(part, group=self._groups[0])
 
     def all_gather_host(self, row: Sequence[float] | Tensor) -> Tensor:
         """All-gather a few numbers.
@@ -234,6 +278,9 @@ class Ranks:
 
     def close(self) -> None:
         """Release the groups after their operations are done. Idempotent."""
+        for other in (self._copies, self._everyone):
+            if other is not None:
+                other.close()
         while self._groups:
             group = self._groups.pop()
             if not self._of_some and dist.is_initialized():
@@ -264,10 +311,21 @@ def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
 
     Args:
         on_gpu: NCCL in addition to Gloo, on the GPU of the local rank.
+
+    Raises:
+        RankError: the network, or another rank, has failed.
     """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        return _connected(rank_info, on_gpu=on_gpu, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, OSError) as error:  # torch's own are RuntimeErrors
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RankError(f"the ranks cannot be connected through {host}:{port}: {why}") from error
+
+
+def _connected(rank_info: RankInfo, *, on_gpu: bool, timeout: timedelta) -> Store:
     on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=timeout_s)
     if rank_info.local_size == rank_info.size:
         stay_on_this_host()
     keeps = rank_info.rank == 0 and not on_agent

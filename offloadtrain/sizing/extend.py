@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from offloadtrain.sizing.alike import BEFORE, TRACED, Run
-from offloadtrain.sizing.meter import GRADIENTS, Count, Place, Segment
+from offloadtrain.sizing.meter import GRADIENTS, Place, Segment
+from offloadtrain.sizing.operation_work import Count
 
 Held = tuple[int, int, int, int]
 """Bytes saved in the forward of layers, made in backward, outside of layers, and of gradients."""

@@ -7,33 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from math import log2
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> float:
-    return float(sdpa_flop_count(q.shape, k.shape, v.shape))
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> float:
-    return float(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
-
-
-_FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""Operation → its FLOPs; torch's own table lacks attention on the CPU."""
+from offloadtrain.sizing.operation_work import Count, Operation, count_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +31,6 @@ class Place:
 
 GRADIENTS = Place("gradients of weights", backward=True)
 """Stands for the place of gradients from their delivery until the engine takes them."""
-
-
-@dataclass(slots=True)
-class Count:
-    """What the operations of a place compute and move: see `plan.microbatch.Work`.
-
-    Attributes:
-        width_flops: the sum of FLOPs times log2 of the geometric mean of the sides of a product's
-            weight.
-    """
-
-    flops: float = 0.0
-    nbytes: int = 0
-    launches: int = 0
-    width_flops: float = 0.0
-
-    def add(self, other: Count) -> None:
-        self.flops += other.flops
-        self.nbytes += other.nbytes
-        self.launches += other.launches
-        self.width_flops += other.width_flops
 
 
 @dataclass(slots=True)
@@ -109,11 +68,13 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         segments: of all that ran, in order.
+        weights: storages of the weights; those who set them keep them alive.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments = [Segment(Place())]
+        self.weights: frozenset[int] = frozenset()
         self._live = 0
         self._held: dict[int, _Held] = {}
         self._by_place: Counter[Place] = Counter()
@@ -154,7 +115,10 @@ class Meter(TorchDispatchMode):
         for one in new:
             self._hold(one)
         if new or func._schema.is_mutable:
-            self._count(func, args, kwargs, out, sum(_nbytes(one) for one in (*given, *made)))
+            # Backward runs without gradients, a forward that it runs again with them.
+            again = self.place.backward and torch.is_grad_enabled()
+            op = Operation(func, args, given, made, again)
+            count_operation(self.segments[-1].work, op, self.weights)
         return out
 
     def _hold(self, tensor: Tensor) -> None:
@@ -173,31 +137,6 @@ class Meter(TorchDispatchMode):
         held = self._held.pop(key)
         self._by_place[held.place] -= held.nbytes
         self._live -= held.nbytes
-
-    def _count(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, nbytes: int
-    ) -> None:
-        work = self.segments[-1].work
-        work.launches += 1
-        of = _FLOPS.get(func._overloadpacket)
-        if of is None:
-            work.nbytes += nbytes
-        else:
-            flops = float(of(*args, **kwargs, out_val=out))
-            work.flops += flops
-            work.width_flops += flops * log2(max(_width(args), 1.0))
-
-
-def _width(args: tuple[Any, ...]) -> float:
-    """Return the geometric mean of the sides of the last operand: of a product, its weight's."""
-    sides = [one.shape for one in _tensors(args) if one.dim() >= 2]
-    if not sides:
-        return 1.0
-    return float((sides[-1][-1] * sides[-1][-2]) ** 0.5)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -28,4 +28,4 @@ def _parts(model: nn.Module) -> Iterator[PartShape]:
             ParamShape(name, tuple(p.shape), p.requires_grad, p in hidden, p in kept)
             for name, p in own
         )
-        yield PartShape(part.name or "root", tuple(params), part.repeated)
+        yield PartShape(part.name or "root", tuple(params), part.repeated, part.leaf)

@@ -26,7 +26,7 @@ from offloadtrain.sizing.tracer import Tracer
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What `plan_model` returns; `print` shows it.
+    """The result of `plan_model`; `print` shows it.
 
     Attributes:
         plan: memory by owner and tier, the time of a step, whether it fits.
@@ -47,7 +47,7 @@ class ModelPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of one rank in a step, Python and torch among them."""
+        """Host memory of one rank in a step, including Python and torch."""
         return sum(self.plan.host.values())
 
     def __str__(self) -> str:
@@ -100,7 +100,8 @@ def plan_model(
         return _loss(_called(fake, _resized(batch, config.train.micro_batch)), loss)
 
     packed = isinstance(batch, Mapping) and "position_ids" in batch
-    trace = Tracer(made, loss_of, job.train.micro_batch // ranks, packed=packed)
+    size = job.train.micro_batch // ranks
+    trace = Tracer(made, loss_of, size, on_cpu=target.on_cpu, packed=packed)
     found = make(job, name, target, ranks, trace)
     changes = [] if found.fits else suggest.nearest(job, name, target, ranks, trace=trace)
     return ModelPlan(found, tuple(changes))

@@ -36,6 +36,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
+from offloadtrain.model.piece_sizes import cpu_stands_for
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -46,7 +47,8 @@ from offloadtrain.sizing.alike import Run, runs_of
 from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
 from offloadtrain.sizing.inert_lanes import InertLanes
-from offloadtrain.sizing.meter import GRADIENTS, Count, Meter, Place
+from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
+from offloadtrain.sizing.operation_work import Count
 from offloadtrain.sizing.transformers_masks import masks_as_in_training
 from offloadtrain.step.memory import MemoryRequest
 
@@ -61,7 +63,12 @@ class TraceError(ModelError):
 
 
 def trace_step(
-    model: nn.Module, loss_of: Loss, config: OffloadConfig, *, packed: bool = False
+    model: nn.Module,
+    loss_of: Loss,
+    config: OffloadConfig,
+    *,
+    on_cpu: bool,
+    packed: bool = False,
 ) -> TracedStep:
     """Return what one microbatch of a model takes. Of layers that are alike, a few are traced:
     [Note: Layers that are alike].
@@ -69,6 +76,7 @@ def trace_step(
     Args:
         model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
         config: its precision resolved; precision, activation, keep_fp32 and cast_inputs matter.
+        on_cpu: a CPU is planned for, on which losses work on smaller pieces.
         packed: `loss_of` gives positions that begin anew inside sequences.
 
     Raises:
@@ -77,7 +85,8 @@ def trace_step(
     """
     check_model(model, may_be_meta=True)
     traced = partial(_moments, model, loss_of, config, packed)
-    moments = _extended(traced, runs_of(model)) or traced()
+    with cpu_stands_for(on_cpu=on_cpu):
+        moments = _extended(traced, runs_of(model)) or traced()
     return _found(moments, [part.name or "root" for part in partition(model)])
 
 
@@ -106,6 +115,8 @@ def _moments(
     copied = fake_model(model, mode, runs)
     with mode, _without_addresses():
         traced = _offloaded(copied, _as_traced(config), meter)
+        held = [param.untyped_storage() for param in copied.parameters()]
+        meter.weights = frozenset(one._cdata for one in held)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
             _run(traced, loss_of)
     return moments_of(meter.segments, {one.name for one in traced.blocks if one.repeated})
@@ -217,21 +228,21 @@ def _found(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
     for moment in moments:
         block = moment.place.block if moment.place.block in names else names[-1]
         works.setdefault(replace(moment.place, block=block), Count()).add(moment.work)
-    flops = sum(work.flops for work in works.values())
-    widths = sum(work.width_flops for work in works.values())
     return TracedStep(
         {name: _cost(works, name) for name in names},
         _activations(max((one.held for one in moments if one.held), key=sum)),
         tuple(size for one in moments for size in one.input_sizes),
-        2.0 ** (widths / flops) if flops else 1.0,
     )
 
 
 def _cost(works: Mapping[Place, Count], block: str) -> BlockCost:
     forward, backward = (works.get(Place(block, way), Count()) for way in (False, True))
-    return BlockCost(
-        Work(forward.flops, forward.nbytes, forward.launches),
-        Work(backward.flops, backward.nbytes, backward.launches),
+    return BlockCost(_work(forward), _work(backward))
+
+
+def _work(count: Count) -> Work:
+    return Work(
+        dict(count.products), dict(count.attention), count.nbytes, count.launches, count.recomputed
     )
 
 

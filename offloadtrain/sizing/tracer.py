@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ from offloadtrain.sizing.trace_step import trace_step
 
 JobLoss = Callable[[nn.Module, Config], Tensor]
 """The loss of a fake model over a microbatch of this job."""
+
+Kind = TypeVar("Kind", bound=Hashable)
 
 _FEW = 2
 """Samples of the smallest microbatch that sizes are interpolated from: some models (batch norm)
@@ -30,10 +33,16 @@ class Tracer:
     """
 
     def __init__(
-        self, model: nn.Module, loss_of: JobLoss, micro_batch: int, *, packed: bool = False
+        self,
+        model: nn.Module,
+        loss_of: JobLoss,
+        micro_batch: int,
+        *,
+        on_cpu: bool,
+        packed: bool = False,
     ) -> None:
-        """`micro_batch`: samples, the size that was asked for. `packed`: see `trace_step`."""
-        self._packed = packed
+        """`micro_batch`: samples, the size that was asked for. Others: see `trace_step`."""
+        self._on_cpu, self._packed = on_cpu, packed
         self._model = model
         self._loss_of = loss_of
         self._asked = micro_batch
@@ -64,6 +73,7 @@ class Tracer:
                 self._model,
                 lambda model: self._loss_of(model, config),
                 config.offload,
+                on_cpu=self._on_cpu,
                 packed=self._packed,
             )
         except (ValueError, RuntimeError) as error:
@@ -90,16 +100,23 @@ def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
         {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},
         Activations(**sizes, moment=other.moment),
         tuple(map(whole, small.block_inputs, large.block_inputs)),
-        mixed(small.width, large.width),
     )
 
 
 def _mixed_cost(
     small: BlockCost, large: BlockCost, mixed: Callable[[float, float], float]
 ) -> BlockCost:
+    def each(one: Mapping[Kind, float], other: Mapping[Kind, float]) -> dict[Kind, float]:
+        return {key: mixed(one.get(key, 0.0), other.get(key, 0.0)) for key in {**one, **other}}
+
     def work(one: Work, other: Work) -> Work:
-        pairs = ((getattr(one, key.name), getattr(other, key.name)) for key in fields(Work))
-        return Work(*(mixed(*pair) for pair in pairs))
+        return Work(
+            each(one.products, other.products),
+            each(one.attention, other.attention),
+            mixed(one.nbytes, other.nbytes),
+            mixed(one.launches, other.launches),
+            mixed(one.recomputed, other.recomputed),
+        )
 
     return BlockCost(work(small.forward, large.forward), work(small.backward, large.backward))
 

@@ -7,6 +7,13 @@ come back on the load lane, each one ahead of its use: the last saved is needed 
 memory of such an input must outlive its copy. So a short queue holds it, and compute waits for the
 copy before the queue frees it: torch's allocator gives memory out again in the order of compute.
 Host buffers are kept by size and reused from the second micro-step on.
+
+[Note: Partitioned activations]
+Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
+whole. With `partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host
+(Pa+cpu), or with activation = "recompute" in a buffer of the device. In backward the part comes
+back to its place in the whole, and an all-gather on the comm lane brings the others, one input
+ahead of its use. An input whose elements t does not divide is kept whole.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from dataclasses import dataclass
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.operations import Free, Kind, Lane, Launch, Memory, Ref
+from offloadtrain.step.spec import StepSpec
 
 _LEAVING = 2
 """Inputs that may be in flight to the host: one that is copied, one behind it."""
@@ -44,8 +52,12 @@ class _Saved:
 class ActivationPath:
     """Moves block inputs, which the caller has numbered."""
 
-    def __init__(self, order: Dependencies) -> None:
+    def __init__(self, spec: StepSpec, part: int, order: Dependencies) -> None:
+        """`part`: the number of the part that this rank keeps."""
         self._order = order
+        self._parts = spec.input_parts
+        self._part = part if self._parts > 1 else 0
+        self._on_host = spec.config.activation == "offload" or spec.input_parts == 1
         self._saved: dict[int, _Saved] = {}
         self._last: int | None = None
         self._leaving: deque[Ref] = deque()
@@ -60,19 +72,24 @@ class ActivationPath:
 
     def save(self, number: int, numel: int, dtype: str) -> None:
         """Autograd has saved a block input that compute has just written."""
-        host = Ref(
-            Memory.HOST_ACTIVATION, self._buffer(numel * ITEMSIZE[dtype]), 0, 0, numel, dtype
-        )
+        lo, hi = self._own(numel)
+        kept = Memory.HOST_ACTIVATION if self._on_host else Memory.KEPT_ACTIVATION
+        host = Ref(kept, self._buffer((hi - lo) * ITEMSIZE[dtype]), 0, 0, hi - lo, dtype)
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
         # The user's forward is no launch: this event stands for its write of the input. The copy
         # waits for compute up to here, and not for the block's own forward.
         forward = self._order.record(Lane.COMPUTE, "the forward before it")
         self._order.was_written([there], forward)
-        # d2h, beside the block's own forward. It waits for the last fetch from its host buffer.
-        self._order.launch(Launch(Kind.ACTIVATION_DOWN, Lane.D2H, "", (there,), (host,)))
+        kind, lane = (Kind.ACTIVATION_DOWN, Lane.D2H)
+        if not self._on_host:
+            kind, lane = (Kind.KEEP_INPUT, Lane.COMPUTE)
+        # d2h, beside the block's own forward; a part that stays on the device on compute, in front
+        # of it. It waits for the last fetch from its buffer.
+        self._order.launch(Launch(kind, lane, "", (there._replace(lo=lo, hi=hi),), (host,)))
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving.append(there)
-        self._let_go(_LEAVING)
+        # A part that stays on the device was copied by compute itself, which need not wait.
+        self._let_go(_LEAVING if self._on_host else 0)
         self._saved[number] = _Saved(host, there._replace(copy=1), self._last)
         self._last = number
 
@@ -126,8 +143,23 @@ class ActivationPath:
         # orders reuse on compute's stream only. This event makes the copy wait for them.
         so_far = self._order.record(Lane.COMPUTE, "whatever had it before")
         self._order.was_read([one.back], so_far)
+        lo, hi = self._own(one.back.hi)
+        part = one.back._replace(lo=lo, hi=hi)
+        kind, lane = (Kind.ACTIVATION_UP, Lane.LOAD)
+        if not self._on_host:
+            kind, lane = (Kind.FETCH_PART, Lane.COMM)
         # load, beside recompute and backward of the block after it: waits for its copy down.
-        self._order.launch(Launch(Kind.ACTIVATION_UP, Lane.LOAD, "", (one.host,), (one.back,)))
+        self._order.launch(Launch(kind, lane, "", (one.host,), (part,)))
+        if hi - lo < one.back.hi:
+            # comm, beside the same: waits for this rank's part.
+            self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (one.back,)))
+
+    def _own(self, numel: int) -> tuple[int, int]:
+        """Return [lo, hi) of the elements that this rank keeps."""
+        if numel % self._parts:
+            return 0, numel
+        count = numel // self._parts
+        return self._part * count, (self._part + 1) * count
 
     def _let_go(self, most: int) -> None:
         while len(self._leaving) > most:

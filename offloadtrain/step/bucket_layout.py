@@ -1,4 +1,4 @@
-"""Where the parameters of a bucket lie, and how ranks divide it."""
+"""The layout of parameters in a bucket, and its division among ranks."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Dependencies:
         return event
 
     def _is_covered(self, event: Event, events: Sequence[Event]) -> bool:
-        """Whether a wait for another of the events waits for this one; of two that cover each
+        """Tell whether a wait for another of the events waits for this one; of two that cover each
         other, the second is covered."""
         at = events.index(event)
         return any(
@@ -225,8 +225,8 @@ class Dependencies:
         )
 
     def _covers(self, event: Event, other: Event) -> bool:
-        """Whether `other` has happened when `event` has; one recorded late covers all that its lane
-        was given so far."""
+        """Tell whether `other` has happened when `event` has; one recorded late covers all that its
+        lane was given so far."""
         clock = event.clock if event.recorded else self._known[event.lane]
         return clock[other.at] >= other.position
 

@@ -1,4 +1,4 @@
-"""State on the disk: read into a slot of the host, updated there, written back.
+"""State and gradients on the disk: read into a slot of the host, used there, written back.
 
 [Note: State on the disk]
 A bucket's state is in a file. A few slots of pinned memory, each as large as the largest bucket's
@@ -10,6 +10,12 @@ what follows from the slots and the files that the operations name.
 
 Between two updates of mode "exact" the drive would rest until the norm is known: behind an update
 the slots are filled with the state that the next one begins with.
+
+Gradients and streamed weights may be in files, too. A gradient has a slot while backward fills it,
+is then written, and comes back for its update; where the update follows at once it stays in its
+slot. Weights are read into a slot on their way to the device (`Streaming`), and new ones are
+written behind their update, unless the state holds them. Reads of weights have a lane of their own:
+those of a whole update are launched before the first load of the next forward.
 
 The file always holds what the slot held when its last write was launched, so a slot can be taken
 away at any time. Whoever touches the state past the lanes, between steps, reads and writes the
@@ -68,3 +74,72 @@ class DiskPath:
     def forget(self) -> None:
         """The lanes are empty, and the files may change past them."""
         self._slots = [None] * len(self._slots)
+
+
+class GradientSlots:
+    """Gives slots to buckets whose gradient is on the disk; of others it does nothing.
+
+    A gradient is written as soon as what a backward brings of it is in its slot, or not at all
+    where its update comes at once ("early").
+    """
+
+    def __init__(self, spec: StepSpec, order: Dependencies) -> None:
+        self._order = order
+        self._slots: list[BucketRefs | None] = [None] * spec.gradient_slots
+        """The bucket whose gradient each slot holds, or held last."""
+        self._next = 0
+        self._written_late = spec.updates_early
+        self._unwritten: set[BucketRefs] = set()
+        """Buckets whose file lacks what the slot holds."""
+
+    def hold(self, bucket: BucketRefs, *, keep: bool) -> None:
+        """Give the gradient a slot.
+
+        Args:
+            keep: what was there of it is needed.
+        """
+        if not bucket.gradient_on_disk or bucket in self._slots:
+            return
+        slot, self._next = self._next, (self._next + 1) % len(self._slots)
+        before, self._slots[slot] = self._slots[slot], bucket
+        if before is not None:
+            self._write(before)
+        left = () if before is None else (before.gradient,)
+        bucket.take_gradient_slot(slot)
+        # The slot changes hands: its first write waits for every use of the bucket before.
+        self._order.reuse((bucket.gradient,), left)
+        if keep:
+            reads, writes = (bucket.gradient_file,), (bucket.gradient,)
+            # disk_read, beside the update of the bucket before. It waits until the file has what
+            # was written last; the update waits for it.
+            op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, bucket.name, reads, writes)
+            self._order.launch(op, fresh=bucket.gradient)
+
+    def changed(self, bucket: BucketRefs) -> None:
+        """All that is to be written into the slot for now is launched."""
+        if bucket.gradient_on_disk:
+            self._unwritten.add(bucket)
+            if not self._written_late:
+                self._write(bucket)
+
+    def used(self, bucket: BucketRefs) -> None:
+        """Its update is launched: the gradient is not needed any more."""
+        self._unwritten.discard(bucket)
+
+    def step_ends(self) -> None:
+        """No gradient is needed any more."""
+        self._unwritten.clear()
+
+    def reset(self) -> None:
+        """The lanes are empty, and every gradient is given up."""
+        self._slots = [None] * len(self._slots)
+        self._unwritten.clear()
+
+    def _write(self, bucket: BucketRefs) -> None:
+        if bucket not in self._unwritten:
+            return
+        self._unwritten.discard(bucket)
+        # disk_write, beside backward of the next blocks: waits for their last copy down, or for
+        # their sum; the slot's next bucket waits for it.
+        reads, writes = (bucket.gradient,), (bucket.gradient_file,)
+        self._order.launch(Launch(Kind.WRITE_GRADIENT, Lane.DISK_WRITE, bucket.name, reads, writes))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from itertools import count
+from collections.abc import Container, Iterator
+from itertools import count, takewhile
 
+from offloadtrain.step.block_spec import BlockSpec
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.operations import Kind, Operations
 from offloadtrain.step.program import Program
-from offloadtrain.step.spec import BlockSpec
+from offloadtrain.step.spec import StepSpec
 
 
 def steps(
@@ -26,7 +27,7 @@ def steps(
     """
     micro_steps = program.spec.config.grad_accum_steps
     done: Operations = []
-    inputs = _Inputs(program, input_bytes)
+    inputs = Inputs(program, input_bytes)
     for step in range(1, num_steps + 1):
         for micro_step in range(micro_steps):
             last = micro_step + 1 == micro_steps
@@ -44,7 +45,7 @@ def steps(
     return done
 
 
-def _forward(program: Program, inputs: _Inputs) -> Operations:
+def _forward(program: Program, inputs: Inputs) -> Operations:
     done = program.pass_begins()
     for block in program.spec.blocks:
         done += program.use(block.name)
@@ -53,12 +54,14 @@ def _forward(program: Program, inputs: _Inputs) -> Operations:
     return done
 
 
-def _backward(program: Program, inputs: _Inputs, step: int, *, last: bool) -> Operations:
+def _backward(program: Program, inputs: Inputs, step: int, *, last: bool) -> Operations:
     done: Operations = []
+    unread = unread_in_backward(program.spec)
     for block in reversed(program.spec.blocks):
-        done += program.use(block.name, [block.name])
+        reads = block.name not in unread
+        done += program.use(block.name, [block.name]) if reads else []
         done += inputs.need(block)
-        done += program.computes(Kind.BACKWARD, block.name)
+        done += program.computes(Kind.BACKWARD, block.name, reads=reads)
         done += inputs.drop(block)
         delivered = {bucket.name: True for bucket in block.buckets}
         done += program.grads_ready(block.name, delivered, last=last)
@@ -70,13 +73,24 @@ def _backward(program: Program, inputs: _Inputs, step: int, *, last: bool) -> Op
     return done
 
 
-class _Inputs:
+def unread_in_backward(spec: StepSpec) -> frozenset[str]:
+    """Return the streamed blocks before the layers, whose backward reads no weights: their inputs
+    are data, which gets no gradient."""
+    ahead = takewhile(lambda block: block.leaf, spec.blocks)
+    tables = [block.name for block in ahead]
+    # Without a list of layers the modules of the only one are leaves, too.
+    tables = tables if any(block.repeated for block in spec.blocks) else tables[:1]
+    return spec.streamed.intersection(tables)
+
+
+class Inputs:
     """The inputs of repeated blocks, which are offloaded until recompute starts from them."""
 
-    def __init__(self, program: Program, nbytes: int) -> None:
+    def __init__(self, program: Program, nbytes: int, numbers: Iterator[int] | None = None) -> None:
+        """`numbers`: names of inputs that no other one has; None: from 0."""
         self._program = program
-        self._nbytes = nbytes if program.spec.config.activation == "offload" else 0
-        self._numbers = count()
+        self._nbytes = nbytes if program.spec.moves_inputs else 0
+        self._numbers = numbers or count()
         self._saved: dict[str, int] = {}
 
     def save(self, block: BlockSpec) -> Operations:

@@ -94,11 +94,11 @@ class StateFormat:
         )
 
     def keeps(self, dtype: str) -> bool:
-        """Whether working weights of this dtype can have it."""
+        """Tell whether the format can store working weights of this dtype."""
         return any(PRECISIONS.get(precision) == dtype for precision in self.precisions)
 
     def keeps_moments(self, moments: Sequence[str]) -> bool:
-        """Whether a rule with these moments can have it."""
+        """Tell whether the format can store these moments."""
         return not self.moments or tuple(moments) in self.moments
 
     def bytes_per_param(self, moments: Sequence[str], weight_bytes: int) -> float:

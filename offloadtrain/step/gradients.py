@@ -3,6 +3,12 @@
 Lanes: compute gathers, comm reduces, d2h copies, host adds and measures; all beside backward. Where
 the state is on the device nothing crosses the bus: `update` adds and measures, and a gradient that
 is neither summed nor reduced is gathered straight into its place.
+
+[Note: Measured in the gather]
+A gradient that nothing is added to, of one microbatch and of a single rank, is measured by compute,
+tensor by tensor where backward has left it: no pass over the host's memory, and step() waits for
+nothing behind the last gather. Where a second gradient of the same backward is added, or none has
+come, the norm is taken where the sum is, and counts instead.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from offloadtrain.step.dependencies import Dependencies
+from offloadtrain.step.disk import GradientSlots
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Ref
 from offloadtrain.step.places import NORMS_DTYPE, BucketRefs, Ring
 from offloadtrain.step.spec import StepSpec
@@ -19,14 +26,24 @@ from offloadtrain.step.tiers import Tier
 class GradientPath:
     """Sends gradients down piece by piece, through staging on the device and on the host."""
 
-    def __init__(self, spec: StepSpec, rank: int, order: Dependencies, host_ring: Ring) -> None:
+    def __init__(
+        self,
+        spec: StepSpec,
+        rank: int,
+        order: Dependencies,
+        host_ring: Ring,
+        slots: GradientSlots,
+    ) -> None:
         self._ranks = spec.ranks
         self._is_single = spec.is_single
+        self._has_copies = spec.copies > 1
+        self._measures_gathered = spec.measures_gathered
         self._keeps_pieces = spec.zero_stage == 1
         """Every piece has staging of its own."""
         self._rank = rank
         self._order = order
         self._host_ring = host_ring
+        self._slots = slots
         self._ring = Ring(Memory.STAGING, spec.staging_slots)
         self._rounded = Ring(Memory.ROUNDED, spec.staging_slots)
         self._norms_are_last = not spec.updates_in_backward
@@ -48,6 +65,12 @@ class GradientPath:
         whole = last and complete
         # A single piece is squared while it is added: one pass over host memory less.
         measured = whole and bucket.accumulates and len(bucket.pieces) == 1
+        measured = measured and not bucket.rounds_sum
+        if not bucket.sums_on_device:
+            self._slots.hold(bucket, keep=bucket.touched)
+        if self._measures_gathered and not bucket.touched:
+            self._measure_gathered(bucket)
+            measured = True
         for lo, hi in bucket.pieces:
             if self._gathers_in_place(bucket):
                 self._gather(bucket, bucket.piece(lo, hi), lo, hi)
@@ -62,6 +85,8 @@ class GradientPath:
         bucket.touched, bucket.normed, bucket.arrived = True, measured, False
         if whole and not measured:
             self._measure(bucket)
+        if not bucket.sums_on_device:
+            self._slots.changed(bucket)
         if whole:
             self._bring_down(bucket)
 
@@ -69,11 +94,15 @@ class GradientPath:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
         for bucket in buckets:
             if not bucket.touched:
+                if not bucket.sums_on_device:
+                    self._slots.hold(bucket, keep=False)
                 zeros = (bucket.summed,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
                 op = Launch(Kind.NO_GRADIENT, bucket.sums_lane, bucket.name, (), zeros)
                 self._order.launch(op, late=True)
+                if not bucket.sums_on_device:
+                    self._slots.changed(bucket)
                 bucket.touched, bucket.normed = True, False
             if not bucket.normed:
                 self._measure(bucket)
@@ -82,9 +111,8 @@ class GradientPath:
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for norms in self._norms.values():
-            measured = self._order.written(norms)
-            assert measured is not None
-            self._order.host_wait(measured, "the gradient norm")
+            if (measured := self._order.written(norms)) is not None:
+                self._order.host_wait(measured, "the gradient norm")
 
     def _gathers_in_place(self, bucket: BucketRefs) -> bool:
         """Nothing has to be added to the gradient: compute writes it where Adam reads it."""
@@ -114,6 +142,10 @@ class GradientPath:
         )
         first = self._rank * count
         shard = Ref(whole.memory, whole.owner, 0, first, first + count, dtype)
+        if self._has_copies:
+            # comm, right behind its reduce-scatter, beside backward: what crosses hosts is 1/N.
+            op = Launch(Kind.ALL_REDUCE, Lane.COMM, bucket.name, (), (shard,), lo, hi)
+            self._order.launch(op)
         if not wide:
             return shard
         narrow = self._rounded.take(count, bucket.spec.dtype)
@@ -140,7 +172,7 @@ class GradientPath:
 
     def _beside_gradient(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
         """Return the piece on the tier where it is added."""
-        if bucket.norm_tier is Tier.DEVICE:
+        if bucket.sum_tier is Tier.DEVICE:
             return staged
         target = self._host_ring.take(hi - lo, bucket.spec.dtype)
         op = Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
@@ -170,6 +202,12 @@ class GradientPath:
 
     def _measure(self, bucket: BucketRefs) -> None:
         """Launch the sum of squares per parameter."""
+        if not bucket.sums_on_device:
+            self._slots.hold(bucket, keep=True)
+        if bucket.rounds_sum:
+            # update, in order before its norm, which is that of what the host will read.
+            rounded = Launch(Kind.ROUND_SUM, Lane.UPDATE, bucket.name, (), (bucket.summed,))
+            self._order.launch(rounded, late=True)
         reads, writes = (bucket.summed,), (self._norms_of(bucket),)
         # Where the gradient is, as soon as it is there, beside backward of the next blocks:
         # `complete` then waits for little more than the norm of the last block.
@@ -177,14 +215,38 @@ class GradientPath:
         self._order.launch(op, late=self._norms_are_last)
         bucket.normed = True
 
+    def _measure_gathered(self, bucket: BucketRefs) -> None:
+        bucket.measured_on = Tier.DEVICE
+        op = Launch(Kind.NORM, Lane.COMPUTE, bucket.name, (), (self._norms[Tier.DEVICE],))
+        # Compute, behind the kernels that made the gradients, and in front of the gather, which
+        # frees them.
+        self._order.launch(op, late=True)
+
     def _norms_of(self, bucket: BucketRefs) -> Ref:
-        return self._norms[bucket.norm_tier]
+        bucket.measured_on = bucket.sum_tier
+        return self._norms[bucket.sum_tier]
 
     def _bring_down(self, bucket: BucketRefs) -> None:
         """Copy a sum that was made on the device to where Adam reads it."""
         bucket.arrived = True
+        if bucket.sums_on_device:
+            self._slots.hold(bucket, keep=False)
         for lo, hi in bucket.pieces if bucket.sums_on_device else ():
-            reads, writes = (bucket.piece_summed(lo, hi),), (bucket.piece(lo, hi),)
+            reads, writes = (self._narrowed(bucket, lo, hi),), (bucket.piece(lo, hi),)
             # d2h, beside backward of the next blocks: waits for the last microbatch, and for the
             # last step's Adam; Adam waits for it.
             self._order.launch(Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, reads, writes, lo, hi))
+        if bucket.sums_on_device:
+            self._slots.changed(bucket)
+
+    def _narrowed(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
+        """Return a piece of the sum on the device, in the dtype that goes down."""
+        if not bucket.rounds_sum:
+            return bucket.piece_summed(lo, hi)
+        staged = self._staging(bucket, lo, hi - lo, bucket.spec.dtype)
+        reads = (bucket.piece_summed(lo, hi),)
+        # update, beside backward of the next blocks: waits for the last copy out of the slot. The
+        # copy down waits for it there.
+        op = Launch(Kind.ROUND, Lane.UPDATE, bucket.name, reads, (staged,), lo, hi)
+        self._order.launch(op, fresh=staged)
+        return staged

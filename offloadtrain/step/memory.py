@@ -12,12 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.formats import ITEMSIZE
-from offloadtrain.step.spec import RING_SLOTS, BlockSpec, BucketSpec, StepSpec
+from offloadtrain.step.operations import Memory
+from offloadtrain.step.spec import RING_SLOTS, StepSpec
 from offloadtrain.step.state_tiers import with_state_tiers
+from offloadtrain.step.streamed_blocks import streamed_blocks
 from offloadtrain.step.tiers import Tier
 
 ARENA_ALIGN = 512
@@ -48,6 +51,7 @@ class Role(StrEnum):
     SUM = "sum"
     OTHER_WORKING = "other_working"
     OTHER_GRADIENT = "other_gradient"
+    WEIGHT_FILE = "weight_files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ def lay_out(
     available_bytes: int | None,
     weight_versions: int = 1,
     gradient_sums: int = 1,
+    copies: int = 1,
+    parts: int = 1,
 ) -> StepSpec:
     """Decide which blocks are streamed, where the state is, and which blocks have a second copy.
 
@@ -95,7 +101,8 @@ def lay_out(
     Args:
         available_bytes: host memory that state and second copies may fill if the config sets no
             limit; None: no second copies.
-        weight_versions, gradient_sums: as in `StepSpec`.
+        weight_versions, gradient_sums, copies: as in `StepSpec`.
+        parts: ranks that hold the parts of matrices (tensor parallel).
 
     Raises:
         OptionError: the config does not go with so many ranks, or asks for more state on the device
@@ -103,6 +110,11 @@ def lay_out(
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
+    if config.partition_activations and parts == 1:
+        raise OptionError(
+            "partition_activations = True divides block inputs among the ranks of tensor parallel, "
+            "and there are none: offload with a mesh that has an axis 'tp', or leave it out"
+        )
     spec = StepSpec(
         tuple(blocks),
         config,
@@ -110,8 +122,10 @@ def lay_out(
         num_tensors,
         weight_versions=weight_versions,
         gradient_sums=gradient_sums,
+        copies=copies,
+        input_parts=parts if config.partition_activations else 1,
     )
-    streamed = frozenset(_streamed(spec))
+    streamed = streamed_blocks(spec)
     held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
     spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), device_bytes)
     return spec if available_bytes is None else with_second_copies(spec, available_bytes)
@@ -153,10 +167,11 @@ def check_host_limit(spec: StepSpec) -> None:
 
 
 def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
-    """Yield all that one arena holds: `kept_requests`, `state_slot_requests`, then `host_staging`
+    """Yield all that one arena holds: `kept_requests`, `disk_slot_requests`, then `host_staging`
     where microbatches are summed."""
     yield from kept_requests(spec)
-    yield from state_slot_requests(spec)
+    for requests in disk_slot_requests(spec).values():
+        yield from requests
     if spec.stages_on_host:
         yield from host_staging(spec)
 
@@ -196,12 +211,12 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
     """
     state = [] if bucket.is_on_disk else field_requests(bucket)
     yield from state
-    if spec.accumulates:
-        yield _shard("gradient sums", bucket, "float32", Role.GRADIENT, "gradient")
-    else:
-        yield _shard("gradients", bucket, bucket.dtype, Role.GRADIENT, "gradient")
+    if not bucket.gradient_on_disk:
+        yield _gradient(spec, bucket)
     if spec.gradient_sums > 1:
-        yield _shard("gradient sums", bucket, "float32", Role.OTHER_GRADIENT, "other gradient")
+        one = _gradient(spec, bucket)
+        name = f"other gradient {bucket.name}"
+        yield replace(one, name=name, role=Role.OTHER_GRADIENT)
     if spec.has_pending(bucket, copied=copied):
         yield _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
     if spec.has_snapshot(bucket):
@@ -229,11 +244,34 @@ def field_requests(bucket: BucketSpec) -> list[MemoryRequest]:
     ]
 
 
-def state_slot_requests(spec: StepSpec) -> list[MemoryRequest]:
-    """List the slots for state on the disk, each of the size of the largest bucket's."""
-    on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
-    largest = max((span_bytes(field_requests(bucket)) for bucket in on_disk), default=0)
-    return [MemoryRequest("state slots", largest, "uint8", "state slot")] * spec.state_slots
+def _gradient(spec: StepSpec, bucket: BucketSpec) -> MemoryRequest:
+    if spec.holds_sum(bucket):
+        return _shard("gradient sums", bucket, "float32", Role.GRADIENT, "gradient")
+    return _shard("gradients", bucket, bucket.dtype, Role.GRADIENT, "gradient")
+
+
+def disk_slot_requests(spec: StepSpec) -> dict[Memory, list[MemoryRequest]]:
+    """List the host slots for what is on the disk, each of the size of the largest bucket's: for
+    state, gradients, weights on their way to the device, and new ones on their way back."""
+    held = [bucket for block in spec.blocks for bucket in block.held]
+    state = [span_bytes(field_requests(one)) for one in spec.buckets if one.is_on_disk]
+    gradients = [_gradient(spec, b).nbytes for b in spec.buckets if b.gradient_on_disk]
+    loaded = [_weights(bucket) for bucket in held if spec.loads_from_disk(bucket)]
+    new = [_weights(bucket) for bucket in spec.buckets if spec.has_new_weight_slot(bucket)]
+    slots = {
+        Memory.STATE: (spec.state_slots, "state slots", state),
+        Memory.GRADIENT: (spec.gradient_slots, "gradient slots", gradients),
+        Memory.WEIGHT_SLOT: (spec.weight_slots, "weight slots", loaded),
+        Memory.NEW_WEIGHTS: (spec.new_weight_slots, "new weight slots", new),
+    }
+    return {
+        memory: [MemoryRequest(owner, max(sizes), "uint8", owner[:-1])] * count if count else []
+        for memory, (count, owner, sizes) in slots.items()
+    }
+
+
+def _weights(bucket: BucketSpec) -> int:
+    return bucket.shard_numel * bucket.weight_bytes
 
 
 def slot_offsets(bucket: BucketSpec) -> list[int]:
@@ -243,9 +281,19 @@ def slot_offsets(bucket: BucketSpec) -> list[int]:
 
 
 def disk_requests(spec: StepSpec) -> list[MemoryRequest]:
-    """List the state on the disk, bucket by bucket."""
-    on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
-    return [request for bucket in on_disk for request in field_requests(bucket)]
+    """List what is on the disk, bucket by bucket: state, gradient, weights."""
+    held = [bucket for block in spec.blocks for bucket in block.held]
+    return [request for bucket in held for request in _on_disk(spec, bucket)]
+
+
+def _on_disk(spec: StepSpec, bucket: BucketSpec) -> Iterator[MemoryRequest]:
+    if bucket.is_on_disk and spec.is_trained(bucket):
+        yield from field_requests(bucket)
+    if bucket.gradient_on_disk:
+        yield _gradient(spec, bucket)
+    owner = "streamed weights" if spec.is_trained(bucket) else "frozen weights"
+    for _ in range(spec.weight_files(bucket)):
+        yield _shard(owner, bucket, bucket.dtype, Role.WEIGHT_FILE)
 
 
 def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "") -> MemoryRequest:
@@ -289,9 +337,8 @@ def _working(bucket: BucketSpec, role: Role) -> MemoryRequest:
 
 
 def slot_requests(spec: StepSpec) -> list[MemoryRequest]:
-    """List the slots for streamed blocks, each of the largest block's size."""
-    largest = max((b.nbytes for b in spec.blocks if b.name in spec.streamed), default=0)
-    return [MemoryRequest("streaming slots", largest, "uint8")] * spec.slots
+    """List the slots for streamed blocks, each of the size of the largest block that has it."""
+    return [MemoryRequest("streaming slots", nbytes, "uint8") for nbytes in spec.slot_bytes]
 
 
 def staging_requests(spec: StepSpec) -> list[MemoryRequest]:
@@ -313,13 +360,6 @@ def matrix_requests(spec: StepSpec) -> list[MemoryRequest]:
     return [MemoryRequest("matrix workspace", spec.matrix_bytes, "uint8")] * bool(spec.matrix_bytes)
 
 
-def _gradient_bytes(spec: StepSpec) -> int:
-    """Count the device memory of gradients on their way down."""
-    if spec.zero_stage == 1:
-        return sum(bucket.numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
-    return spec.staging_slots * spec.staging_bytes
-
-
 # Totals, as the Ledger shows them.
 
 
@@ -333,7 +373,7 @@ def host_owners(spec: StepSpec) -> dict[str, int]:
 
 
 def disk_owners(spec: StepSpec) -> dict[str, int]:
-    """Owner → bytes of one rank's state on the disk, without what fills whole blocks."""
+    """Owner → bytes of one rank on the disk, without what fills whole blocks."""
     return by_owner(disk_requests(spec))
 
 
@@ -341,7 +381,7 @@ def device_owners(spec: StepSpec) -> dict[str, int]:
     """Owner → bytes of one device, from the first step on."""
     owners = by_owner(device_requests(spec))
     if spec.zero_stage == 1:
-        owners["gradients"] = owners.get("gradients", 0) + _gradient_bytes(spec)
+        owners["gradients"] = owners.get("gradients", 0) + spec.gradient_bytes
     return owners
 
 
@@ -366,47 +406,3 @@ def largest_owners(requests: Iterable[MemoryRequest]) -> str:
     """Name the four largest owners in one line."""
     rows = sorted(by_owner(requests).items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in rows)
-
-
-# Streamed blocks.
-
-
-def _streamed(spec: StepSpec) -> set[str]:
-    """Choose the repeated blocks that do not stay on the device; those that do are spread evenly,
-    so that a load has the forward of a resident block to run beside."""
-    config = spec.config
-    repeated = [block for block in spec.blocks if block.repeated and spec.streams]
-    limit, asked = config.device_memory_limit, config.resident_blocks
-    room = len(repeated) if limit is None else _room(spec, repeated, limit)
-    if asked is not None and room < min(asked, len(repeated)):
-        raise DeviceMemoryError(
-            f"resident_blocks = {asked}, and device_memory_limit = {format_bytes(limit or 0)} has "
-            f"room for {room} beside the rest and {config.device_slots} slots: lower the one or "
-            "raise the other"
-        )
-    stay = min(asked, len(repeated)) if asked is not None else (0 if limit is None else room)
-    # The i-th of n that stay lies in the middle of the i-th of n equal parts.
-    kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
-    return {block.name for block in repeated} - kept
-
-
-def _room(spec: StepSpec, repeated: Sequence[BlockSpec], limit: int) -> int:
-    """Count the repeated blocks that can stay on the device."""
-    config, sizes = spec.config, [block.nbytes for block in repeated]
-    rest = sum(block.nbytes for block in spec.blocks) - sum(sizes) + _gradient_bytes(spec)
-    if config.working == "device" and spec.streams:
-        rest += sum(sizes) // spec.ranks  # the shards
-    rest += spec.matrix_bytes
-    least = rest + config.device_slots * max(sizes, default=0)
-    if least > limit and rest + sum(sizes) > limit:
-        keys = ", or set working = 'host'"
-        if config.working == "host":
-            keys = ", or set device_slots = 1" if config.device_slots > 1 else ""
-        raise DeviceMemoryError(
-            f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
-            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
-            f"stay on the device, the rest for {config.device_slots} slots. Raise it{keys}"
-        )
-    if rest + sum(sizes) <= limit:
-        return len(repeated)
-    return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)

@@ -38,6 +38,9 @@ class Lane(StrEnum):
     """State from its file: that of the next bucket while the host updates another."""
     DISK_WRITE = "disk_write"
     """New state to its file. Not on disk_read, whose next read would wait for it."""
+    DISK_LOAD = "disk_load"
+    """Streamed weights from their file, in the order of their use. Not on disk_read, whose next
+    read may be of an update that forward does not need yet."""
 
 
 class Kind(StrEnum):
@@ -55,7 +58,7 @@ class Kind(StrEnum):
     REDUCE_SCATTER = "reduce-scatter"
     """comm: sum a staging slot over ranks; each keeps its shard."""
     ROUND = "round"
-    """comm: the sum from fp32 to the dtype that goes down."""
+    """comm, update: a sum from fp32 to the dtype that goes down."""
     GRAD_DOWN = "d2h"
     """d2h: a staging slot to the host: to the gradient, or to host staging."""
     ADD = "add"
@@ -66,7 +69,8 @@ class Kind(StrEnum):
     NO_GRADIENT = "no gradient"
     """host, update: zeros for a gradient that nothing was delivered to."""
     NORM = "norm"
-    """host, update: the sums of squares of a bucket's gradient."""
+    """compute, host, update: the sums of squares of a bucket's gradient; on compute before it is
+    gathered."""
     DIRECTION = "direction"
     """host, update: the moments of a bucket of matrices, and what the device orthogonalizes."""
     MATRIX_UP = "matrix up"
@@ -102,6 +106,25 @@ class Kind(StrEnum):
     """disk_read: a bucket's state from its file into a slot."""
     WRITE_STATE = "write state"
     """disk_write: a bucket's new state from its slot to its file."""
+    READ_GRADIENT = "read gradient"
+    """disk_read: a bucket's gradient from its file into a slot."""
+    WRITE_GRADIENT = "write gradient"
+    """disk_write: a bucket's gradient from its slot to its file."""
+    READ_WEIGHTS = "read weights"
+    """disk_load: a streamed bucket's weights from their file, on their way to its block's slot."""
+    WRITE_WEIGHTS = "write weights"
+    """disk_write: a streamed bucket's new weights to their file."""
+    ALL_REDUCE = "all-reduce"
+    """comm: sum a shard over the copies of the state; each gets the sum."""
+    KEEP_INPUT = "keep input"
+    """compute: this rank's part of a block's input, from which its recompute will start, to memory
+    of its own on the device."""
+    FETCH_PART = "fetch part"
+    """comm: a kept part to its place in the input."""
+    GATHER_INPUT = "gather input"
+    """comm: every rank's part of a block's input."""
+    ROUND_SUM = "round sum"
+    """update: the fp32 sum of microbatches to values of the working dtype, in place."""
 
 
 class Memory(StrEnum):
@@ -135,15 +158,25 @@ class Memory(StrEnum):
     host where the state is on the disk."""
     STATE_FILE = "state file"
     """Disk: the fields of a bucket's state."""
+    GRADIENT_FILE = "gradient file"
+    """Disk: a bucket's gradient of the step, or the sum of its microbatches so far; `GRADIENT` is
+    a slot of the host then."""
+    WEIGHT_FILE = "weight file"
+    """Disk: the weights of a streamed bucket, where they are not in the state's file."""
+    WEIGHT_SLOT = "weight slot"
+    """Host: a slot for weights on their way from the disk to the device."""
+    NEW_WEIGHTS = "new weight slot"
+    """Host: a slot for new weights on their way to the disk."""
     SPILL = "checkpoint spill"
     """Host: state that was copied, until it is written into a checkpoint."""
     NORMS = "norms"
-    """Host or device: the sum of squares of every parameter whose state is there, zero for the
-    others."""
+    """Host or device: the sum of squares of every parameter that was measured there."""
     ACTIVATION = "block input"
     """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
     HOST_ACTIVATION = "host block input"
-    """Host: a buffer for a block's input."""
+    """Host: a buffer for a block's input, or for this rank's part of it."""
+    KEPT_ACTIVATION = "kept block input"
+    """Device: a buffer for this rank's part of a block's input."""
 
 
 class Ref(NamedTuple):
@@ -154,7 +187,8 @@ class Ref(NamedTuple):
             block's input or its host buffer, that one's number.
         copy: for `STATE`, the number of the copy, or, where the state is on the disk, of the host
             slot; for `WORKING`, that of the device slot of a streamed block, or of the version; for
-            `GRADIENT`, that of the sum; otherwise 0.
+            `GRADIENT`, that of the sum, or of its host slot where it is on the disk; for
+            `WEIGHT_FILE`, that of the version; otherwise 0.
         dtype: torch's name of it.
         field: for `STATE`, `STATE_FILE` and `SPILL`, the number of the tensor.
     """
@@ -334,5 +368,13 @@ class Swap(NamedTuple):
     bucket: str
 
 
-Operation = Launch | Record | Wait | HostWait | Undefined | Free | Enter | Leave | Renew | Swap
+class Flip(NamedTuple):
+    """The other version of a bucket's weights on the disk becomes the one that loads read."""
+
+    bucket: str
+
+
+Operation = (
+    Launch | Record | Wait | HostWait | Undefined | Free | Enter | Leave | Renew | Swap | Flip
+)
 Operations = list[Operation]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.step.block_spec import BucketSpec
 from offloadtrain.step.operations import Lane, Memory, Ref
-from offloadtrain.step.spec import BucketSpec, StepSpec
+from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.tiers import Tier
 
 NORMS_DTYPE = "float64"
@@ -23,6 +24,9 @@ class BucketRefs:
             it has, or had last.
         is_on_disk: the state is in a file.
         state_file: all fields of the state there.
+        gradient_on_disk: the gradient is in a file, and `gradient` in a slot of the host.
+        gradient_file: it there.
+        loads_from_disk: its weights are streamed from a file.
         beside: new weights go to the other version of the working weights.
         matrices: those in this rank's shard, as elements of it.
         slot: for a streamed bucket, the device slot that its block has, or had last.
@@ -30,9 +34,13 @@ class BucketRefs:
         normed: its sums of squares for this step are launched.
         arrived: the copy of its sum to the host is launched.
         sums_on_device: its microbatches are summed on the device, its state is on the host.
-        norm_tier: the tier of `summed`.
+        rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
+        holds_sum: `gradient` is an fp32 sum.
+        sum_tier: the tier of `summed`.
+        measured_on: the tier whose norms have its sums of squares of this step.
         spilled: what a save copies of its state.
         spill: where it is copied to, part by part.
+        has_new_weight_slot: new weights go to the disk out of a slot of their own.
         reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
     """
 
@@ -43,14 +51,17 @@ class BucketRefs:
         self.lane = Lane.UPDATE if self.on_device else Lane.HOST
         # Behind the step's last backward: no weight that compute needs is overwritten.
         self.sums_on_device = step.sums_on_device(spec)
-        self.norm_tier = step.norm_tier(spec)
+        self.sum_tier = self.measured_on = step.sum_tier(spec)
         self._writes_through = self.on_device and not step.updates_early
         self.pieces = step.pieces(spec) if step.is_trained(spec) else []
-        self.copy = self.slot = 0
+        self.copy = 0
+        self.slot = step.first_slot(spec)
         self.touched = self.normed = self.arrived = False
         self.loads_from_host = step.loads_from_host(spec)
+        self.loads_from_disk = step.loads_from_disk(spec)
         self.loads_from_shard = step.loads_from_shard(spec)
         self.has_snapshot = step.has_snapshot(spec) or not step.is_trained(spec)
+        self.has_new_weight_slot = step.has_new_weight_slot(spec)
         self.has_pending = step.has_pending(spec)
         self.has_second_copy = step.has_second_copy(spec)
         self.accumulates = step.accumulates
@@ -61,9 +72,13 @@ class BucketRefs:
         self.state_file = tuple(
             ref._replace(memory=Memory.STATE_FILE) for ref in self.state_copies[0]
         )
-        dtype = "float32" if self.accumulates else spec.dtype
+        self.rounds_sum, self.holds_sum = step.rounds_sum(spec), step.holds_sum(spec)
+        dtype = "float32" if self.holds_sum else spec.dtype
         gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
-        self._gradients = [gradient._replace(copy=copy) for copy in range(step.gradient_sums)]
+        self.gradient_on_disk = spec.gradient_on_disk
+        sums = step.gradient_slots if self.gradient_on_disk else step.gradient_sums
+        self._gradients = [gradient._replace(copy=copy) for copy in range(sums)]
+        self.gradient_file = gradient._replace(memory=Memory.GRADIENT_FILE)
         self._adding = self._decided = 0
         lo = rank * spec.shard_numel
         self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
@@ -74,8 +89,11 @@ class BucketRefs:
             for ref in [self.state_copies[0][part.field]]
         )
         self.snapshot = self._of(Memory.SNAPSHOT)
+        file = self._of(Memory.WEIGHT_FILE)
+        self._weight_files = [file._replace(copy=one) for one in range(step.weight_files(spec))]
+        self._version = 0
         self._device_shard = self._of(Memory.DEVICE_SHARD)
-        slots = range(max(step.slots, step.weight_versions))
+        slots = range(max(len(step.slot_bytes), step.weight_versions))
         self.beside = False
         self._whole = [self._working(0, spec.numel, slot) for slot in slots]
         self._shard = [self._working(lo, lo + spec.shard_numel, slot) for slot in slots]
@@ -127,8 +145,29 @@ class BucketRefs:
     def summed(self) -> Ref:
         """Where its gradient of the step is complete first, and is measured."""
         if self.sums_on_device:
-            return self.gradient._replace(memory=Memory.SUM, copy=0)
+            return self.gradient._replace(memory=Memory.SUM, copy=0, dtype="float32")
         return self.gradient
+
+    def take_gradient_slot(self, slot: int) -> None:
+        """`gradient` is in this slot of the host from here on."""
+        self._adding = self._decided = slot
+
+    @property
+    def new_weight_file(self) -> Ref | None:
+        """Where new weights are written; None where they go with the state, or to no disk."""
+        return self._weight_files[self._version - 1] if self._weight_files else None
+
+    def flip_weight_file(self) -> bool:
+        """Let loads read what was written last; returns False where they do so anyway."""
+        if len(self._weight_files) < 2:
+            return False
+        self._version = 1 - self._version
+        return True
+
+    @property
+    def loads_from_state_file(self) -> bool:
+        """Its weights on the disk are those in its state."""
+        return self.loads_from_disk and not self._weight_files
 
     def close_sum(self) -> None:
         """The gradient is the one that Adam will read; the next step's goes to the other."""
@@ -145,7 +184,7 @@ class BucketRefs:
     @property
     def sums_lane(self) -> Lane:
         """The lane that adds microbatches and measures the gradient."""
-        return Lane.UPDATE if self.norm_tier is Tier.DEVICE else Lane.HOST
+        return Lane.UPDATE if self.sum_tier is Tier.DEVICE else Lane.HOST
 
     def _part(self, whole: Ref, lo: int, hi: int) -> Ref:
         return whole if hi - lo == self.spec.shard_numel else whole._replace(lo=lo, hi=hi)
@@ -170,21 +209,27 @@ class BucketRefs:
         if self._writes_through:
             return self.upload_target
         # Adam has read the gradient when it writes the weights over it; no staging is needed.
-        if not self.accumulates:
+        if not self.holds_sum:
             return self.decided
         return None
 
     @property
     def in_use(self) -> Ref:
         """This rank's shard of the weights that forward uses, where they lie between two uses."""
-        streamed = self.loads_from_host or self.loads_from_shard
-        return self.load_source if streamed else self.shard
+        return self.load_source if self.is_streamed else self.shard
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.loads_from_host or self.loads_from_disk or self.loads_from_shard
 
     @property
     def load_source(self) -> Ref:
         """The memory that loads of a streamed bucket read."""
         if self.loads_from_shard:
             return self._device_shard
+        if self.loads_from_disk:
+            files = self._weight_files
+            return files[self._version] if files else self.state_file[0]
         if self.has_snapshot:
             return self.snapshot
         source = self.waiting()

@@ -6,8 +6,9 @@ the engine and in the plan alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 
 class AccessOrder:
@@ -104,20 +105,35 @@ def victim(evictable: Collection[int], future: Sequence[int]) -> int | None:
     return max(evictable, key=lambda block: (next_use(block, future), block), default=None)
 
 
+class Pool(NamedTuple):
+    """Blocks that share some slots."""
+
+    members: Container[int]
+    slots: Sequence[int]
+
+    def of(self, blocks: Collection[int]) -> set[int]:
+        return {block for block in blocks if block in self.members}
+
+
 def prefetches(
-    resident: Collection[int], pinned: Collection[int], future: Sequence[int], slots: int
+    resident: Collection[int],
+    pinned: Collection[int],
+    future: Sequence[int],
+    pools: Sequence[Pool],
 ) -> list[tuple[int, int | None]]:
     """Return (block to load, block to evict for it or None for a free slot), soonest needed first.
 
-    No block is evicted that is needed before the one that takes its slot.
+    No block is evicted that is needed before the one that takes its slot, and none is loaded before
+    one that is needed sooner: its load would delay that one's.
     """
     held, moves = set(resident), list[tuple[int, int | None]]()
     for block in dict.fromkeys(future):
         if block in held:
             continue
         leaving = None
-        if len(held) >= slots:
-            leaving = victim(held - set(pinned), future)
+        pool = next(pool for pool in pools if block in pool.members)
+        if len(beside := pool.of(held)) >= len(pool.slots):
+            leaving = victim(beside - set(pinned), future)
             if leaving is None or next_use(leaving, future) <= next_use(block, future):
                 break
             held.discard(leaving)

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
-from offloadtrain.step.disk import DiskPath
+from offloadtrain.step.disk import DiskPath, GradientSlots
 from offloadtrain.step.gradients import GradientPath
 from offloadtrain.step.modes import BlockRefs, Decision, Speculation, mode_of
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
@@ -41,7 +41,8 @@ class Program:
         buckets: by name, frozen ones included.
     """
 
-    def __init__(self, spec: StepSpec, rank: int = 0) -> None:
+    def __init__(self, spec: StepSpec, rank: int = 0, part: int = 0) -> None:
+        """`part`: the number of this rank among `spec.input_parts`."""
         self.spec = spec
         self._is_single = spec.is_single
         self.speculation = Speculation()
@@ -58,10 +59,11 @@ class Program:
         self.streaming = Streaming(spec, self._order, self._held)
         # One ring for both ways: gradients on their way down, weights on their way up.
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
-        self._gradients = GradientPath(spec, rank, self._order, host_ring)
         self._disk = DiskPath(spec, self._order)
-        self._updates = UpdatePath(spec, self._order, host_ring, self.streaming, self._disk)
-        self._activations = ActivationPath(self._order)
+        self._slots = slots = GradientSlots(spec, self._order)
+        self._gradients = GradientPath(spec, rank, self._order, host_ring, slots)
+        self._updates = UpdatePath(spec, self._order, host_ring, self.streaming, self._disk, slots)
+        self._activations = ActivationPath(spec, part, self._order)
         self._saves = SavePath(spec, self._order, self.buckets, self._disk)
         self._mode = mode_of(spec, self._updates)
 
@@ -106,12 +108,16 @@ class Program:
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
         return self._order.take()
 
-    def computes(self, kind: Kind, block: str) -> Operations:
-        """Launch the user's own work, where a program is driven without a model."""
-        held = self._held.get(block, ())
+    def computes(self, kind: Kind, block: str, *, reads: bool = True) -> Operations:
+        """Launch the user's own work, where a program is driven without a model.
+
+        Args:
+            reads: of the block's weights.
+        """
+        held = self._held.get(block, ()) if reads else ()
         # Compute, where a real run has the user's kernels: uploads wait for these reads.
-        reads = tuple(bucket.whole for bucket in held)
-        self._order.launch(Launch(kind, Lane.COMPUTE, block, reads), late=True)
+        refs = tuple(bucket.whole for bucket in held)
+        self._order.launch(Launch(kind, Lane.COMPUTE, block, refs), late=True)
         return self._order.take()
 
     def activation_saved(self, number: int, numel: int, dtype: str) -> Operations:
@@ -197,6 +203,7 @@ class Program:
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.touched = bucket.normed = bucket.arrived = False
+        self._slots.step_ends()
 
     def sum_ends(self) -> None:
         """The gradients are measured and wait for the decision; later ones are the next step's."""
@@ -228,6 +235,8 @@ class Program:
 
     def written(self) -> Operations:
         """The launching thread waits for the writes so far."""
+        # The caller renames the checkpoint's folder next: every byte of it must be in its file. The
+        # write lane alone: Adam and uploads of later steps go on.
         event = self._order.record(Lane.WRITE, "checkpoint")
         self._order.host_wait(event, "the checkpoint's writes")
         return self._order.take()
@@ -242,6 +251,7 @@ class Program:
         its way and no streamed block has a slot."""
         self._order.reset()
         self._disk.forget()
+        self._slots.reset()
         self.streaming.reset()
         self._activations.reset()
 

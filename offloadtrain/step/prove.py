@@ -194,9 +194,9 @@ def prove(program: Iterable[Entry]) -> list[Fault]:
     return _proof(program).faults
 
 
-def prove_operations(spec: StepSpec, operations: Iterable[Operation]) -> list[Fault]:
-    """Find the same in a program that was not run, at its real size."""
-    return _proof(trace(spec, operations), APART_BITS).faults
+def prove_operations(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> list[Fault]:
+    """Find the same in a rank's program that was not run, at its real size."""
+    return _proof(trace(spec, operations, rank), APART_BITS).faults
 
 
 def order(program: Iterable[Entry]) -> list[Clock]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.in_place import read_in_place
 from offloadtrain.step.memory import slot_offsets
 from offloadtrain.step.operations import (
     Event,
@@ -105,15 +106,17 @@ APART_BITS = 40
 """Pieces of memory of a traced program begin 2^40 bytes from each other."""
 
 
-def trace(spec: StepSpec, operations: Iterable[Operation]) -> list[Entry]:
-    """Record a program as if it had been run, with memory that nothing else shares."""
+def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> list[Entry]:
+    """Record a rank's program as if it had been run, with memory that nothing else shares. The
+    reads of an entry include what the operation reads of the memory that it writes."""
     found: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
     for op in operations:
         match op:
             case Launch():
-                reads, writes = map(at.bytes, op.reads), map(at.bytes, op.writes)
+                needed = (*op.reads, *read_in_place(op, ranks=spec.ranks, rank=rank))
+                reads, writes = map(at.bytes, needed), map(at.bytes, op.writes)
                 found.append(Launched(op.lane, op.name, tuple(reads), tuple(writes)))
             case Record():
                 numbers[op.event] = len(numbers)
@@ -136,6 +139,7 @@ class _Addresses:
         self._offsets: dict[str, int] = {}
         self._in_slot = {b.name: slot_offsets(b) for b in spec.buckets if b.is_on_disk}
         """Bucket whose state is on the disk → where its fields begin in a slot."""
+        self._gradients_on_disk = {b.name for b in spec.buckets if b.gradient_on_disk}
         for block in spec.blocks:
             offset = 0
             for bucket in block.held:
@@ -154,6 +158,8 @@ class _Addresses:
         offset = 0
         if ref.memory is Memory.WORKING and self._block_of[str(ref.owner)].name in self._streamed:
             key, offset = ("slot", ref.copy), self._offsets[str(ref.owner)]
+        if ref.memory is Memory.GRADIENT and ref.owner in self._gradients_on_disk:
+            key = ("gradient slot", ref.copy)
         if ref.memory is Memory.STATE and ref.owner in self._in_slot:
             key, offset = ("state slot", ref.copy), self._in_slot[str(ref.owner)][ref.field]
         return self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset

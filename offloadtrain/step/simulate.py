@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offloadtrain.step.drive import steps
@@ -69,8 +70,17 @@ def ends(program: Sequence[Timed], seconds: Seconds) -> list[float]:
     return [end for end, _ in _simulated(program, seconds)]
 
 
-def _simulated(program: Sequence[Timed], seconds: Seconds) -> list[tuple[float, int | None]]:
-    """Return the end of each launch, and the launch that it waited for last."""
+LINKS: Mapping[str, str] = {Lane.DISK_LOAD: Lane.DISK_READ, Lane.DISK_READ: Lane.DISK_READ}
+"""Lane → the lane whose link it shares. One operation at a time has a link."""
+
+_Simulated = list[tuple[float, int | None]]
+"""The end of each launch, and the launch that it waited for last."""
+
+
+def _simulated(program: Sequence[Timed], seconds: Seconds) -> _Simulated:
+    lanes = {one.op.lane for one in program}
+    if sum(lane in LINKS for lane in lanes) > 1:
+        return _Sharing(program, seconds).run()
     latest: dict[Lane, int] = {}
     found: list[tuple[float, int | None]] = []
     for number, one in enumerate(program):
@@ -82,18 +92,82 @@ def _simulated(program: Sequence[Timed], seconds: Seconds) -> list[tuple[float, 
     return found
 
 
+class _Sharing:
+    """Lanes that share a link: it goes to the operation that has been ready for longest. That order
+    is not the order of launch, so the next operation to start is looked for among all lanes."""
+
+    def __init__(self, program: Sequence[Timed], seconds: Seconds) -> None:
+        self._program, self._seconds = program, seconds
+        self._ends: list[float | None] = [None] * len(program)
+        self._before: list[int | None] = [None] * len(program)
+        self._left: dict[Lane, deque[int]] = {}
+        for number, one in enumerate(program):
+            self._left.setdefault(one.op.lane, deque()).append(number)
+        self._latest: dict[str, int] = {}
+        """Lane, and link → the last launch that has had it."""
+        self._ready: dict[Lane, tuple[float, int | None]] = {}
+        """Lane → when its next launch is ready, and what that waited for last."""
+
+    def run(self) -> _Simulated:
+        for _ in self._program:
+            self._start(min(self._starts()))
+        return [(end or 0.0, before) for end, before in zip(self._ends, self._before, strict=True)]
+
+    def _starts(self) -> Iterator[tuple[float, float, int, int | None]]:
+        """Yield (start, ready, number, awaited) of each lane's next launch that can be told."""
+        for lane, left in self._left.items():
+            if left and (known := self._ready_at(lane, left[0])) is not None:
+                ready, awaited = known
+                holder = self._latest.get(f"link {LINKS[lane]}") if lane in LINKS else None
+                free = 0.0 if holder is None else self._ends[holder] or 0.0
+                yield max(ready, free), ready, left[0], holder if free > ready else awaited
+
+    def _ready_at(self, lane: Lane, number: int) -> tuple[float, int | None] | None:
+        if lane not in self._ready:
+            before = [*self._program[number].after]
+            before += [self._latest[lane]] if lane in self._latest else []
+            ends = [(end, other) for other in before if (end := self._ends[other]) is not None]
+            if len(ends) < len(before):
+                return None
+            self._ready[lane] = max(ends, default=(0.0, None), key=lambda pair: pair[0])
+        return self._ready[lane]
+
+    def _start(self, chosen: tuple[float, float, int, int | None]) -> None:
+        start, _, number, awaited = chosen
+        op = self._program[number].op
+        self._ends[number], self._before[number] = start + self._seconds(op), awaited
+        self._left[op.lane].popleft()
+        del self._ready[op.lane]
+        self._latest[op.lane] = number
+        if op.lane in LINKS:
+            self._latest[f"link {LINKS[op.lane]}"] = number
+
+
 @dataclass(frozen=True, slots=True)
 class Steady:
     """One step of many.
 
     Attributes:
-        busy: lane → seconds of work. No schedule is faster than the busiest one.
+        busy: lane → seconds of work. No schedule is faster than the busiest one, or than all lanes
+            of a link.
         exposed: lane → seconds that compute waited for work of this lane.
     """
 
     seconds: float
     busy: Mapping[str, float]
     exposed: Mapping[str, float]
+
+
+def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
+    """Return lane → bytes that its operations write in a step of many."""
+    program = timed(steps(Program(spec), _SETTLED))
+    decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
+    found: dict[Lane, int] = {}
+    for one in program[decided[-2] : decided[-1]]:
+        if one.op.lane in lanes:
+            nbytes = sum(ref.nbytes for ref in one.op.writes)
+            found[one.op.lane] = found.get(one.op.lane, 0) + nbytes
+    return found
 
 
 _SETTLED = 4
@@ -121,6 +195,15 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
             _blame(program, found, number, ready, exposed)
             ready = found[number][0]
     return Steady(found[last][0] - found[first - 1][0], busy, exposed)
+
+
+def bound(busy: Mapping[str, float]) -> tuple[float, str]:
+    """Return the seconds and the name of the busiest lane, or link, of a step."""
+    links: dict[str, float] = {}
+    for lane, seconds in busy.items():
+        link = LINKS.get(lane, lane)
+        links[link] = links.get(link, 0.0) + seconds
+    return max((seconds, str(link)) for link, seconds in links.items())
 
 
 def _blame(

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.bucket_layout import ALIGN
-from offloadtrain.step.formats import ITEMSIZE, StateFormat
 from offloadtrain.step.spill import SPILL_BLOCK, SpillPart, spill
 from offloadtrain.step.tiers import Tier
 
@@ -31,122 +30,14 @@ STAGING_SLOTS_MOST = 8
 STATE_SLOTS = 3
 """Host slots for state on the disk: one is read, one is updated, one is written."""
 
+GRADIENT_SLOTS = 3
+"""Host slots for gradients on the disk: one is filled, one is written, one is read."""
+
 STAGING_BYTES = 64 << 20
 """Enough for the bus's full speed; staging does not grow with the model."""
 
 MATRIX_BYTES = 2
 """Bytes of an element of a matrix on its way to be orthogonalized, which is bf16."""
-
-
-class MatrixSpec(NamedTuple):
-    """A matrix that is updated as a whole.
-
-    Attributes:
-        offset: its first element in the bucket.
-    """
-
-    offset: int
-    rows: int
-    columns: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def workspace_numel(self) -> int:
-        """Elements that its orthogonalization needs beside it: its product with a polynomial of its
-        Gram matrix, and both of these."""
-        return self.numel + 2 * min(self.rows, self.columns) ** 2
-
-
-@dataclass(frozen=True, slots=True)
-class BucketSpec:
-    """Parameters of one block with one working dtype and one set of hyperparameters.
-
-    Attributes:
-        numel: elements of the whole, padding included.
-        params: elements without padding.
-        dtype: that of the working weights, by torch's name.
-        format: the format of the state.
-        ranks: the number of ranks that share it.
-        moments: the state that its update rule keeps besides the master weights.
-        matrices: of a rule that needs them whole; each in the shard of one rank.
-        state_tier: where the state lies.
-    """
-
-    name: str
-    numel: int
-    params: int
-    dtype: str
-    format: StateFormat
-    ranks: int = 1
-    moments: tuple[str, ...] = ()
-    matrices: tuple[MatrixSpec, ...] = ()
-    state_tier: Tier = Tier.HOST
-
-    @property
-    def update_tier(self) -> Tier:
-        """Where the gradient lies and the state is updated."""
-        return Tier.HOST if self.is_on_disk else self.state_tier
-
-    @property
-    def is_on_disk(self) -> bool:
-        """The state is in a file, and on the host only while a slot holds it."""
-        return self.state_tier is Tier.DISK
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of this rank's shard, and of each buffer of its state."""
-        return self.numel // self.ranks
-
-    @property
-    def weight_bytes(self) -> int:
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole's working weights."""
-        return self.numel * self.weight_bytes
-
-    @property
-    def field_sizes(self) -> list[tuple[int, int]]:
-        """(values, bytes of a value) of each field of this rank's state."""
-        return [
-            (field.numel(self.shard_numel), ITEMSIZE[field.dtype or self.dtype])
-            for field in self.format.fields(self.moments)
-        ]
-
-    def matrices_of(self, rank: int) -> list[MatrixSpec]:
-        """Return the matrices in a rank's shard."""
-        first = rank * self.shard_numel
-        return [one for one in self.matrices if first <= one.offset < first + self.shard_numel]
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """Parameters that move together: those that one module's forward uses as one.
-
-    Attributes:
-        buckets: the trained ones.
-        frozen: the frozen ones, where the block may be streamed.
-        repeated: one of several alike that are used one after the other: it can be streamed.
-    """
-
-    name: str
-    buckets: tuple[BucketSpec, ...]
-    frozen: tuple[BucketSpec, ...] = ()
-    repeated: bool = False
-
-    @property
-    def held(self) -> tuple[BucketSpec, ...]:
-        """All that a forward of the block reads."""
-        return self.buckets + self.frozen
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Device memory of the working weights; every bucket starts on 256 bytes."""
-        return sum(bucket.nbytes for bucket in self.held)
 
 
 @dataclass(frozen=True)
@@ -157,6 +48,9 @@ class StepSpec:
         blocks: in the order of registration.
         config: the options of `offload`, "auto" resolved.
         ranks: the number of ranks that share the state.
+        copies: the number of such groups of ranks, which sum their gradients.
+        input_parts: parts that ranks keep of a block's input; see [Note: Partitioned activations]
+            in `step.activations`.
         num_tensors: parameters of the model as tensors; a tied one counts once.
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
@@ -175,6 +69,13 @@ class StepSpec:
     second_copies: frozenset[str] = frozenset()
     weight_versions: int = 1
     gradient_sums: int = 1
+    copies: int = 1
+    input_parts: int = 1
+
+    @property
+    def moves_inputs(self) -> bool:
+        """Inputs of repeated blocks leave the place where forward made them."""
+        return self.config.activation == "offload" or self.input_parts > 1
 
     @property
     def is_single(self) -> bool:
@@ -208,12 +109,34 @@ class StepSpec:
         on_host = bucket.update_tier is Tier.HOST
         return on_host and self.accumulates and self.config.sums_on == "device"
 
+    def rounds_sum(self, bucket: BucketSpec) -> bool:
+        """The sum on the device is rounded to the working dtype before it is measured and goes
+        down; where it stays there, too: placement changes no bit."""
+        narrow = self.config.sums_down == "working" and bucket.weight_bytes < 4
+        return narrow and self.accumulates and self.sum_tier(bucket) is Tier.DEVICE
+
+    def holds_sum(self, bucket: BucketSpec) -> bool:
+        """The gradient that an update reads is an fp32 sum."""
+        return self.accumulates and not (self.rounds_sum(bucket) and self.sums_on_device(bucket))
+
+    @property
+    def measures_gathered(self) -> bool:
+        """The gradient is measured where backward has left it: it is the step's, of one microbatch
+        and of a single rank."""
+        return self.is_single and not self.accumulates
+
     def norm_tier(self, bucket: BucketSpec) -> Tier:
         """Return where the sums of squares of its gradient are taken."""
+        return Tier.DEVICE if self.measures_gathered else self.sum_tier(bucket)
+
+    def sum_tier(self, bucket: BucketSpec) -> Tier:
+        """Return where its gradient of the step is complete first."""
         return Tier.DEVICE if self.sums_on_device(bucket) else bucket.update_tier
 
     def measures_on(self, tier: Tier) -> bool:
-        return any(self.norm_tier(bucket) is tier for bucket in self.buckets)
+        """Whether sums of squares are taken there, at least of a gradient that is added to or that
+        never comes: these are taken where the sum is."""
+        return any(tier in (self.norm_tier(one), self.sum_tier(one)) for one in self.buckets)
 
     @property
     def stages_on_host(self) -> bool:
@@ -258,6 +181,11 @@ class StepSpec:
         return min(STATE_SLOTS, sum(bucket.is_on_disk for bucket in self.buckets))
 
     @cached_property
+    def gradient_slots(self) -> int:
+        """The number of host slots for gradients on the disk."""
+        return min(GRADIENT_SLOTS, sum(bucket.gradient_on_disk for bucket in self.buckets))
+
+    @cached_property
     def _trained(self) -> frozenset[str]:
         return frozenset(bucket.name for bucket in self.buckets)
 
@@ -289,13 +217,62 @@ class StepSpec:
     def is_streamed(self, bucket: BucketSpec) -> bool:
         return self.block_of[bucket.name].name in self.streamed
 
+    def weight_tier(self, bucket: BucketSpec) -> Tier | None:
+        """Return where the weights of a streamed bucket are between two uses: on the device, as a
+        shard, on the host, or on the disk; None for a bucket that stays on the device."""
+        if not self.is_streamed(bucket):
+            return None
+        if self.config.working == "disk" and self._weights_in_host_state(bucket):
+            return Tier.HOST
+        return Tier(self.config.working)
+
+    def _weights_in_host_state(self, bucket: BucketSpec) -> bool:
+        """The state is on the host and holds the weights that loads may read: no file is needed."""
+        in_state = bucket.format.holds_weight and self.is_trained(bucket)
+        return in_state and bucket.state_tier is Tier.HOST and not self.updates_in_backward
+
     def loads_from_host(self, bucket: BucketSpec) -> bool:
         """True for a bucket that is streamed from the host."""
-        return self.config.working == "host" and self.is_streamed(bucket)
+        return self.weight_tier(bucket) is Tier.HOST
+
+    def loads_from_disk(self, bucket: BucketSpec) -> bool:
+        """True for a bucket that is streamed from the disk, through a slot of the host."""
+        return self.weight_tier(bucket) is Tier.DISK
 
     def loads_from_shard(self, bucket: BucketSpec) -> bool:
         """True for a bucket that is streamed from shards on the devices."""
-        return self.config.working == "device" and self.is_streamed(bucket)
+        return self.weight_tier(bucket) is Tier.DEVICE
+
+    def weight_files(self, bucket: BucketSpec) -> int:
+        """Count the versions of a bucket's weights on the disk, beside its state. Where an update
+        may run inside backward it writes one while loads of that backward read the other."""
+        if not self.loads_from_disk(bucket):
+            return 0
+        if self.is_trained(bucket) and self.updates_in_backward:
+            return 2
+        in_state = bucket.is_on_disk and bucket.format.holds_weight
+        return 0 if in_state and self.is_trained(bucket) else 1
+
+    @cached_property
+    def weight_slots(self) -> int:
+        """The number of host slots for weights on their way from the disk to the device."""
+        held = (bucket for block in self.blocks for bucket in block.held)
+        return min(RING_SLOTS, sum(map(self.loads_from_disk, held)))
+
+    @cached_property
+    def new_weight_slots(self) -> int:
+        """The number of host slots for new weights on their way to the disk."""
+        return min(RING_SLOTS, sum(map(self.has_new_weight_slot, self.buckets)))
+
+    def has_new_weight_slot(self, bucket: BucketSpec) -> bool:
+        """New weights go to the disk out of a slot: neither the state nor the memory of the
+        gradient, which is wider, holds them."""
+        return (
+            self.loads_from_disk(bucket)
+            and self.is_trained(bucket)
+            and self.holds_sum(bucket)
+            and not bucket.format.holds_weight
+        )
 
     def has_snapshot(self, bucket: BucketSpec) -> bool:
         """True if loads read a snapshot of the forward's weights: the memory that an update writes
@@ -308,12 +285,16 @@ class StepSpec:
         Args:
             copied: the bucket has a second copy of its state; None: as the spec says.
         """
+        if self.loads_from_disk(bucket):
+            return False  # they are written as soon as they are there
         if bucket.format.holds_weight:
             # They are in the state; its slot may go to another bucket before they are uploaded.
             waits = self.weights_wait or self.updates_early or self.loads_from_host(bucket)
             return waits and bucket.is_on_disk
         if self.loads_from_host(bucket) or self._outgrows_host_staging(bucket):
             return True
+        if bucket.gradient_on_disk and self.updates_early:
+            return True  # the slot of the gradient may go to another bucket before their upload
         if copied is None:
             copied = self.has_second_copy(bucket)
         return self.weights_wait and (copied or self.config.update != "speculative")
@@ -321,7 +302,7 @@ class StepSpec:
     def _outgrows_host_staging(self, bucket: BucketSpec) -> bool:
         shard_bytes = bucket.shard_numel * bucket.weight_bytes
         on_host = bucket.update_tier is Tier.HOST
-        return on_host and self.accumulates and shard_bytes > STAGING_BYTES
+        return on_host and self.holds_sum(bucket) and shard_bytes > STAGING_BYTES
 
     def has_second_copy(self, bucket: BucketSpec) -> bool:
         on_host = bucket.state_tier is Tier.HOST
@@ -376,7 +357,34 @@ class StepSpec:
         )
         return max(sizes, default=0) * MATRIX_BYTES
 
-    @property
+    # Device slots of streamed blocks.
+
+    @cached_property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of each device slot: those of repeated blocks, then the one that the other streamed
+        blocks have in turn."""
+        streamed = [block for block in self.blocks if block.name in self.streamed]
+        repeated = [block.nbytes for block in streamed if block.repeated]
+        others = [block.nbytes for block in streamed if not block.repeated]
+        return (max(repeated, default=0),) * self.slots + ((max(others),) if others else ())
+
+    @cached_property
     def slots(self) -> int:
-        """The number of device slots for streamed blocks."""
-        return min(self.config.device_slots, len(self.streamed))
+        """The number of device slots for repeated blocks."""
+        repeated = sum(block.repeated and block.name in self.streamed for block in self.blocks)
+        return min(self.config.device_slots, repeated)
+
+    def slots_of(self, block: BlockSpec) -> range:
+        """Return the slots that a streamed block can have."""
+        return range(self.slots) if block.repeated else range(self.slots, len(self.slot_bytes))
+
+    def first_slot(self, bucket: BucketSpec) -> int:
+        """Return the slot that a streamed bucket is taken for until it has one; 0 for others."""
+        return self.slots_of(self.block_of[bucket.name]).start if self.is_streamed(bucket) else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the device memory of gradients on their way down."""
+        if self.zero_stage == 1:
+            return sum(bucket.numel * self.reduced_bytes(bucket) for bucket in self.buckets)
+        return self.staging_slots * self.staging_bytes

@@ -4,8 +4,8 @@
 When the norm is known the device has nothing to do before the first block has its new weights, and
 the host has all of Adam to do. So the first buckets of the forward stay on the device: they are
 updated there at once, and the next forward runs over them while the host updates the later ones.
-No update is stale. A bucket whose weights are streamed from the host has its state there, too,
-since loads read what the host's update has written.
+No update is stale. A bucket whose weights are streamed from the host or the disk has no state on
+the device, since loads read what the host's update has written.
 
 Of the buckets that the host updates, those on the disk are spread evenly: it updates one whose
 state it has while the next is read.
@@ -21,7 +21,8 @@ from itertools import accumulate
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.config.offload import OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.spec import BucketSpec, StepSpec
+from offloadtrain.step.block_spec import BucketSpec
+from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.tiers import Tier
 
 SHARES = 10_000
@@ -54,7 +55,8 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
 
 def candidates(spec: StepSpec) -> list[BucketSpec]:
     """Return the buckets that may have their state on the device, in the order of use."""
-    return [bucket for bucket in spec.buckets if not spec.loads_from_host(bucket)]
+    streamed_past_host = spec.config.offloads_weights
+    return [one for one in spec.buckets if not (streamed_past_host and spec.is_streamed(one))]
 
 
 def first_on_device(spec: StepSpec, count: int) -> StepSpec:
@@ -67,7 +69,10 @@ def first_on_device(spec: StepSpec, count: int) -> StepSpec:
 def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
     def placed(bucket: BucketSpec) -> BucketSpec:
         tier = tier_of(bucket)
-        return bucket if bucket.state_tier is tier else replace(bucket, state_tier=tier)
+        with_it = tier is Tier.DISK and spec.config.grad_on == "disk"
+        if (bucket.state_tier, bucket.gradient_on_disk) == (tier, with_it):
+            return bucket
+        return replace(bucket, state_tier=tier, gradient_on_disk=with_it)
 
     blocks = (replace(one, buckets=tuple(map(placed, one.buckets))) for one in spec.blocks)
     return replace(spec, blocks=tuple(blocks))

@@ -1,15 +1,17 @@
 """Streaming: blocks whose weights are loaded for each use share a few device slots.
 
 [Note: Streaming]
-A streamed block's weights are on the host, or as shards on all devices, and on this device only
-while a slot holds them. A use is the block's forward, or the unpacking of one of its saved weights
-in backward. Each use gives the block a slot and makes compute wait for its load. The blocks that
-come next are loaded ahead, in the access order of the step before; another order gives the same
-result and is slower. Weights on the device are clean, so eviction copies nothing: the slot is free
-once compute has done what it was given before. Two things pin a block: a running forward of it, and
-its backward, from the first unpacking of something saved in its forward until something is unpacked
-that was saved earlier (autograd runs nodes in the reverse of the order in which they were made).
-While a block has no slot its parameters are NaN, so that a read past the engine shows.
+A streamed block's weights are on the host, on the disk, or as shards on all devices, and on this
+device only while a slot holds them. A use is the block's forward, or the unpacking of one of its
+saved weights in backward. Each use gives the block a slot and makes compute wait for its load. The
+blocks that come next are loaded ahead, in the access order of the step before; another order gives
+the same result and is slower. Layers have some slots in turn; large blocks outside of layers, in
+ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.streamed_blocks`). Weights on the
+device are clean, so eviction copies nothing: the slot is free once compute has done what it was
+given before. Two things pin a block: a running forward of it, and its backward, from the first
+unpacking of something saved in its forward until something is unpacked that was saved earlier
+(autograd runs nodes in the reverse of the order in which they were made). While a block has no slot
+its parameters are NaN, so that a read past the engine shows.
 
 Among ranks each holds a shard of the weights, on its host or on its device. A load copies the shard
 to its place in the slot and gathers the others around it, so every rank must use blocks in the
@@ -22,9 +24,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.dependencies import Dependencies
-from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Ref
-from offloadtrain.step.places import BucketRefs
-from offloadtrain.step.prefetch_policy import AccessOrder, prefetches, victim
+from offloadtrain.step.operations import Enter, Kind, Lane, Launch, Leave, Memory, Ref
+from offloadtrain.step.places import BucketRefs, Ring
+from offloadtrain.step.prefetch_policy import AccessOrder, Pool, prefetches, victim
 from offloadtrain.step.spec import StepSpec
 
 
@@ -50,9 +52,19 @@ class Streaming:
         self._held = held
         self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
         self._number = {block: number for number, block in enumerate(self._blocks)}
-        self.slots: list[str | None] = [None] * spec.slots
-        self._before: list[list[Ref]] = [[] for _ in range(spec.slots)]
+        streamed = [block for block in spec.blocks if block.name in spec.streamed]
+        self._outside = {block.name for block in streamed if not block.repeated}
+        self._slots_of = {block.name: spec.slots_of(block) for block in streamed}
+        self._pools = [
+            Pool(
+                {self._number[name] for name, own in self._slots_of.items() if own == slots}, slots
+            )
+            for slots in dict.fromkeys(self._slots_of.values())
+        ]
+        self.slots: list[str | None] = [None] * len(spec.slot_bytes)
+        self._before: list[list[Ref]] = [[] for _ in self.slots]
         """Slot → the memory of its last block."""
+        self._ring = Ring(Memory.WEIGHT_SLOT, spec.weight_slots)
 
     def streams(self, block: str) -> bool:
         """Tell whether the block is streamed."""
@@ -104,27 +116,42 @@ class Streaming:
         self._order.was_read(self._before[slot], event)
 
     def _room(self, block: str, pinned: Collection[str]) -> int:
-        if None not in self.slots:
-            movable = {self._number[b] for b in self.resident if b not in pinned}
-            leaving = victim(movable, self.access_order.future)
-            if leaving is None:
-                raise StreamError(
-                    f"'{block}' is needed while {' and '.join(map(repr, self.resident))} are in "
-                    f"use, and there are {len(self.slots)} device slots for streamed blocks: set "
-                    f"device_slots = {len(self.slots) + 1}"
-                )
-            self.drop(self._blocks[leaving])
-        return self.slots.index(None)
+        free = self._free(block)
+        if free is not None:
+            return free
+        held = [found for slot in self._slots_of[block] if (found := self.slots[slot])]
+        movable = {self._number[b] for b in held if b not in pinned}
+        leaving = victim(movable, self.access_order.future)
+        if leaving is None:
+            raise StreamError(self._no_room(block, held))
+        slot = self.slots.index(self._blocks[leaving])
+        self.drop(self._blocks[leaving])
+        return slot
+
+    def _free(self, block: str) -> int | None:
+        return next((slot for slot in self._slots_of[block] if self.slots[slot] is None), None)
+
+    def _no_room(self, block: str, held: Sequence[str]) -> str:
+        used = f"'{block}' is needed while {' and '.join(map(repr, held))} are in use, and there "
+        if block in self._outside:
+            return (
+                f"{used}is one device slot for large modules outside of layers (zero_stage = 3): "
+                f'set keep_whole = ["{block}"]'
+            )
+        slots = len(held)
+        return f"{used}are {slots} device slots for streamed blocks: set device_slots = {slots + 1}"
 
     def _load_ahead(self, pinned: Collection[str]) -> None:
         resident = [self._number[block] for block in self.resident]
         fixed = [self._number[block] for block in self.resident if block in pinned]
-        for number, leaving in prefetches(
-            resident, fixed, self.access_order.future, len(self.slots)
-        ):
+        future = self.access_order.future
+        for number, leaving in prefetches(resident, fixed, future, self._pools):
             if leaving is not None:
                 self.drop(self._blocks[leaving])
-            self._load(self._blocks[number], self.slots.index(None))
+            block = self._blocks[number]
+            slot = self._free(block)
+            assert slot is not None
+            self._load(block, slot)
 
     def _load(self, block: str, slot: int) -> None:
         buckets = self._held[block]
@@ -136,7 +163,7 @@ class Streaming:
         self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])
         self._order.operations.append(Enter(block, slot))
         for bucket in buckets:
-            reads, writes = (bucket.load_source,), (bucket.shard,)
+            reads, writes = (self._on_host(bucket),), (bucket.shard,)
             op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, reads, writes)
             # load, beside compute of the blocks before: waits for the update that writes its
             # source. On h2d it would queue behind uploads that forward does not need yet.
@@ -145,3 +172,14 @@ class Streaming:
                 whole = (bucket.whole,)
                 # comm, beside the load of the next bucket: waits for its own load.
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))
+
+    def _on_host(self, bucket: BucketRefs) -> Ref:
+        """Return the weights that a load reads; those on the disk are brought to a slot before."""
+        if not bucket.loads_from_disk:
+            return bucket.load_source
+        slot = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
+        op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, (bucket.load_source,), (slot,))
+        # disk_load, beside the load of the bucket before and compute: waits for the write of what
+        # it reads, and for the load out of the slot before; its own load waits for it.
+        self._order.launch(op, fresh=slot)
+        return slot

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from offloadtrain.step.block_spec import MatrixSpec
 from offloadtrain.step.dependencies import Dependencies
-from offloadtrain.step.disk import DiskPath
+from offloadtrain.step.disk import DiskPath, GradientSlots
 from offloadtrain.step.operations import (
     Enter,
     Event,
+    Flip,
     Kind,
     Lane,
     Launch,
@@ -29,7 +31,7 @@ from offloadtrain.step.operations import (
     Update,
 )
 from offloadtrain.step.places import BucketRefs, Ring
-from offloadtrain.step.spec import MatrixSpec, StepSpec
+from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.streaming import Streaming
 
 
@@ -43,18 +45,22 @@ class UpdatePath:
         host_ring: Ring,
         streaming: Streaming,
         disk: DiskPath,
+        gradients: GradientSlots,
     ) -> None:
         self._is_single = spec.is_single
         self._order = order
         self._host_ring = host_ring
         self._streaming = streaming
         self._disk = disk
+        self._gradients = gradients
+        self._new_weights = Ring(Memory.NEW_WEIGHTS, spec.new_weight_slots)
 
     def begin(self, bucket: BucketRefs, update: Update) -> None:
         """Launch what comes before `adam` for matrices: see [Note: Matrices]."""
         if bucket.directions is None:
             return
         self._disk.read(bucket)
+        self._gradients.hold(bucket, keep=True)
         reads, writes = (bucket.decided,), (bucket.directions, *bucket.state())
         # Host, beside what the device does with the matrices of the block before. It waits for the
         # last copy down; the first copy up waits for it.
@@ -64,6 +70,7 @@ class UpdatePath:
         self._disk.write(bucket)
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
+        self._gradients.changed(bucket)
 
     def _orthogonalize(self, bucket: BucketRefs, directions: Ref, matrix: MatrixSpec) -> None:
         lo, hi = matrix.offset, matrix.offset + matrix.numel
@@ -91,6 +98,7 @@ class UpdatePath:
         """Launch the update of a bucket, of matrices behind `begin`; returns where the new working
         weights are staged."""
         self._disk.read(bucket)
+        self._gradients.hold(bucket, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
         reads = (bucket.directions or bucket.decided, *(state if update.out_of_place else ()))
@@ -102,12 +110,18 @@ class UpdatePath:
         # down; in-place, for loads of weights from this state. The upload waits for it. On the
         # device it may write the weights themselves: it waits for backward, and forward for it.
         self._order.launch(op, fresh=_in_turn(staged))
+        self._gradients.used(bucket)
         self._keep_weight(bucket, staged)
         self._disk.write(bucket)
         return staged
 
     def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
-        """Copy a new weight out of the state where that may leave the host before its upload."""
+        """Copy a new weight out of the state where that may leave the host before its upload, and
+        write it where its loads read it from the disk."""
+        if (file := bucket.new_weight_file) is not None:
+            # disk_write, beside the update of the next bucket. It waits for Adam, and for loads of
+            # what the file held before; the next load waits for it.
+            self._launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
         if bucket.spec.format.holds_weight and bucket.has_pending:
             # Host, behind its Adam: waits for the last upload, or for loads in flight, of the
             # weights before.
@@ -186,6 +200,11 @@ class UpdatePath:
         return event
 
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
+        if bucket.loads_from_disk:
+            # Written behind its Adam. Loads launched so far read the version before.
+            if bucket.flip_weight_file():
+                self._order.operations.append(Flip(bucket.name))
+            return
         if bucket.loads_from_host:
             # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
             # snapshot, loads read the staged weights themselves and wait for Adam.
@@ -205,8 +224,7 @@ class UpdatePath:
 
     def _gather(self, bucket: BucketRefs) -> None:
         """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
-        streamed = bucket.loads_from_host or bucket.loads_from_shard
-        if not self._is_single and not streamed:
+        if not self._is_single and not bucket.is_streamed:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
             # comm, beside the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.
@@ -214,14 +232,19 @@ class UpdatePath:
 
     def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
         """Return where the new weights wait for their upload: in the state itself, in memory of
-        their own, over the gradient, or in a slot of the ring; or where they are used."""
+        their own, over the gradient, or in a slot of a ring; or where they are used."""
         place = bucket.waiting(other=other)
         if place is None:
-            place = self._host_ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
+            ring = self._new_weights if bucket.has_new_weight_slot else self._host_ring
+            place = ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
         return place
 
     def _cast(self, bucket: BucketRefs) -> Ref:
+        if bucket.loads_from_state_file:
+            return bucket.load_source
         self._disk.read(bucket)
+        # The new weights may lie over the gradient, which nothing needs any more.
+        self._gradients.hold(bucket, keep=False)
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
             op = Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,))
@@ -236,4 +259,4 @@ class UpdatePath:
 
 def _in_turn(staged: Ref) -> Ref | None:
     """Return a slot of the ring, which held something else before; None for other memory."""
-    return staged if staged.memory is Memory.HOST_STAGING else None
+    return staged if staged.memory in (Memory.HOST_STAGING, Memory.NEW_WEIGHTS) else None

@@ -239,8 +239,8 @@ def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
 
 
 def _on_disk_of(job: Config, offload: OffloadConfig) -> OffloadConfig:
-    """Put state on the disk beside the runs, unless the job names a folder for it."""
-    if not offload.disk_share:
+    """Put what is on the disk beside the runs, unless the job names a folder for it."""
+    if not offload.uses_disk:
         return offload
     return replace(offload, scratch_dir=offload.scratch_dir or job.runs_dir)
 

@@ -6,11 +6,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from offloadtrain.boundary.output import tell
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
@@ -131,9 +132,13 @@ class DistributedRun:
         if isinstance(error, StoppedEarlyError):
             self._failures.stop_early(str(error))
             self._leave("" if self.rank_info.rank else told_early(error), self._code_of(error))
+        known = isinstance(error, OffloadTrainError)
+        # A collective without its peer has no story of its own.
+        if not known and (cause := self._failures.cause()) is not None:
+            error, known = RankError(_blamed(cause)), True
         self._failures.fail(f"{type(error).__name__}: {error}")
         text = f"{type(error).__name__}: {error}"
-        if not isinstance(error, OffloadTrainError):
+        if not known:
             text = "".join(traceback.format_exception(error))
         self._leave(f"rank {self.rank_info.rank}: {text}", self._code_of(error))
 
@@ -160,8 +165,9 @@ class DistributedRun:
 
     def _leave(self, text: str, code: int) -> NoReturn:
         if text:
-            print(text, file=sys.stderr, flush=True)
-        sys.stdout.flush()
+            tell(text, sys.stderr)
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(code)
 
 

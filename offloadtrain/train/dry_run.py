@@ -138,7 +138,7 @@ def proved(spec: StepSpec, input_bytes: int = 0) -> tuple[int, list[Fault]]:
     for rank in sorted({0, spec.ranks - 1}):
         operations = steps(Program(spec, rank), STEPS, input_bytes)
         launches = sum(isinstance(op, Launch) for op in operations)
-        faults += prove_operations(spec, operations)
+        faults += prove_operations(spec, operations, rank)
     return launches, faults
 
 
@@ -149,9 +149,10 @@ def some_of(spec: StepSpec) -> StepSpec:
     repeated = [block.name for block in spec.blocks if block.repeated]
     kept = {name for number, name in enumerate(repeated) if number < most}
     blocks = tuple(block for block in spec.blocks if block.name in kept or not block.repeated)
+    names = {block.name for block in blocks}
     return replace(
         spec,
         blocks=blocks,
-        streamed=spec.streamed & kept,
-        second_copies=spec.second_copies & {block.name for block in blocks},
+        streamed=spec.streamed & names,
+        second_copies=spec.second_copies & names,
     )

@@ -43,7 +43,7 @@ class DeviceFailedError(OffloadTrainError):
 
 
 class Emergency:
-    """What a run needs to be saved without its device."""
+    """The state of a run that is needed to save it without its device."""
 
     def __init__(
         self, config: Config, context: TrainingContext, saving: Saving, log: RunLog

@@ -1,4 +1,4 @@
-"""What of a job changed between a checkpoint and its resume."""
+"""The changes of a job between a checkpoint and its resume."""
 
 from __future__ import annotations
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.config.units import format_bytes
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 _BAR_CELLS = 30
 _TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0
@@ -25,14 +27,16 @@ class ProgressBar:
         self._shown = False
 
     def show(self, done_bytes: int, total_bytes: int) -> None:
+        HEARTBEAT.advance(self._label, done_bytes, total_bytes)
         interval = _TERMINAL_INTERVAL_S if self._terminal else _PLAIN_INTERVAL_S
         now = time.monotonic()
         if now - self._shown_at < interval:
             return
         self._shown_at, self._shown = now, True
         text = self._text(done_bytes, total_bytes)
-        print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
-        print(end="" if self._terminal else "\n", file=self._stream, flush=True)
+        with suppress(OSError, ValueError):  # the pipe's reader has left
+            print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
+            print(end="" if self._terminal else "\n", file=self._stream, flush=True)
         if self._on_shown is not None:
             self._on_shown()
 
@@ -45,7 +49,8 @@ class ProgressBar:
     def end(self) -> None:
         """End the line of the bar."""
         if self._terminal and self._shown:
-            print("\r\x1b[K", end="", file=self._stream, flush=True)
+            with suppress(OSError, ValueError):
+                print("\r\x1b[K", end="", file=self._stream, flush=True)
 
     def _text(self, done_bytes: int, total_bytes: int) -> str:
         share = done_bytes / total_bytes if total_bytes else 1.0

@@ -8,7 +8,8 @@ from typing import Any
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.plan.plan import PROCESS, Plan
-from offloadtrain.step.spec import BucketSpec, StepSpec
+from offloadtrain.step.block_spec import BucketSpec
+from offloadtrain.step.spec import StepSpec
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 
 
@@ -80,7 +81,7 @@ def _update_bytes(spec: StepSpec) -> int:
     """Count the bytes that updates move through one rank's host memory in a step."""
 
     def of_one(bucket: BucketSpec) -> float:
-        gradient = 4 if spec.accumulates else bucket.weight_bytes
+        gradient = 4 if spec.holds_sum(bucket) else bucket.weight_bytes
         moved = bucket.format.traffic_per_param(bucket.moments, bucket.weight_bytes, gradient)
         return moved * bucket.params
 

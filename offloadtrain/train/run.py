@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from offloadtrain.boundary.output import tell
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
@@ -19,8 +22,13 @@ from offloadtrain.train.guards import Guards
 from offloadtrain.train.memory_errors import NamedMemoryErrors
 from offloadtrain.train.progress_bar import ProgressBar
 from offloadtrain.train.resume import Opened, open_run
+from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.shown_set_up import ShownSetUp
 from offloadtrain.train.trainer import Trainer
+
+MOST_TOLD = 20
+"""Warnings of damaged checkpoints at one start."""
 
 
 def run(
@@ -59,20 +67,22 @@ def run(
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         memory = stack.enter_context(NamedMemoryErrors())
+        set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
         context = _build(config, opened, distributed, console)
         memory.ledger = context.optimizer.ledger
         guards.watchdog.watch_lanes(context.optimizer.lanes.state)
         trainer = Trainer(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)
-        for told in opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks):
-            log.warn("checkpoint-damaged", told)
+        _warn_of_damage(opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks), log)
+        _warn_without_locks(folder, log, ranks)
         if distributed is not None:
             distributed.began(folder)
         guards.watchdog.run = str(folder.path.resolve())
         # Only now: earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
         log.started(context, trainer.progress, waiting)
+        set_up.close()
         guards.stop.defer()
         outcome = trainer.train(requests, guards.stop)
         log.ended(outcome.status)
@@ -84,8 +94,35 @@ def run(
                 folder.path, events, config, seconds, outcome.step, stopped=stopped
             )
             console.say(told)
-            print(folder.path, flush=True)
+            tell(str(folder.path))
     return outcome.status
+
+
+def _warn_of_damage(problems: Sequence[str], log: RunLog) -> None:
+    """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones."""
+    for problem in problems[:MOST_TOLD]:
+        log.warn("checkpoint-damaged", problem)
+    if (more := len(problems) - MOST_TOLD) > 0:
+        log.warn("checkpoint-damaged", f"{more} more damaged checkpoints are set aside")
+
+
+def _warn_without_locks(folder: RunFolder, log: RunLog, ranks: Ranks) -> None:
+    if ranks.rank == 0 and not folder.has_locks:
+        log.warn(
+            "no-locks",
+            f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
+            "process from training in this folder",
+        )
+
+
+def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
+    """Make the folder, and show in it what rank 0 does, until closed: see [Note: Nothing before it
+    begins]."""
+    shown = ExitStack()
+    if ranks.rank == 0:
+        folder.announce()
+        shown.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
+    return shown
 
 
 def _resume(trainer: Trainer, opened: Opened, ranks: Ranks) -> None:

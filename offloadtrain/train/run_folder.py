@@ -5,6 +5,7 @@ runs/<UTC time>-<name>/
     job.toml            the job as given
     resolved.toml       the job as run
     lock                flock held for the run's life: it is free once the run is over
+    set_up.json         what it does until its log begins (events/set_up_file.py)
     events/rank000.jsonl, rank000.ring    the log, and the newest samples of memory
     checkpoints/
     control/            requests from outside (control.py)
@@ -32,15 +33,19 @@ from typing import Any
 from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.events import set_up_file
 from offloadtrain.events.schema import SCHEMA
 from offloadtrain.hardware.atomic_io import sync_folder
+from offloadtrain.hardware.file_locks import lock
 
 _MODE = 0o700
 _FOLDERS = ("events", "checkpoints", "control", "tensorboard", "wandb")
 _CONTENT = (
     *("lock", "run.json", "job.toml", "resolved.toml", "metrics.csv", "metrics.jsonl"),
+    set_up_file.FILE,
     *_FOLDERS,
 )
+_NO_TIME = "00000000-000000"
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 
 
@@ -53,13 +58,13 @@ class RunFolder:
 
     [Note: Nothing before it begins]
     A start may be refused for many reasons: another model, no memory, no data. An existing folder
-    is therefore only locked until `begin`, and a new one is not created before. `close` removes
-    what `begin` has created, unless there is a step or a checkpoint (`keep`): only then does
-    runs_dir/latest point to it. A kill at the wrong moment can leave a folder without either;
-    `resume.py` skips it.
+    is therefore only locked until `begin`; a new one is made by `announce`, with nothing in it but
+    what the set-up does. `close` removes what both have created, unless there is a step or a
+    checkpoint (`keep`): only then does runs_dir/latest point to it. A kill at the wrong moment can
+    leave a folder without either; `resume.py` skips it.
 
     Attributes:
-        path: the folder; `begin` may change the name of a new run if it was taken meanwhile.
+        path: the folder; `announce` may change the name of a new run if it was taken meanwhile.
         run_id: its name, which holds the UTC time it was made and the job's name.
     """
 
@@ -79,7 +84,7 @@ class RunFolder:
 
     @classmethod
     def new(cls, runs_dir: Path, name: str, path: Path | None = None) -> RunFolder:
-        """Choose the folder of a new run, which `begin` makes.
+        """Choose the folder of a new run, which `announce` makes.
 
         Args:
             path: the folder to make; default: runs_dir/<UTC time>-<name>.
@@ -88,7 +93,7 @@ class RunFolder:
             RunFolderError: `path` already contains a run, or cannot be made.
         """
         run = cls.__new__(cls)
-        run._set_up(path or runs_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}")
+        run._set_up(path or runs_dir / f"{_stamp(runs_dir, name)}-{name}")
         run._runs_dir, run._new, run._dated = runs_dir, True, path is None
         run._refuse_what_is_taken()
         _check_can_be_made(run.path)
@@ -112,12 +117,17 @@ class RunFolder:
         self.path = path
         self._lock = -1
         self._runs_dir = path.parent
-        self._new = self._dated = self._kept = False
+        self._new = self._dated = self._kept = self._announced = False
         self._made: list[Path] = []
 
     @property
     def run_id(self) -> str:
         return self.path.name
+
+    @property
+    def has_locks(self) -> bool:
+        """Whether the file system keeps locks; some network file systems are mounted without."""
+        return lock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def checkpoints(self) -> Path:
@@ -127,8 +137,22 @@ class RunFolder:
         """Return the event file of one rank."""
         return self.path / "events" / f"rank{rank:03d}.jsonl"
 
+    def announce(self) -> None:
+        """Make the folder if it is new, so that its set-up can be watched. Idempotent.
+
+        Raises:
+            RunFolderError: it cannot be made, or another start has made it meanwhile.
+        """
+        if not self._new:
+            return
+        try:
+            self._make()
+        except OSError as error:
+            raise self._cannot_be_made(error) from error
+        self._new, self._announced = False, True
+
     def begin(self, resolved: str, job: str | None = None) -> None:
-        """Make the folder if it is new, and write the job of this start.
+        """Make the folder unless it is there, and write the job of this start.
 
         Args:
             resolved: text of the job as run; a resume may change some keys.
@@ -137,19 +161,19 @@ class RunFolder:
         Raises:
             RunFolderError: it cannot be made, or another start has begun in it meanwhile.
         """
+        self.announce()
+        self._kept = self._kept or not self._announced
         try:
-            if self._new:
-                self._make()
-            else:
-                self._kept = True
             os.truncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
             if job is not None:
                 replace_file(self.path / "job.toml", job)
             replace_file(self.path / "resolved.toml", resolved)
         except OSError as error:
-            where = f"{self.path}: {error.strerror}"
-            raise RunFolderError(f"the run folder cannot be made at {where}") from error
+            raise self._cannot_be_made(error) from error
+
+    def _cannot_be_made(self, error: OSError) -> RunFolderError:
+        return RunFolderError(f"the run folder cannot be made at {self.path}: {error.strerror}")
 
     def join(self, path: Path) -> None:
         """Use the folder that rank 0 has made.
@@ -182,7 +206,7 @@ class RunFolder:
             "run_id": self.run_id,
             "schema": SCHEMA,
             "pid": os.getpid(),
-            "pid_start_ticks": _start_ticks(),
+            "pid_start_ticks": start_ticks(),
             "host": socket.gethostname(),
             "argv": sys.argv,
             "started_s": time.time(),
@@ -266,6 +290,13 @@ def _has_checkpoint(path: Path) -> bool:
     return any((path / "checkpoints").glob("step-????????"))
 
 
+def _stamp(runs_dir: Path, name: str) -> str:
+    """Return the UTC time for the name of a new run; not before that of the job's newest one, or
+    `--resume auto` would take that for the newer run after the clock was set back."""
+    newest = next((path.name[: len(_NO_TIME)] for path in of_job(runs_dir, name)), _NO_TIME)
+    return max(newest, f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+
+
 def of_job(runs_dir: Path, name: str) -> list[Path]:
     """Return the run folders of the job `name`, the newest first."""
     form = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:\+(\d+))?")
@@ -290,7 +321,7 @@ def _missing(path: Path) -> list[Path]:
 
 
 def _check_can_be_made(path: Path) -> None:
-    """Refuse now a folder that `begin` could not make minutes later."""
+    """Refuse now a folder that `announce` could not make."""
     above = next(at for at in (path, *path.absolute().parents) if os.path.exists(at))
     if not above.is_dir():
         code = errno.EEXIST if above == path else errno.ENOTDIR
@@ -343,8 +374,8 @@ def _taken(fd: int) -> bool:
     """Take the lock; retry a few times, because readers hold it for microseconds."""
     for _ in range(_LOCK_TRIES):
         with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True  # also where there are none: `has_locks` tells
         time.sleep(_LOCK_PAUSE_S)
     return False
 
@@ -363,7 +394,7 @@ def _point_latest(folder: Path) -> None:
         raise
 
 
-def _start_ticks() -> int:
+def start_ticks() -> int:
     """Return the start time of this process in clock ticks since boot, since pids are reused."""
     stat = Path("/proc/self/stat").read_text()
     return int(stat.rpartition(")")[2].split()[19])

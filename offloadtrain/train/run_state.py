@@ -1,4 +1,4 @@
-"""What a checkpoint has beside tensors: all that the rest of a run depends on.
+"""The contents of a checkpoint beside tensors: all that the rest of a run depends on.
 
 `saved_state.py` checks what was read of it.
 """

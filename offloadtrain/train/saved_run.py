@@ -58,7 +58,7 @@ class SavedRun:
 
     @property
     def precision(self) -> str:
-        """Of the working weights it was trained with: "bf16", "fp16" or "fp32"."""
+        """The precision of its working weights in training: "bf16", "fp16" or "fp32"."""
         return str(self.found.state["precision"])
 
     def weights(
@@ -220,6 +220,7 @@ def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
         with torch.device("meta"):
             module = Transformer(saved.job.model).to(dtype)
         module = module.to_empty(device=device)
+        module.tie()  # on the way there a tied head has become a weight of its own
     else:
         module = hf_job.unset_model(saved.hf_config(), hf.lora, dtype).to(device)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())

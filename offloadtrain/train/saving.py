@@ -155,7 +155,13 @@ class Saving:
                 before = found.step
 
     def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
+        """Of one that is skipped; it is set aside, for its step is trained and saved again."""
         self._log.warn("checkpoint-damaged", f"{damage}. An earlier one is used.")
+        if self._ranks.rank == 0:
+            try:
+                checkpoint.set_aside(path)
+            except OSError as error:
+                self._log.warn("checkpoint-damaged", f"{path} cannot be renamed: {error.strerror}")
 
     def _no_rollback(self, spike: str, why: str) -> TrainingError:
         return TrainingError(

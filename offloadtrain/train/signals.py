@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -134,4 +135,5 @@ def told_early(error: StoppedEarlyError) -> str:
 
 
 def _write(note: str) -> None:
-    os.write(_STDERR, f"\n{note}\n".encode())
+    with suppress(OSError):  # the terminal is gone, which is what SIGHUP says
+        os.write(_STDERR, f"\n{note}\n".encode())

@@ -40,7 +40,7 @@ class TrainedModel:
 
     @property
     def packing(self) -> Packing:
-        """How documents fill sequences: as in its training."""
+        """The packing of documents into sequences, as in its training."""
         return "stream" if self.saved is None else self.saved.job.data.packing
 
     @property

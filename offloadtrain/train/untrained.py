@@ -18,7 +18,7 @@ Versions = Mapping[str, tuple[int, int]]
 
 
 class Untrained:
-    """What a checkpoint holds of a model beside the optimizer's state."""
+    """The part of a model in a checkpoint that is not optimizer state."""
 
     def __init__(self, model: nn.Module, optimizer: save.OffloadedState) -> None:
         self._tables: dict[str, tuple[dict[str, Any], str]] = {}

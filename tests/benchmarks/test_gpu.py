@@ -200,6 +200,7 @@ def test_what_does_not_fit_beside_the_other(
     assert told in compare(TINY, replace(TINY, system="resident"))["missing"]
 
 
+@pytest.mark.slow
 def test_a_pair_on_smaller_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its own: what it takes beyond it would be the other's."""
     specs = [replace(TINY, gpu_memory=GIB), replace(TINY, system="resident", gpu_memory=GIB)]
@@ -289,6 +290,7 @@ def test_what_a_goal_is_about_is_measured_within_three_calls_of_ten_minutes() ->
     assert sum(item.seconds for item in first) < 3 * 540
 
 
+@pytest.mark.slow
 def test_every_measurement_has_a_plan() -> None:
     machine = find("h200")[1]
     for item in items(Here(card=139 * GIB), toy=False):

@@ -81,12 +81,14 @@ def test_the_table_and_the_goals(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [line for line in told.splitlines() if line.startswith(ONE_PASS) and "fp32" in line]
 
 
+@pytest.mark.slow
 def test_torch_keeps_its_threads() -> None:
     before = torch.get_num_threads()
     assert main(["bench", "adam", "--n", "64", "--rounds", "1", "--threads", str(before + 1)]) == 0
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "said"),
     [("ModuleNotFoundError('no hjson', name='hjson')", "no hjson"), ("OSError('nvcc')", "nvcc")],

@@ -52,6 +52,7 @@ def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
+@pytest.mark.slow
 def test_lines(tmp_path: Path, capsys: Captured) -> None:
     """Adam in every format and the disk; the plan of state on it takes these rates."""
     file = tmp_path / "mine.toml"

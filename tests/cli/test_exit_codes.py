@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -46,9 +47,8 @@ def wait_for_step(path: Path, process: Process, seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
     job, path = job_file(tmp_path, "train.steps=5000", "train.checkpoint_every=0"), tmp_path / "run"
     process = start("train", job, "--run-dir", path)
@@ -156,6 +156,22 @@ def test_4_when_the_device_is_full(
     arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
     assert main(arguments) == 4
     assert capsys.readouterr().err == "no 24.8 GiB on the device\n"
+
+
+def test_what_the_system_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), tmp_path / "some.bin")
+
+    monkeypatch.setattr("offloadtrain.train.run.assemble", refused)
+    arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith(f"{tmp_path / 'some.bin'}: {os.strerror(errno.ESTALE)}")
+    assert "Traceback" not in said
+    assert main([*arguments, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_unknown_exception_is_1_with_its_traceback(

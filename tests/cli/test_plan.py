@@ -88,6 +88,7 @@ def test_memory_can_be_given(capsys: Captured) -> None:
     assert plan("demo", "--machine", "cpu2") == 0
 
 
+@pytest.mark.slow
 def test_a_gpu_of_which_only_the_memory_is_told(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def test_the_largest_model_of_two_gpus(capsys: Captured, monkeypatch: pytest.Mon
     assert "2 GPUs: device of each" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_batch_whose_sums_do_not_fit_is_told_which_does(capsys: Captured) -> None:
     """Microbatches are summed in fp32 on the host; a step of one microbatch has no sums."""
     arguments = ["llama_1b", "--machine", "rtx4090", "--host-memory", "64GiB", "--set",
@@ -264,7 +266,10 @@ def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
         (["demo", "--machine", "h1000"], 2, "did you mean h100"),
         (["demo", "--machine", "no/such.toml"], 2, "cannot be read"),
         (["demo", "--gpus", "0"], 2, "at least 1"),
-        (["demo", "--host-memory", "0"], 2, "give more than 0"),
+        (["demo", "--host-memory", "0"], 2, "give a size with its unit, such as 24GiB"),
+        (["demo", "--host-memory", "64"], 2, "give a size with its unit, such as 24GiB"),
+        (["demo", "--search", "--sweep", "gpus=1"], 2, "--search tries the divisions of one job"),
+        (["--search", "--hf", "."], 2, "--search tries the divisions of one job"),
         (["demo", "--host-memory", "much"], 2, "not a size"),
         (["demo", "--machine", "cpu2", "--gpu-memory", "8GiB"], 2, "has no GPU"),
         (["demo", "--set", "model.d_model=7"], 2, "must be a multiple"),
@@ -274,7 +279,7 @@ def test_a_plot(tmp_path: Path, capsys: Captured, ending: str) -> None:
         (["demo", "--sweep", "gpus=1", "--plot", "x.gif"], 2, ".svg or .png"),
         (["demo", "--largest"], 2, "leave out demo"),
         (["--largest", "--sweep", "gpus=1"], 2, "leave out"),
-        (["demo", "--plot", "x.svg"], 2, "plots a --sweep"),
+        (["demo", "--plot", "x.svg"], 2, "needs a --sweep"),
         (["gpt_13b_v100", "--machine", "cpu2"], 4, "computes on its CPU"),
     ],
 )
@@ -335,6 +340,31 @@ def test_the_question_that_people_ask(capsys: Captured) -> None:
     assert max(rates) <= rates[0] / (1 - suggest.SAME)
     assert plan(*asked, "12GiB") == 4
     assert capsys.readouterr().out.startswith("No: 1.3B (llama-1.3b")
+
+
+def test_an_encoder_with_a_decoder_is_no_causal_language_model(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 128, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", **sizes}))
+    assert plan("--hf", tmp_path, "--machine", "rtx4090") == 2
+    said = capsys.readouterr().err
+    assert "no causal language model of type t5" in said and "ot.plan_model" in said
+
+
+def test_the_search_prints_divisions_and_the_keys_of_the_fastest(capsys: Captured) -> None:
+    asked = ("debug", "--machine", "rtx4090", "--gpus", "2", "--search")
+    small = ("--set", "device.kind=auto", "model.tie_embeddings=false", "model.num_layers=4")
+    assert plan(*asked, *small) == 0
+    out = capsys.readouterr().out
+    assert "2bw (PipeDream-2BW)" in out and "The fastest job: --set ranks.pipeline=" in out
+    assert plan(*asked, *small, "--json") == 0
+    rows = found(capsys)["rows"]
+    assert {row["stages"] for row in rows} == {1, 2}
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert plan(*asked, "--set", "device.kind=auto", "model.tie_embeddings=true") == 0
+    assert "Replicas only: ranks.pipeline = 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

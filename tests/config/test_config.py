@@ -582,21 +582,29 @@ def _configs(draw: st.DrawFn) -> Config:
     kept = [(state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")]
     state, precision = draw(st.sampled_from(kept))
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
-    working = draw(st.sampled_from(("device", "host")))
+    on_disk = ("disk",) if update != "speculative" else ()
+    working = draw(st.sampled_from(("device", "host", *on_disk)))
     skips = precision == "fp16" or draw(st.booleans())
     state_on = draw(_tiers(update, working))
+    gradients = ("disk",) if "disk" in state_on and update == "exact" else ()
+    sums_on = draw(st.sampled_from(("host", "device")))
     offload = {
         "precision": st.just(precision),
         "state": st.just(state),
         "state_on": st.just(state_on),
-        "scratch_dir": st.none() | _PATHS if "disk" in state_on else st.none(),
+        "scratch_dir": st.none() | _PATHS if "disk" in (working, *state_on) else st.none(),
+        "grad_on": st.sampled_from(("host", *gradients)),
+        "sums_on": st.just(sums_on),
+        "sums_down": st.sampled_from(("fp32", "working") if sums_on == "device" else ("fp32",)),
         "update": st.just(update),
         "warmup_steps": st.integers(0, 9 if update == "delayed" else 0),
         "skip_nonfinite": st.just(skips),
         "loss_scale_hysteresis": st.integers(1, 9 if precision == "fp16" else 1),
         "working": st.just(working),
-        "resident_blocks": st.none() | st.integers(0, 9 if working == "host" else 0),
+        "resident_blocks": st.none() | st.integers(0, 9 if working != "device" else 0),
         "zero_stage": st.integers(0, 3),
+        "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
+        "partition_activations": st.just(False),
     }
     chunked = draw(st.booleans())
     return Config(

@@ -216,6 +216,11 @@ CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
     "refused": ("{{ raise_exception('never') }}", CHAT, r"refuses it \(never\)"),
     "no role": (tiny.CHATML, [{"content": "a"}], 'each message must be {"role"'),
     "text": (tiny.CHATML, "what", "messages must be a list of messages"),
+    "parts": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, CHAT[2]],
+        "content of message number 1 is a list, which the chat template does not read",
+    ),
     "no template": (None, CHAT, "has no chat template: name a Jinja file"),
 }
 
@@ -227,6 +232,35 @@ def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path, name: str) 
     source = _jsonl(tmp_path / "a", [{"messages": messages}])
     with pytest.raises(DataError, match=problem):
         prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
+
+
+def test_parts_that_the_template_reads_are_taken(tmp_path: Path) -> None:
+    """As templates of models that see pictures do."""
+    reads = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    folder = tiny.folder(tmp_path / "t", template=reads)
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    rows = [[{"role": "user", "content": x}, CHAT[2]] for x in (parts, "the cat")]
+    found = [
+        documents(
+            prepare(
+                _jsonl(tmp_path / str(number), [{"messages": messages}]),
+                tmp_path / f"out{number}",
+                tokenizer=str(folder),
+                val_fraction=0.0,
+            ).train
+        )
+        for number, messages in enumerate(rows)
+    ]
+    assert found[0] == found[1]
+
+
+def test_turns_of_another_form_are_named(tmp_path: Path, folder: Path) -> None:
+    source = _jsonl(tmp_path / "a", [{"conversations": [{"from": "human", "value": "hi"}]}])
+    with pytest.raises(DataError, match='the turns of "conversations" have to be "messages"'):
+        prepare(source, tmp_path / "out", tokenizer=str(folder))
 
 
 def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
@@ -341,6 +375,7 @@ def test_processes_give_the_same_file(
     source = _jsonl(tmp_path / "a", chat_rows(40))
     alone = prepare(source, tmp_path / "one", tokenizer=str(folder), val_fraction=0.5)
     monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
     monkeypatch.setattr(cut, "PIECE_BYTES", 999)
     monkeypatch.setattr(workers, "_executor", _recorded(workers._executor, made := []))
     spread = prepare(source, tmp_path / "two", tokenizer=str(folder), val_fraction=0.5, jobs=2)

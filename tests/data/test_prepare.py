@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "processes":
         monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
+        monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
     return str(request.param)
 
 
@@ -443,8 +445,30 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
         documents.read_pieces(tuple(cut.cut(file)), reading)
 
 
+def test_processes_are_started_where_they_pay(tmp_path: Path) -> None:
+    """Bytes of records not by two, which were slower than one thread; text never."""
+    table = written(tmp_path / "a", {"a.jsonl": jsonl(["a", "b"])})
+    text = written(tmp_path / "b", {"a.txt": b"a"})
+    enough = workers.PROCESSES_FROM_BYTES
+    other: Any = object()
+    words = replace(READING, encoder=replace(READING.encoder, tokenizer=other))
+    for source, reading, num_bytes, fewest in (
+        (table, READING, enough, workers.FEWEST_PROCESSES),
+        (table, READING, enough - 1, None),
+        (text, READING, 16 * enough, None),
+        (table, words, enough // 16, 2),
+        (text, words, enough // 16, 2),
+        (text, words, enough // 16 - 1, None),
+    ):
+        (file,) = find_files(source, excluded=tmp_path / "out")
+        pieces = [replace(next(iter(cut.cut(file))), num_bytes=num_bytes)]
+        found = [jobs for jobs in (1, 2, 3, 9) if workers._processes_pay(pieces, reading, jobs)]
+        assert found == ([] if fewest is None else [n for n in (2, 3, 9) if n >= fewest])
+
+
 def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
     monkeypatch.setattr(workers, "_read", _die)
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
     with pytest.raises(DataError, match="worker process ended early"):
@@ -457,6 +481,7 @@ def test_a_script_without_a_main_guard_is_told_so_instead_of_hanging(tmp_path: P
     script.write_text(
         "from offloadtrain.data import prepare, workers\n"
         "workers.PROCESSES_FROM_BYTES = 0\n"
+        "workers.FEWEST_PROCESSES = 2\n"
         f"prepare.prepare({str(source)!r}, {str(tmp_path / 'out')!r}, jobs=2)\n"
     )
     search = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

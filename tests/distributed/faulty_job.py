@@ -21,7 +21,7 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.train import build
+from offloadtrain.train import token_files
 from offloadtrain.train.checkpoint.writer import TensorWriter
 from offloadtrain.train.trainer import Trainer
 
@@ -35,7 +35,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "error": (Transformer, "forward"),
 }
 MORE_POINTS: dict[str, tuple[Any, str]] = {
-    "building": (build, "open_tokens"),
+    "building": (token_files, "open_tokens"),
     "evaluation": (Trainer, "_evaluate"),
 }
 

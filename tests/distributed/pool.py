@@ -23,6 +23,8 @@ PRELOADED = [
     "offloadtrain.engine",
     "torch._dynamo",  # what the first torch optimizer of a process imports, for a second
     "torch.distributed.fsdp",
+    "offloadtrain.train.run",
+    "offloadtrain.cli.commands.launch",
     "tests.distributed.faulty_job",
     "tests.distributed.test_checkpoints",
     "tests.distributed.test_jobs",

@@ -1,5 +1,5 @@
 """Jobs of `train --nproc` in which something happens to a rank, the launcher, or by signal; for
-tests, and for `python -m benchmarks.faults`."""
+tests, and for `python -m benchmarks.rank_faults`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
+from tests.distributed.forked_job import HELD, ForkedJob
 from tests.train.small_job import JOB, write_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,7 +46,7 @@ def job_file(folder: Path, *overrides: str) -> Path:
 class Job:
     """A running command, its output with the time of each line, and its run folder."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedJob
     run: Path
     lines: list[tuple[float, str]] = field(default_factory=list)
     _reader: threading.Thread | None = None
@@ -55,7 +56,7 @@ class Job:
         """`fault`: POINT:ACTION, STEP, RANK as `faulty_job` takes them."""
         program = " ".join(("-m", "tests.distributed.faulty_job", *fault))
         launcher = ("-c", _LAUNCH, program) if fault else ("-m", "offloadtrain")
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULT_AT": str(run) + ".fault"}
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULT_AT": str(beside(run, "fault"))}
         process = subprocess.Popen(
             [sys.executable, *launcher, "train", str(job), "--run-dir", str(run), *arguments],
             cwd=ROOT,
@@ -64,6 +65,27 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        return cls._followed(process, run)
+
+    @classmethod
+    def fork(
+        cls, job: Path, run: Path, *arguments: str, fault: Sequence[str] = (), heard: bool = True
+    ) -> Job:
+        """As `start`, in processes that have imported everything.
+
+        Args:
+            heard: somebody reads what they print.
+        """
+        program = " ".join(("tests.distributed.faulty_job", *fault)) if fault else "offloadtrain"
+        given = ["train", str(job), "--run-dir", str(run), *arguments]
+        process = ForkedJob(f"-m {program}", given, beside(run, "fault"))
+        if not heard:
+            process.stdout.close()
+            return cls(process, run)
+        return cls._followed(process, run)
+
+    @classmethod
+    def _followed(cls, process: subprocess.Popen[str] | ForkedJob, run: Path) -> Job:
         started = cls(process, run)
         started._reader = threading.Thread(target=started._read, daemon=True)
         started._reader.start()
@@ -87,8 +109,8 @@ class Job:
             self.process.kill()  # the ranks end with it
             self.process.wait()  # else its end is a warning in a later test
             raise AssertionError(f"it hangs:\n{self.text}") from error
-        assert self._reader is not None
-        self._reader.join(WITHIN_S)
+        if self._reader is not None:
+            self._reader.join(WITHIN_S)
         return code
 
     def handles_signals(self, within_s: float = 30.0) -> bool:
@@ -119,7 +141,7 @@ class Job:
 
     def named_after_s(self, rank: int) -> float:
         """Return the seconds from the fault to the launcher's first line that names the rank."""
-        at = float(Path(str(self.run) + ".fault").read_text())
+        at = float(beside(self.run, "fault").read_text())
         named = re.compile(rf"rank {rank} \(pid \d+\) (was killed|makes no progress)")
         return next(time_s for time_s, line in self.lines if named.match(line)) - at
 
@@ -130,16 +152,27 @@ class Job:
         return [record.event.step for record in log if isinstance(record.event, schema.Step)]
 
 
+def beside(run: Path, what: str) -> Path:
+    """A file of one run, which is not in it."""
+    return Path(f"{run}.{what}")
+
+
 def processes_of(run: Path) -> list[int]:
-    """Return the processes whose command line names the run folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    """Return the processes whose command line names the run folder, or that hold its file."""
+    found, held = [], str(beside(run, "held"))
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if os.fsencode(run) in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
+            named = os.fsencode(run) in (path / "cmdline").read_bytes()
+            if int(path.name) != os.getpid() and (named or _holds(path, held)):
+                found.append(int(path.name))
         except OSError:
             continue  # it has ended meanwhile
     return found
+
+
+def _holds(process: Path, file: str) -> bool:
+    link = process / "fd" / str(HELD)
+    return link.is_symlink() and os.readlink(link) == file
 
 
 def none_left(run: Path, within_s: float = 30.0) -> bool:

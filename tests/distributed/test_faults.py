@@ -22,6 +22,7 @@ from benchmarks import rank_faults
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import schema
+from offloadtrain.runtime import process_group
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, _home
 from offloadtrain.runtime.launcher_link import Pulse
 from offloadtrain.runtime.process_group import RankError
@@ -237,6 +238,16 @@ def test_a_stop_while_building_leaves_nothing_and_starts_again(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_run_outlives_those_who_read_its_output(job: Path, tmp_path: Path, ranks: str) -> None:
+    """`train 2>&1 | head -1`: nothing can be printed any more, from the first step on."""
+    started = Job.fork(job, tmp_path / "run", "--nproc", ranks, heard=False)
+    assert started.ended() == 0
+    ended = events_of(tmp_path / "run", schema.RunEnded)[-1]
+    assert ended.status == "done" and ended.step == 9
+
+
+@pytest.mark.slow
 def test_usr1_saves_and_goes_on(job: Path, tmp_path: Path) -> None:
     never = ("train.steps=5000", "train.checkpoint_every=0", "train.eval_every=0")
     started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", *never)
@@ -253,6 +264,21 @@ def test_usr1_saves_and_goes_on(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_start_that_is_refused_is_told_without_a_traceback(job: Path, tmp_path: Path) -> None:
+    """Rank 0 alone knows that the folder is taken; the others lose their peer."""
+    first = Job.fork(job, tmp_path / "run", "--set", "train.steps=5000")
+    first.wait_for_step()
+    second = Job.fork(job, tmp_path / "run", "--nproc", "2", "--resume", "auto")
+    assert second.ended() == 1
+    told = [line for line in second.text.splitlines() if line.startswith(("rank", "[rank"))]
+    assert "is already running, pid" in told[0]
+    assert "Traceback" not in second.text and "RuntimeError" not in second.text
+    assert any("another rank has failed" in line for line in told)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.ended() == 75
+
+
+@pytest.mark.slow
 def test_a_killed_launcher_takes_its_ranks_along(job: Path, tmp_path: Path) -> None:
     started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
     started.wait_for_step(ranks=2)
@@ -263,10 +289,10 @@ def test_a_killed_launcher_takes_its_ranks_along(job: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", list(rank_faults.CASES))
-def test_random_faults(tmp_path: Path, what: str) -> None:
-    """A slice of `python -m benchmarks.rank_faults`."""
-    assert rank_faults.main([what, "--count", "20"]) == 0
+@pytest.mark.parametrize(("what", "count"), [("faults", 60), ("signals", 200), ("orphans", 20)])
+def test_random_faults(what: str, count: int) -> None:
+    """`python -m benchmarks.rank_faults`, whole."""
+    assert rank_faults.main([what, "--count", str(count), "--at-once", "2"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -285,6 +311,21 @@ def test_bad_numbers_of_ranks(
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said
     assert not (job.parent / "runs").exists()
+
+
+def test_ranks_that_cannot_be_connected_say_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few descriptors, no such interface, a rank that has ended: torch tells it at length."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+
+    def refused(*given: object, **more: object) -> None:
+        raise RuntimeError("Too many open files\nException raised from somewhere:\nframe #0")
+
+    monkeypatch.setattr(process_group, "_connected", refused)
+    with pytest.raises(RankError) as raised:
+        process_group.connect(RankInfo(0, 2), on_gpu=False, timeout_s=1.0)
+    told = "the ranks cannot be connected through 127.0.0.1:1234: Too many open files"
+    assert str(raised.value) == told
 
 
 class Board:

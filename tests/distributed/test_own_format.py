@@ -35,6 +35,7 @@ def compare(state: str, options: dict[str, Any]) -> None:
         optimizer.close()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("state", ["split16", "scaled"])
 def test_shards_of_ones_own_format(ranks: Run, state: str, stage: int) -> None:

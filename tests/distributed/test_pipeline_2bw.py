@@ -186,6 +186,7 @@ def refused(stages: int) -> list[str]:
         optimizer.synchronize,
         optimizer.state_dict,
         optimizer.step,
+        optimizer.zero_grad,
     ]
     for call in calls:
         with pytest.raises((EngineError, PipelineError)) as told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,3 +26,15 @@ from tests.plan.test_memory import GPT, booked, job, planned
 def test_of_a_rank(ranks: Run, keys: dict[str, Any]) -> None:
     config = shared(job(GPT, train__micro_batch=4, **keys), 2)
     assert ranks(2, booked, config) == [planned(config, 2)] * 2
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_of_tables_in_shards(ranks: Run, working: str) -> None:
+    """Untied ones, of which one is gathered at a time."""
+    keys = {"offload__zero_stage": 3, "offload__working": working, "model__tie_embeddings": False}
+    config = shared(job(GPT, train__micro_batch=4, **keys), 4)
+    table, found = config.model.vocab_size * config.model.d_model, planned(config, 4)
+    assert ranks(4, booked, config) == [found] * 4
+    whole = planned(replace(config, offload=replace(config.offload, keep_whole=("*",))), 4)
+    on_device = [sum(one["device"].values()) for one in (found, whole)]
+    assert on_device[1] - on_device[0] > (0.9 if working == "host" else 0.4) * 2 * table

@@ -33,7 +33,7 @@ def compare(rule: str, state: str, options: dict[str, Any]) -> None:
 
 
 @needs_fma_in_torch
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("rule", "state"),

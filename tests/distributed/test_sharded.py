@@ -137,7 +137,7 @@ def test_same_bits_as_resident_data_parallelism(ranks: Run, size: int, name: str
     ranks(size, compare, name)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("lanes", ["in order", "threads"])
 @pytest.mark.parametrize("options", [{"accum": 2}, {"update": "speculative", "clip": 1e9}])
@@ -193,7 +193,16 @@ def test_stages_with_half_of_the_state_on_the_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", ["threads", "late"])
-@pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3}, {"working": "host"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"working": "host"},
+        {"zero_stage": 1, "grad_on": "disk"},
+        {"working": "disk", "grad_on": "disk"},
+    ],
+)
 def test_stages_with_the_state_on_the_disk(
     ranks: Run, tmp_path: Path, options: dict[str, Any], lanes: str
 ) -> None:
@@ -216,7 +225,7 @@ def test_microbatches_and_wide_sums(ranks: Run, size: int, reduction: str, preci
     ranks(size, compare, "frozen", precision, accum=2, reduction=reduction, clip=None)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("update", ["speculative", "early"])
 @pytest.mark.parametrize("lanes", ["threads", "seeded"])
@@ -248,6 +257,7 @@ def test_wrong_guesses(ranks: Run) -> None:
     ranks(2, compare, "chain", update="speculative", clip=0.1, zero_stage=3, steps=6)
 
 
+@pytest.mark.slow
 def test_plain_backward(ranks: Run) -> None:
     ranks(2, compare, "chain", accum=2, explicit=False)
     ranks(2, compare, "unusual", explicit=False)

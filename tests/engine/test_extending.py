@@ -32,7 +32,7 @@ from tests.runtime.fake_cuda import installed
 from tests.runtime.test_cuda_lanes import Case, compare
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
-OPTIMIZER, FORMAT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+OPTIMIZER, _, FORMAT, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LR, BETA, BETAS, DECAY, SEED = 1e-2, 0.9, (0.9, 0.95), 0.1, 7
 TOY = "bf16-moments"

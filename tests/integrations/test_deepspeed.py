@@ -156,14 +156,19 @@ def test_auto_without_arguments_is_left_to_them(tmp_path: Path) -> None:
     assert "precision" not in found.tables["offload"] and "lr" not in found.tables["optim"]
     assert found.undecided["optimizer.params.lr"] == "TrainingArguments' learning_rate decides"
     assert "bf16.enabled" in found.undecided
+    told = found.undecided_in_a_job()
+    assert told.keys() == found.undecided.keys()
+    assert told["optimizer.params.lr"].endswith("decides; until you set it, optim.lr is 0.0003")
+    assert told["optimizer.params.betas"].endswith("optim.betas is (0.9, 0.95)")
+    assert told["bf16.enabled"] == found.undecided["bf16.enabled"]
 
 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
         ("zero_optimization__offload_optimizer__device", "tape", "the tiers are cpu, none, nvme"),
-        ("zero_optimization__offload_param__device", "nvme", "the tiers are cpu, none"),
-        ("zero_optimization__offload_param__nvme_path", "/nvme", "only state can be on the disk"),
+        ("zero_optimization__offload_param__device", "tape", "the tiers are cpu, none, nvme"),
+        ("zero_optimization__offload_param__max_in_cpu", 10**9, "a few slots"),
         ("zero_optimization__offload_optimizer__ratio", 0.4, "all of the state"),
         ("zero_optimization__zero_quantized_weights", True, r"ZeRO\+\+"),
         ("zero_optimization__stage", 0, "always in shards"),
@@ -204,6 +209,10 @@ def test_every_key_is_mapped_or_listed(tmp_path: Path) -> None:
             {"fp16": {"enabled": True}, "zero_optimization": {"offload_param": {"device": "cpu"}}},
             ("host", "host", None, "fp16"),
         ),
+        (
+            {"zero_optimization": {"offload_optimizer": NVME, "offload_param": NVME, "stage": 3}},
+            ("disk", "disk", 3, "fp32"),
+        ),
     ],
     ids=str,
 )
@@ -218,11 +227,12 @@ def test_what_a_tier_or_leaving_it_out_means(
 
 
 def test_the_path_of_the_state_is_that_of_a_drive(tmp_path: Path) -> None:
-    for device, path in (("nvme", "/nvme"), ("cpu", None)):
-        given = {"zero_optimization": {"offload_optimizer": {**NVME, "device": device}}}
-        found = imported(given, tmp_path)
-        assert found.tables["offload"].get("scratch_dir") == path
-        assert "zero_optimization.offload_optimizer.nvme_path" not in found.unmapped
+    for part in ("offload_optimizer", "offload_param"):
+        for device, path in (("nvme", "/nvme"), ("cpu", None)):
+            given = {"zero_optimization": {part: {**NVME, "device": device}, "stage": 3}}
+            found = imported(given, tmp_path)
+            assert found.tables["offload"].get("scratch_dir") == path
+            assert f"zero_optimization.{part}.nvme_path" not in found.unmapped
 
 
 def test_adam_is_adamw_unless_told(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_deepspeed_run_is_read_by_its_newest_tag(tmp_path: Path) -> None:
     found, _ = values([tmp_path / "run"], Toy())
     assert torch.equal(found["first.weight"]["master"], model.first.weight)
     (tmp_path / "run" / "latest").write_text("../elsewhere")
-    with pytest.raises(ForeignError, match="no folder in it"):
+    with pytest.raises(ForeignError, match="not a folder in it"):
         values([tmp_path / "run"], Toy())
 
 
@@ -163,7 +163,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     ),
     "no state of 'first.weight', which the job trains": lambda c: c["optimizer"]["state"].pop(0),
     "is at step 1 and others are at 3": lambda c: _state(c, 0).update(step=torch.tensor(1.0)),
-    "is at step nan, which is no count": lambda c: [
+    "is at step nan, which is not a number of steps": lambda c: [
         entry.update(step=float("nan")) for entry in c["optimizer"]["state"].values()
     ],
     "'first.weight' has the state exp_avg, exp_avg_sq, max_exp_avg_sq": lambda c: _state(

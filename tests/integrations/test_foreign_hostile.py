@@ -92,7 +92,7 @@ def hostile_torch(kind: str, at: Path, mark: Path) -> Path:
 
 SAID = {
     "payload": "it needs posix.system, and only tensors and plain values are read",
-    "bare pickle": "no file of torch.save since torch 1.6",
+    "bare pickle": "was not written by torch.save",
     "cut short": "it is cut short",
     "compressed": "it is compressed",
     "beyond its storage": "it cannot be read",

@@ -61,11 +61,57 @@ def test_a_trainer_logs_the_same_losses_and_norms(tmp_path: Path) -> None:
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"neftune_noise_alpha": 5.0},
+        {**EPOCHS, "dataloader_drop_last": True},
+        {**EPOCHS, "per_device_train_batch_size": 7, "gradient_accumulation_steps": 3},
     ],
     ids=str,
 )
 def test_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
     both("Trainer", tmp_path, STREAMED, arguments=arguments)
+
+
+BETWEEN = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 3}
+BEST = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+GIVEN: dict[str, dict[str, Any]] = {
+    "grouped by length": dict(
+        train_dataset=data.Texts().unpadded(),
+        data_collator=data.padded,
+        arguments={"train_sampling_strategy": "group_by_length", **MASKED},
+    ),
+    "a stream": dict(train_dataset=data.Stream(), arguments={"gradient_accumulation_steps": 2}),
+    "a loss function": dict(
+        compute_loss_func=data.counted_loss, arguments={"gradient_accumulation_steps": 2}
+    ),
+    "evaluated between steps": dict(eval_dataset=data.Texts(), arguments=BETWEEN),
+    "rate by the evaluation": dict(
+        eval_dataset=data.Texts(),
+        arguments={**BETWEEN, "lr_scheduler_type": "reduce_lr_on_plateau"},
+    ),
+    "the best at the end": dict(eval_dataset=data.Texts(), arguments={**EPOCHS, **BEST}),
+    "packed": dict(kind="SFTTrainer", arguments={"packing": True, "max_length": 32}),
+    "reference computed before": dict(
+        kind="DPOTrainer", arguments={"precompute_ref_log_probs": True}
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_scripts_give(tmp_path: Path, name: str) -> None:
+    given = {"kind": "Trainer", **GIVEN[name]}
+    both(given.pop("kind"), tmp_path, STREAMED, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grouped", [False, True])
+def test_resumes_in_the_middle_of_an_epoch(tmp_path: Path, grouped: bool) -> None:
+    """Whose last step is shorter, or with texts in the order of their lengths."""
+    others = GIVEN["grouped by length"] if grouped else {"arguments": EPOCHS}
+    saving = {"save_strategy": "steps", "save_steps": 2, **others["arguments"]}
+    given = {**others, "arguments": saving}
+    once = trainers.train("Trainer", tmp_path, STREAMED, **given)
+    at = tmp_path / "checkpoint-2"
+    assert trainers.train("Trainer", tmp_path, STREAMED, resume=at, **given) == once
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -262,6 +263,17 @@ def cut_off(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def lack_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    saved(folder, max_shard_size="20KB")
+    next(folder.glob("model-00002-of-*")).unlink()
+
+
+def one_below(folder: Path) -> None:
+    (folder / "below").mkdir()
+    (folder / "config.json").rename(folder / "below/config.json")
+
+
 def of_another_model(folder: Path) -> None:
     save_file({"weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -276,6 +288,33 @@ def in_eight_bits(folder: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickle": (pickled, r"in pickles \(pytorch_model.bin\).*Write safetensors once"),
     "damaged": (cut_off, r"model.safetensors' is damaged"),
+    "a missing shard": (
+        lack_a_shard,
+        r"model-00002-of-\d+.safetensors' is not there, and the index .* missing shard",
+    ),
+    "a pointer": (
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
+        ),
+        "is a pointer of Git LFS and holds no weights: run `git lfs pull`",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has no .*safetensors: its weights were not downloaded",
+    ),
+    "GGUF": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
+        "only GGUF: load it with transformers",
+    ),
+    "a folder of folders": (
+        one_below,
+        r"has no config.json; these folders in it have: below",
+    ),
+    "no model": (
+        lambda folder: (folder / "config.json").unlink(),
+        "has no config.json: it is no folder of a model",
+    ),
+    "no folder": (shutil.rmtree, "there is no such folder"),
     "another model": (
         of_another_model,
         r"no weights for most of LlamaForCausalLM: it lacks .* has weight",

@@ -32,6 +32,7 @@ def test_sft_with_its_defaults_trains_streamed(tmp_path: Path) -> None:
     assert (losses, watch.norms) == (kept, seen.norms)
 
 
+@pytest.mark.slow
 def test_lora_over_frozen_streamed_weights(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -1,9 +1,9 @@
 """The resident trainer that every offloaded run is compared with: plain torch, no code of ours.
 
 Working weights in the compute dtype, fp32 masters padded to 16 elements under
-`torch.optim.AdamW(fused=True)`, microbatches summed in fp32, the global norm as offloadtrain
-defines
-it (fp64 sums of squares over segments of 2,048 elements, each a halving tree, added in order).
+`torch.optim.AdamW(fused=True)`, microbatches summed in fp32 (`rounds_sums`: and then rounded once),
+the global norm as offloadtrain defines it (fp64 sums of squares over segments of 2,048 elements,
+each a halving tree, added in order).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class ResidentRun:
     clip_norm: float | None = None
     clips: Sequence[float] = ()
     scale: float = 1.0
+    rounds_sums: bool = False
     groups: Callable[[str], dict[str, float]] = lambda name: {}
     skipped: int = 0
     norms: list[float] = field(default_factory=list)
@@ -90,6 +91,8 @@ class ResidentRun:
         return losses
 
     def apply(self, sums: dict[str, Tensor]) -> None:
+        if self.rounds_sums:
+            sums = {name: one.to(self.dtype).float() for name, one in sums.items()}
         total = 0.0
         for name in self.trained:
             total += segment_squares(sums[name])

@@ -165,7 +165,7 @@ def offloader(lanes: Lanes) -> ActivationOffloader:
     inputs = BlockInputs(torch.device("cpu"))
     staging: dict[Memory, Any] = {Memory.HOST_ACTIVATION: buffer}
     norms = Buffer("norms", torch.zeros(1))
-    memory = MemoryMap([], norms=norms, slots=[], state_slots=[], staging=staging, inputs=inputs)
+    memory = MemoryMap([], norms=norms, slots=[], disk_slots={}, staging=staging, inputs=inputs)
     functions = Functions([], lanes, ALONE, ot.AdamW(), [], MetaDiskArena(Ledger()), seed=0)
     nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
     program = Program(chain(1))

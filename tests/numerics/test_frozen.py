@@ -98,6 +98,7 @@ def test_at_any_speed_of_the_lanes(lanes: str) -> None:
     optimizer.close()
 
 
+@pytest.mark.slow
 def test_device_memory_does_not_grow_with_what_is_frozen() -> None:
     """Only embedding, head and norm stay; the Ledger's host rows hold the frozen weights."""
     held, frozen = [], []

@@ -12,7 +12,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
-from offloadtrain.step.spec import MatrixSpec
+from offloadtrain.step.block_spec import MatrixSpec
 from tests.numerics.models import Chain, batches
 from tests.numerics.muon import (
     REST,
@@ -233,7 +233,7 @@ def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], said: str
 
 def test_a_rest_that_is_no_rule_of_buckets_is_refused() -> None:
     for wrong in (ot.Muon(), object(), ot.AdamW):
-        with pytest.raises(TypeError, match=r"rest is .*: the rule of all that is no"):
+        with pytest.raises(TypeError, match=r"rest is .*, not the update rule of all"):
             ot.Muon(rest=wrong)
 
 

@@ -1,4 +1,5 @@
-"""An optimizer state on the disk: the same engine, the same bits, and a few slots on the host."""
+"""State, gradients and weights on the disk: the same engine, the same bits, and a few slots on the
+host."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from offloadtrain.step.recording import Launched, Waited, trace
 from offloadtrain.step.spec import STATE_SLOTS
 from offloadtrain.step.tiers import Tier
 from tests.engine.test_proof import MODES, options_of, run, waits
-from tests.numerics.models import MODELS, Chain, batches
+from tests.numerics.models import MODELS, STREAMED, Chain, batches
 from tests.numerics.muon import RULE
 from tests.numerics.test_offload import compare, train
 from tests.step.specs import chain
@@ -45,6 +46,26 @@ LANES: dict[str, Callable[[], Lanes]] = {
 }
 EXACT = [mode for mode in MODES if "speculative" not in mode]
 FORMATS = ["fp32", "split16", "int8"]
+TIERS: dict[str, dict[str, Any]] = {
+    "state": {},
+    "state, working": {"working": "disk"},
+    "state, grad": {"grad_on": "disk"},
+    "state, grad, working": {"working": "disk", "grad_on": "disk"},
+    "half, grad, working": {"working": "disk", "grad_on": "disk", "state_on": {"disk": 0.5}},
+    "three tiers, working": {
+        "working": "disk",
+        "resident_blocks": 2,
+        "state_on": {"device": 0.3, "disk": 0.4},
+    },
+    "working": {"working": "disk", "state_on": "host"},
+}
+"""What is on the disk."""
+
+
+def tiers_for(tiers: str, mode: str) -> dict[str, Any]:
+    """Options of `offload`: mode "delayed" has its gradients on the host."""
+    given = TIERS[tiers]
+    return {key: one for key, one in given.items() if mode != "delayed" or key != "grad_on"}
 
 
 @pytest.fixture
@@ -99,6 +120,38 @@ def test_matrices_have_the_same_bits(disk: dict[str, Any], mode: str) -> None:
     found = run(LANES["seeded"](), "chain", rule=RULE, **MODES[mode], **disk)
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
+
+
+@pytest.mark.slow
+@pytest.mark.cover(1, 1)
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("rule", [None, RULE], ids=["adamw", "muon"])
+@pytest.mark.parametrize("tiers", [one for one in TIERS if one != "state"])
+@pytest.mark.parametrize("mode", EXACT)
+@pytest.mark.parametrize("state", FORMATS)
+def test_gradients_and_weights_on_the_disk_have_the_same_bits(
+    disk: dict[str, Any], state: str, mode: str, tiers: str, rule: Any, accum: int, lanes: str
+) -> None:
+    chosen, kept = LANES[lanes](), "fp32" if rule else state
+    chosen.poison = True
+    options = {**MODES[mode], "accum": accum, "steps": 4, **({"rule": rule} if rule else {})}
+    expected = run(SequentialLanes(), "chain", kept, **options)
+    found = run(chosen, "chain", kept, **options, **disk | tiers_for(tiers, mode))
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.slow
+@pytest.mark.cover(1, 1)
+@pytest.mark.parametrize("sums_on", ["host", "device"])
+@pytest.mark.parametrize("name", STREAMED)
+def test_gradients_and_weights_on_the_disk_of_any_model(
+    disk: dict[str, Any], name: str, sums_on: str
+) -> None:
+    """Shared, frozen and skipped blocks; two microbatches."""
+    there = disk | TIERS["state, grad, working"]
+    compare(name, "bf16", accum=2, clip=0.5, sums_on=sums_on, **there)
 
 
 SHARES: dict[str, Any] = {
@@ -174,9 +227,30 @@ def test_an_exact_step_has_no_race_and_each_kind_of_wait_is_needed(disk: dict[st
         assert any(fault.kind == "race" for fault in faults), (waiter, awaited)
 
 
+@pytest.mark.parametrize("state", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
+def test_with_gradients_and_weights_there_each_kind_of_wait_is_needed(
+    disk: dict[str, Any], state: str
+) -> None:
+    program = recorded(disk | TIERS["state, grad, working"], state, accum=2).program
+    assert prove(program) == []
+    for waiter, awaited in (
+        (Lane.LOAD, Lane.DISK_LOAD),  # a load, for its weights
+        (Lane.DISK_LOAD, Lane.LOAD),  # their slot's next bucket
+        (Lane.DISK_LOAD, Lane.DISK_WRITE),  # weights, for their update
+        (Lane.HOST, Lane.DISK_READ),  # a sum, for what it adds to; Adam, for gradient and state
+        (Lane.DISK_WRITE, Lane.HOST),  # a gradient, for its sum
+        (Lane.DISK_READ, Lane.DISK_WRITE),  # a slot's next bucket; a gradient, for its own write
+    ):
+        left_out = waits(program, waiter, awaited)
+        assert left_out, (waiter, awaited)
+        faults = prove([entry for i, entry in enumerate(program) if i not in left_out])
+        assert any(fault.kind == "race" for fault in faults), (waiter, awaited)
+
+
 @pytest.mark.slow
-def test_every_wait_is_needed_or_follows_from_others(disk: dict[str, Any]) -> None:
-    whole = recorded(disk, "split16").program
+@pytest.mark.parametrize("tiers", ["state", "state, grad, working"])
+def test_every_wait_is_needed_or_follows_from_others(disk: dict[str, Any], tiers: str) -> None:
+    whole = recorded(disk | TIERS[tiers], "split16").program
     before, needed = order(whole), 0
     for index, entry in enumerate(whole):
         if isinstance(entry, Waited):
@@ -189,12 +263,12 @@ def test_every_wait_is_needed_or_follows_from_others(disk: dict[str, Any]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in OPTIONS if mode != "speculative"])
-@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("tiers", ["state", "state, grad, working"])
 @pytest.mark.parametrize("state", ["fp32", "int8"])
 def test_driven_without_a_model_it_is_what_the_engine_does(
-    disk: dict[str, Any], mode: str, working: str, state: str
+    disk: dict[str, Any], mode: str, tiers: str, state: str
 ) -> None:
-    options = {"working": working, "state": state, **disk}
+    options = {"state": state, **disk, **tiers_for(tiers, mode)}
     assert compared(mode, 1, options, batches(STEPS)) == ""
 
 
@@ -208,6 +282,28 @@ def test_no_update_waits_for_the_write_of_the_bucket_before() -> None:
     # The n-th update has waited for the n-th read, and for no write but those that free its slot.
     assert [at[reads] for at in updates] == list(range(1, 19))
     assert min(at[reads] - at[writes] for at in updates[1:]) == 2
+
+
+def test_no_load_of_weights_waits_for_the_update_of_later_blocks() -> None:
+    """All reads of an update are launched before the next forward."""
+    spec = chain(6, state_on="disk", working="disk", grad_on="disk", state="int8", scratch_dir="x")
+    program = trace(spec, steps(Program(spec), 3))
+    updates = list(Lane).index(Lane.DISK_WRITE)
+    clocks = zip((e for e in program if isinstance(e, Launched)), order(program), strict=True)
+    loads = [at for e, at in clocks if e.name.startswith(Kind.READ_WEIGHTS)]
+    # Of the last step's forward: each one waits for the write of its own state, and of no other.
+    forward = [at[updates] for at in loads[-16:-10]]
+    assert forward == sorted(forward) and forward[0] < forward[-1]
+
+
+def test_updated_at_once_a_gradient_is_not_written() -> None:
+    spec = chain(6, "early", state_on="disk", working="disk", grad_on="disk", scratch_dir="x")
+    launches = [op for op in steps(Program(spec), 3) if isinstance(op, Launch)]
+    first = next(at for at, op in enumerate(launches) if op.kind is Kind.DECIDE)
+    kinds = {op.kind for op in launches[:first]}
+    assert Kind.WRITE_GRADIENT in kinds, "no update runs inside the first backward"
+    later = [op.kind for op in launches[first + 30 :]]
+    assert Kind.WRITE_GRADIENT not in later and Kind.READ_GRADIENT not in later
 
 
 def test_the_slots_are_filled_before_the_norm_is_known() -> None:
@@ -236,16 +332,16 @@ def bytes_of(optimizer: ot.OffloadOptimizer, tier: Tier) -> dict[str, int]:
     "state",
     [one if one == "int8" else pytest.param(one, marks=pytest.mark.slow) for one in FORMATS],
 )
-def test_host_memory_of_the_state_does_not_grow_with_the_model(
-    disk: dict[str, Any], state: str
-) -> None:
+def test_host_memory_does_not_grow_with_the_model(disk: dict[str, Any], state: str) -> None:
     sizes = []
+    there = disk | TIERS["state, grad, working"]
     for depth in (4, 12):
-        optimizer = trained(depth, state=state, **disk)
+        optimizer = trained(depth, state=state, **there)
         host, on_disk = bytes_of(optimizer, Tier.HOST), bytes_of(optimizer, Tier.DISK)
-        sizes.append((host["state slots"], sum(on_disk.values())))
-        assert set(host) <= {"state slots", "gradients", "norms", "padding"}
-        assert "exp_avg" in on_disk
+        slots = sum(size for owner, size in host.items() if owner.endswith("slots"))
+        sizes.append((slots, sum(on_disk.values())))
+        assert set(host) <= {"state slots", "gradient slots", "weight slots", "norms", "padding"}
+        assert {"exp_avg", "gradients"} <= on_disk.keys()
         optimizer.close()
         assert optimizer.ledger.total(Tier.DISK) == optimizer.ledger.total(Tier.HOST) == 0
     (few_slots, few), (many_slots, many) = sizes
@@ -379,6 +475,12 @@ def test_state_on_the_disk_is_not_salvaged(disk: dict[str, Any]) -> None:
         ({"scratch_dir": None}, "without scratch_dir"),
         ({"scratch_dir": None, "state_on": {"disk": 0.5}}, "without scratch_dir"),
         ({"state_on": "host"}, "is for state on the disk"),
+        ({"state_on": "host", "working": "disk", "update": "speculative"}, "working = 'disk'"),
+        ({"state_on": "host", "working": "disk", "scratch_dir": None}, "without scratch_dir"),
+        ({"state_on": "host", "working": "disk", "grad_on": "disk"}, "where its state is"),
+        ({"grad_on": "disk", "update": "delayed"}, "grad_on = 'host'"),
+        ({"grad_on": "dist"}, "did you mean disk"),
+        ({"state_on": "device", "working": "disk"}, "updated on the host"),
     ],
 )
 def test_what_has_no_meaning_there(

@@ -12,12 +12,15 @@ import offloadtrain as ot
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.runtime.lanes import SequentialLanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step import spec
+from offloadtrain.step.prove import prove
 from offloadtrain.step.tiers import Tier
 from tests.engine.test_proof import CASES, MODES, options_of, run
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
-from tests.numerics.test_offload import compare, pair, train
+from tests.numerics.test_offload import assert_same, compare, make, pair, train
 
 HALF = {"state_on": {"device": 0.5}}
 
@@ -68,6 +71,43 @@ def test_sums_on_the_device_have_the_bits_of_the_host(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", ["host", {"device": 0.5}], ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", ["tied", "unusual"])
+def test_rounded_sums_have_the_bits_of_a_resident_run_that_rounds_them(
+    name: str, precision: str, split: Any
+) -> None:
+    """Once, before their norm, wherever their update runs."""
+    keys: dict[str, Any] = {"sums_on": "device", "sums_down": "working", "state_on": split}
+    resident, optimizer, model = pair(make(name), precision, accum=3, clip=0.5, **keys)
+    resident.rounds_sums = True
+    stream = batches(24)
+    for at in range(0, 24, 3):
+        expected = resident.step(stream[at : at + 3], loss_of)
+        assert train(optimizer, model, stream[at : at + 3]) == expected
+        assert optimizer.grad_norm == resident.norms[-1]
+    assert_same(resident, optimizer, model)
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("state", "precision"), CASES)
+def test_rounded_sums_in_any_order_and_without_a_race(
+    state: str, precision: str, mode: str
+) -> None:
+    options = options_of(mode, precision) | {"accum": 3, "sums_on": "device"}
+    options |= {"sums_down": "working", "working": "host"}
+    recorder = RecordingLanes(SequentialLanes())
+    expected = run(recorder, "chain", state, precision, **options)
+    assert prove(recorder.program) == []
+    lanes = SeededLanes(5)
+    lanes.poison = True
+    found = run(lanes, "chain", state, precision, **options)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [MixedReentrant, MODELS["skipping"]])
 def test_sums_on_the_device_of_gradients_that_come_twice_or_not_at_all(made: Any) -> None:
     found = []
@@ -83,19 +123,22 @@ def test_sums_on_the_device_of_gradients_that_come_twice_or_not_at_all(made: Any
 
 def test_one_sum_goes_down_for_any_number_of_microbatches() -> None:
     found = {}
-    for accum, sums_on in ((1, "host"), (4, "host"), (4, "device")):
-        optimizer = optimizer_of(grad_accum_steps=accum, sums_on=sums_on)
+    cases: list[tuple[int, str, str]]
+    cases = [(1, "host", "fp32"), (4, "host", "fp32"), (4, "device", "fp32")]
+    for accum, sums_on, sums_down in (*cases, (4, "device", "working")):
+        optimizer = optimizer_of(grad_accum_steps=accum, sums_on=sums_on, sums_down=sums_down)
         for _ in range(2):
             train(optimizer, optimizer.model, batches(accum))
         report = optimizer.last_step
         assert report is not None
         sums = bytes_of(optimizer, Tier.DEVICE, "gradient sums")
-        found[accum, sums_on] = (report.d2h_bytes, report.h2d_bytes, sums)
+        found[accum, sums_on, sums_down] = (report.d2h_bytes, report.h2d_bytes, sums)
         optimizer.close()
-    down, up, _ = found[1, "host"]
-    assert found[4, "host"] == (4 * down, up, 0)
+    down, up, _ = found[1, "host", "fp32"]
+    assert found[4, "host", "fp32"] == (4 * down, up, 0)
     # fp32 instead of bf16, once.
-    assert found[4, "device"] == (2 * down, up, 2 * down)
+    assert found[4, "device", "fp32"] == (2 * down, up, 2 * down)
+    assert found[4, "device", "working"] == (down, up, 2 * down)
 
 
 def test_a_step_that_was_decided_by_sums_on_a_lost_device_is_not_salvaged() -> None:

@@ -11,4 +11,5 @@ What changed since the first recording, of the engine that kept events by hand:
 * block inputs on the host are part of the program: the same launches in the same order, called
   "offload input", "fetch input" and "host block input" (146 cases, in which nothing else differs).
 * the operation "show" is called "publish", and what it writes "weights snapshot".
+* in ZeRO stage 3 the large blocks outside of layers are streamed, too (52 cases).
 """

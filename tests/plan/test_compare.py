@@ -59,8 +59,8 @@ def test_torchao_by_hand() -> None:
 
 
 def test_deepspeed_is_the_model_of_the_papers() -> None:
-    """Compute over 0.626, the gradient pass of 12 bytes, Adam's 28 over 0.64, 2 bytes up."""
-    seconds = 4.0 / 0.626 + 12 / 50 + 28 / 50 / 0.64 + 2 / 20
+    """Compute over 0.7, the gradient pass of 12 bytes, Adam's 28 over 0.62, 2 bytes up."""
+    seconds = 4.0 / 0.7 + 12 / 50 + 28 / 50 / 0.62 + 2 / 20
     assert PEERS[DEEPSPEED].seconds(WORK, MACHINE) == pytest.approx(seconds)
     assert gib(PEERS[DEEPSPEED].host(replace(WORK, micro_steps=2))) == 20e9
 
@@ -76,6 +76,7 @@ def test_the_predictors_hold_on_published_cells() -> None:
     assert compare.accuracy(FSDP2) is None and checked(FSDP2) == []
 
 
+@pytest.mark.slow
 def test_rows_are_of_the_same_step(capsys: Captured) -> None:
     """A smaller card: smaller microbatches, never other tokens; what cannot be is said."""
     asked = ["plan", "llama_1b", "--machine", "rtx4090", "--compare", "--json"]
@@ -96,7 +97,8 @@ def test_rows_are_of_the_same_step(capsys: Captured) -> None:
 )
 def test_what_cannot_be_compared_is_refused(asked: str, capsys: Captured) -> None:
     assert main(["plan", "llama_1b", "--compare", *asked.split()]) == 2
-    assert "--compare is of" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--compare is for" in said or "--compare compares one plan" in said
 
 
 @pytest.mark.slow

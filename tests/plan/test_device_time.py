@@ -104,12 +104,12 @@ def test_products_of_compiled_programs_are_those_of_eager_ones(attention: Attent
 
 
 def test_the_head_by_hand() -> None:
-    """Products of the vocabulary, and 14 bytes per logit in each direction."""
+    """Products of the vocabulary, and 14 and 20 bytes per logit."""
     found = head_seconds(GPT, 4096, IDEAL, "bf16", Kernels())
     product = 2 * 512 * 1000 / (1e12 * IDEAL.bf16_tflops)
-    moved = 14 * 1000 / (1e9 * IDEAL.hbm_gbps)
-    assert found.forward == pytest.approx(4096 * (product + moved))
-    assert found.backward == pytest.approx(4096 * (2 * product + moved))
+    moved = 1000 / (1e9 * IDEAL.hbm_gbps)
+    assert found.forward == pytest.approx(4096 * (product + 14 * moved))
+    assert found.backward == pytest.approx(4096 * (2 * product + 20 * moved))
 
 
 def test_short_kernels_wait_for_their_launches() -> None:
@@ -164,13 +164,17 @@ def test_the_fit_reproduces_its_cells() -> None:
 
 
 def test_throughputs_that_nothing_was_fitted_to() -> None:
-    """Long sequences on the H100: planned too fast, since the kernels of 2023 were slower."""
+    """Long sequences on the H100 are planned too fast, since the kernels of 2023 were slower. Cards
+    without cells and other programs are closer: a median of 8 %."""
     checks = calibration.load(calibration.CHECKS)
     assert not {cell.published for cell in checks} & {cell.published for cell in CELLS}
     found = calibration.residuals(checks, calibration.SHIPPED)
     assert calibration.median(found) <= 0.10
     assert abs(calibration.worst(found).error) <= 0.35
-    assert all(each.error > -0.03 for each in found)
+    others = [each for each in found if not each.cell.cell.startswith("MPT")]
+    assert calibration.median(others) <= 0.08 and abs(calibration.worst(others).error) <= 0.25
+    unseen = [each for each in found if each.cell.card not in fitted().values]
+    assert calibration.median(unseen) <= 0.08 and abs(calibration.worst(unseen).error) <= 0.15
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""State on the disk in a plan: bytes, seconds, wear; and a job that needs it."""
+"""State, gradients and weights on the disk in a plan: bytes, seconds, wear; jobs that need it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.disk import ASSUMED_GBPS
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import text
+from offloadtrain.plan.suggest import nearest
 from offloadtrain.plan.why import why
 from offloadtrain.step import spec
 from offloadtrain.step.formats import ADAM_MOMENTS
@@ -30,8 +31,21 @@ DISK: dict[str, Any] = {
 }
 
 
+UPDATES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "early": {"offload__clip_norm": 0, "offload__skip_nonfinite": False},
+    "delayed": {"offload__update": "delayed"},
+    "grad on the disk": {"offload__grad_on": "disk"},
+}
+
+
 def example() -> Config:
     return jobs.load(EXAMPLES / "llama_8b_disk.toml")
+
+
+def example_32b(**offload: Any) -> Config:
+    config = jobs.load(EXAMPLES / "qwen_32b_disk.toml")
+    return replace(config, offload=replace(config.offload, **offload))
 
 
 def nvme(**keys: Any) -> Machine:
@@ -45,12 +59,13 @@ def planned(machine: Machine, **offload: Any) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
-@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("working", ["device", "host", "disk"])
+@pytest.mark.parametrize("mode", ["exact", "early", "delayed", "grad on the disk"])
 @pytest.mark.parametrize("accum", [1, 2])
-def test_every_owner_to_the_byte(
-    monkeypatch: pytest.MonkeyPatch, accum: int, working: str, state: str
-) -> None:
+@pytest.mark.cover(2, 2)
+def test_every_owner_to_the_byte(accum: int, mode: str, working: str, state: str) -> None:
     keys = {"offload__state": state, "offload__working": working, "train__grad_accum_steps": accum}
+    keys |= UPDATES[mode]
     config = job(GPT, **keys, **DISK)
     plan = make(config, "cpu2", find("cpu2")[1])
     found = booked(config)
@@ -69,6 +84,70 @@ def test_8b_with_fp32_state_on_a_host_of_64_gb() -> None:
     assert sum(plan.host.values()) < 64e9 < 12 * params
     assert "free of races" in check(plan)
     assert not planned(nvme(), state_on="host", scratch_dir=None).fits
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_32b_on_a_host_of_64_gb(clips: bool) -> None:
+    """Its gradients and weights alone take 128 GB. Laid out and proved at its real size."""
+    keys = {"clip_norm": 1.0, "skip_nonfinite": True} if clips else {}
+    plan = make(example_32b(**keys), "nvme", nvme())
+    assert plan.fits, plan.problems
+    params = sum(bucket.numel for bucket in plan.placed.spec.buckets)
+    assert params > 32e9 and sum(plan.host.values()) < 64e9 < 2 * params
+    assert plan.disk["gradients"] == 2 * params
+    # Clipped, the weights of the layers are those in the state; else there are two versions.
+    assert ("streamed weights" in plan.disk) == (not clips)
+    assert "free of races" in check(plan)
+    for key in ({"working": "host"}, {"grad_on": "host"}):
+        assert not make(example_32b(**keys, **key), "nvme", nvme()).fits
+
+
+def test_32b_takes_hardly_longer_than_its_compute() -> None:
+    """At 32k tokens per step, 6 GB/s each way."""
+    plan = make(example_32b(), "nvme", nvme())
+    bound_s, lane = plan.prediction.bound
+    assert plan.job.batch_tokens == 32768 and lane == "compute"
+    load, busy = plan.prediction.disk, plan.prediction.busy_s
+    assert load.read_bytes == pytest.approx(6e9 * (busy["disk_read"] + busy["disk_load"]))
+    assert load.written_bytes == pytest.approx(6e9 * busy["disk_write"])
+    assert max(load.read_bytes, load.written_bytes) / 6e9 < bound_s
+    assert plan.prediction.seconds <= 1.15 * bound_s
+
+
+def test_lanes_that_read_share_the_drive() -> None:
+    """Half as fast, it reads for longer than compute takes: that is the bound, and no step is
+    faster."""
+    plan = make(example_32b(), "nvme", nvme(disk_read_gbps=3.0, disk_write_gbps=6.0))
+    bound_s, lane = plan.prediction.bound
+    assert lane == "disk_read"
+    assert bound_s == pytest.approx(plan.prediction.disk.read_bytes / 3e9)
+    assert bound_s <= plan.prediction.seconds <= 1.15 * bound_s
+
+
+@pytest.mark.slow
+def test_a_thousandth_of_32b_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a thousandth of the planned memory of the host, and of the disk."""
+    large = make(example_32b(), "nvme", nvme())
+    monkeypatch.setattr(spec, "STAGING_BYTES", spec.STAGING_BYTES // SCALE)
+    found, host = booked(thousandth(example_32b(), tmp_path), steps=2), large.placed.host()
+    for owners in (host, found["host"]):
+        del owners["padding"]  # what separates neighbours has a size of its own
+    assert sum(found["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
+    assert sum(found["disk"].values()) == pytest.approx(sum(large.disk.values()) / SCALE, rel=0.05)
+
+
+def thousandth(config: Config, folder: Path) -> Config:
+    """The same job, with matrices 32 times narrower and shorter."""
+    small = scaled(config)
+    keys = {"scratch_dir": str(folder), "scratch_in_memory": True, "grad_accum_steps": 1}
+    model = replace(small.model, num_heads=5, num_kv_heads=1, d_ff=config.model.d_ff // SIDE)
+    return replace(
+        small,
+        model=model,
+        offload=replace(small.offload, **keys),
+        device=replace(small.device, kind="cpu"),
+        train=replace(small.train, grad_accum_steps=1, micro_batch=config.train.micro_batch),
+    )
 
 
 @pytest.mark.slow
@@ -160,3 +239,16 @@ def test_wear_is_what_all_ranks_of_a_host_write() -> None:
     assert plan.wear.days == pytest.approx(1200e12 / per_day)
     two = make(example(), "nvme", nvme(gpus=2), ranks=2)
     assert two.wear.per_step == plan.wear.per_step
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_a_plan_names_the_drive() -> None:
+    """Unless it has all on it already."""
+    keys = {"state_on": "host", "working": "host", "grad_on": "host", "scratch_dir": None}
+    for given, named in ((keys, True), ({}, False)):
+        config = example_32b(**given)
+        small = nvme(host_memory="24 GB", gpu_memory="4 GiB")
+        plan = make(config, "nvme", small)
+        assert not plan.fits
+        told = text(plan, nearest(config, "nvme", small, 1))
+        assert ("Or a drive: --set offload.state_on=disk" in told) == named

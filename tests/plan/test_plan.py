@@ -19,16 +19,16 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
-from offloadtrain.plan import placement, report, suggest
+from offloadtrain.plan import placement, report, suggest, times
 from offloadtrain.plan import plan as planning
 from offloadtrain.plan.layout import blocks_of, moments_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import applied, automatic, nearest
-from offloadtrain.plan.times import _Costs, newton_schulz_flops
+from offloadtrain.plan.times import Costs, newton_schulz_flops
 from offloadtrain.step import memory as step_memory
+from offloadtrain.step.block_spec import MatrixSpec
 from offloadtrain.step.simulate import steady
-from offloadtrain.step.spec import MatrixSpec
 from offloadtrain.train import dry_run
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
 from offloadtrain.train.update_rules import update_rule
@@ -188,7 +188,7 @@ def test_many_microbatches_are_two_and_more_of_the_third() -> None:
         )
         config = replace(config, model=replace(config.model, num_layers=5))
         found = planned(config)
-        costs = _Costs(found.copied, V100)
+        costs = Costs(found.copied, V100)
         assert costs.spec.config.grad_accum_steps == 7
         whole = steady(costs.spec, costs.seconds)
         assert found.prediction.seconds == pytest.approx(whole.seconds, rel=1e-3)
@@ -253,6 +253,7 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
     assert "as planned" in check(on_gpu)
 
 
+@pytest.mark.slow
 def test_nothing_makes_it_fit() -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
     (closest,) = nearest(small(), "test", tiny, 1)
@@ -506,17 +507,40 @@ def test_fewer_moments_are_fewer_bytes_and_less_time(measured: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "kernel"),
-    [({"offload__clip_norm": 1.0}, "norm"), ({"train__grad_accum_steps": 4}, "accumulate")],
+    ("keys", "kernel", "ranks"),
+    [
+        ({"offload__clip_norm": 1.0}, "norm", 2),  # a single rank's is the device's
+        ({"train__grad_accum_steps": 4}, "accumulate", 1),
+    ],
 )
-def test_a_kernel_is_no_faster_than_measured(keys: dict[str, Any], kernel: str) -> None:
+def test_a_kernel_is_no_faster_than_measured(keys: dict[str, Any], kernel: str, ranks: int) -> None:
     """Bound by its arithmetic it takes the measured time, bound by memory that of its bytes."""
 
     def host_s(gparams: float) -> float:
-        machine = replace(V100, **{f"{kernel}_gparams": gparams})
-        return planned(small(**keys), machine).prediction.busy_s["host"]
+        machine = replace(DGX2, **{f"{kernel}_gparams": gparams})
+        return planned(small(**keys), machine, ranks).prediction.busy_s["host"]
 
     assert host_s(0.0) == host_s(1e6) < host_s(0.02) < host_s(0.01)
+
+
+def test_a_lone_rank_has_the_memory_of_its_node() -> None:
+    """Kernels are bound to their GPU's node; ranks on both nodes have all of it."""
+    whole, halved = DGX2, replace(DGX2, numa_nodes=2)
+
+    def host_s(machine: Machine, ranks: int) -> float:
+        return planned(small(offload__clip_norm=1.0), machine, ranks).prediction.busy_s["host"]
+
+    assert host_s(halved, 1) == pytest.approx(2 * host_s(whole, 1))
+    assert host_s(halved, 2) == host_s(whole, 2)
+
+
+def test_a_single_rank_measures_its_gradient_on_the_device() -> None:
+    """Two bytes per parameter less of the host's memory, and no work of the host's."""
+    one, two = (planned(small(offload__clip_norm=1.0), DGX2, ranks) for ranks in (1, 2))
+    buckets = one.placed.spec.buckets
+    assert one.prediction.dram_bytes == 28 * sum(bucket.shard_numel for bucket in buckets)
+    shards = sum(bucket.shard_numel for bucket in two.placed.spec.buckets)
+    assert two.prediction.dram_bytes == (28 + 2) * shards
 
 
 @pytest.mark.slow
@@ -608,3 +632,37 @@ def test_of_very_many_blocks_some_are_proved(
     assert sum(block.repeated for block in some.blocks) == 4 and len(some.streamed) == 4 - kept
     said = check(plan)
     assert "laid out 10 blocks" in said and "of 4 of the blocks free of races" in said
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_tables_in_shards_are_proved_with_the_layers(
+    monkeypatch: pytest.MonkeyPatch, working: str
+) -> None:
+    """ZeRO stage 3 on 4 ranks, where a part of the layers stands for all."""
+    monkeypatch.setattr(dry_run, "MOST_PIECES", 4)
+    monkeypatch.setattr(dry_run, "FEWEST_BLOCKS", 4)
+    keys = {"offload__zero_stage": 3, "offload__working": working, "train__micro_batch": 4}
+    shape = {"num_layers": 10, "tie_embeddings": False, "vocab_size": 4096}
+    plan = make(job(shape, **keys), "cpu2", find("cpu2")[1], 4)
+    some = dry_run.some_of(plan.copied.spec)
+    assert {"embedding", "head"} <= some.streamed and len(some.streamed) == 6
+    assert "of 4 of the blocks" in check(plan)
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_layers_that_are_alike_are_extrapolated_exactly(
+    monkeypatch: pytest.MonkeyPatch, working: str, count: int
+) -> None:
+    shape = {"num_layers": 40, "d_model": 512, "num_heads": 8, "max_seq_len": 64}
+    keys = {"offload__working": working, "offload__activation": "offload"}
+    config = job(
+        shape, **keys, device__kind="auto", offload__precision="fp16", train__grad_accum_steps=count
+    )
+    placed = make(config, "test", V100).placed
+    found = times.predict(placed, V100)
+    monkeypatch.setattr(times, "_LAYERS", 40)
+    exact = times.predict(placed, V100)
+    assert found.seconds == pytest.approx(exact.seconds, rel=1e-6)
+    assert found.busy_s == pytest.approx(exact.busy_s) and found.exposed_s.keys() <= {*exact.busy_s}
+    assert found.exposed == pytest.approx(exact.exposed, rel=1e-6)

@@ -19,7 +19,7 @@ from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
 from tests.runtime.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
 
 ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.UPDATE)
-ALWAYS = {"h2d", "load", "comm", "ortho", "update", "write", "disk_read", "disk_write"}
+ALWAYS = {"h2d", "load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load"}
 
 
 @pytest.fixture(params=HOSTS)

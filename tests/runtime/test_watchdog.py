@@ -141,6 +141,7 @@ def test_one_process_alone_ends_with_its_own_code_and_says_where() -> None:
     assert "phase: update of step 3" in done.stderr and "in wait" in done.stderr
 
 
+@pytest.mark.slow
 def test_zero_is_never() -> None:
     command = [sys.executable, "-c", _HANGS, "0", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

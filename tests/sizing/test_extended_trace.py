@@ -114,9 +114,9 @@ def both(
     precision: Precision = "fp32",
 ) -> tuple[TracedStep, TracedStep]:
     config = OffloadConfig(precision=precision, activation=activation)
-    short = tracing.trace_step(model, loss, config)
+    short = tracing.trace_step(model, loss, config, on_cpu=True)
     monkeypatch.setattr(tracing, "runs_of", lambda model: ())
-    return short, tracing.trace_step(model, loss, config)
+    return short, tracing.trace_step(model, loss, config, on_cpu=True)
 
 
 @pytest.mark.parametrize("name", SKIPPED)

@@ -16,6 +16,7 @@ from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.hardware.machine import find
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import make
+from offloadtrain.plan.times import compute_seconds
 from offloadtrain.sizing.plan_model import ModelPlan, plan_model
 from offloadtrain.sizing.trace_step import TraceError
 from offloadtrain.sizing.tracer import Tracer
@@ -94,6 +95,35 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(policy: str
     assert forward == pytest.approx(flops_per_token(config.model, 16) / 3 * tokens.numel())
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
+    policy: str, positions: str
+) -> None:
+    """But for the softmax of the loss, which is two operations on a CPU."""
+    shape = {"d_model": 1024, "vocab_size": 4096, "num_heads": 8, "max_seq_len": 512}
+    config = job(
+        GPT | shape | {"norm": "layernorm"},
+        model__positions=positions,
+        offload__precision="bf16",
+        offload__activation=policy,
+        train__micro_batch=8,
+        device__kind="auto",
+    )
+    config = replace(config, data=replace(config.data, seq_len=512))
+    name, machine = "h100", find("h100")[1]
+    shaped = compute_seconds(make(config, name, machine).placed, machine)
+    tokens = torch.empty(8, 512, dtype=torch.long, device="meta")
+    options = config.offload
+    found = plan_model(
+        lambda: Transformer(config.model), (tokens, tokens), machine=name, config=options
+    )
+    traced = compute_seconds(found.plan.placed, machine)
+    assert traced.forward + traced.backward == pytest.approx(
+        shaped.forward + shaped.backward, rel=0.08
+    )
+
+
 class Net(nn.Module):
     """Layers in a list, and a forward that may look at values."""
 
@@ -134,6 +164,7 @@ def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, said: str)
         plan_model(model, batch, machine="cpu2")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_does() -> None:
     machine, batch = find("v100_32gb")[1], torch.empty(1 << 18, 32, device="meta")
     options: dict[str, Any] = {"precision": "fp16", "loss": Tensor.sum}
@@ -158,7 +189,7 @@ def test_what_is_interpolated_is_never_too_small() -> None:
 
     with torch.device("meta"):
         model = Transformer(config.model)
-    few = Tracer(model, loss_of, 8)
+    few = Tracer(model, loss_of, 8, on_cpu=True)
     for count in (2, 4, 7):
-        exact = Tracer(model, loss_of, count)(sized(count)).activations.total
+        exact = Tracer(model, loss_of, count, on_cpu=True)(sized(count)).activations.total
         assert exact <= few(sized(count)).activations.total <= 1.2 * exact

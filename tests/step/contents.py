@@ -24,7 +24,8 @@ class Gradient:
 
     Attributes:
         sent: the deliveries that it is the sum of.
-        summed: over ranks.
+        summed: over the ranks that share the state.
+        of_copies: and over those that hold copies of it.
     """
 
     bucket: str
@@ -32,6 +33,7 @@ class Gradient:
     hi: int
     sent: tuple[int, ...]
     summed: bool
+    of_copies: bool = True
 
 
 Value = Gradient | Version
@@ -42,12 +44,12 @@ class Contents:
     """Memory of one rank.
 
     Attributes:
-        norms: bucket → the deliveries whose squares are its sums.
         read: bucket → the weights that compute has read of it, in order.
     """
 
     def __init__(self, program: Program, rank: int) -> None:
-        self.norms: dict[str, tuple[int, ...]] = {}
+        self._norms: dict[tuple[str, str], tuple[int, ...]] = {}
+        """Tier and bucket → the deliveries whose squares are its sums there."""
         self.read: dict[str, list[Value]] = {}
         self._program = program
         self._rank = rank
@@ -59,6 +61,12 @@ class Contents:
             for bucket in block.held:
                 self._offsets[bucket.name] = offset
                 offset += bucket.nbytes
+
+    @property
+    def norms(self) -> dict[str, tuple[int, ...]]:
+        """Bucket → the deliveries whose squares count."""
+        told = {name: bucket.measured_on.value for name, bucket in self._program.buckets.items()}
+        return {name: sent for (tier, name), sent in self._norms.items() if told[name] == tier}
 
     def set_state(self, version: Version) -> None:
         """Of every trained bucket; of frozen ones, the weights that are loaded."""
@@ -95,14 +103,22 @@ class Contents:
                 gradient = Gradient(op.owner, op.lo, op.hi, (delivery,), alone)
                 self.write(op.writes[0], gradient)
             case Kind.REDUCE_SCATTER:
-                self.write(op.writes[0], replace(self._gradient(op.writes[0]), summed=True))
+                whole = self._program.spec.copies == 1
+                found = replace(self._gradient(op.writes[0]), summed=True, of_copies=whole)
+                self.write(op.writes[0], found)
+            case Kind.ALL_REDUCE:
+                found = self._gradient(op.writes[0])
+                assert found.summed and not found.of_copies
+                self.write(op.writes[0], replace(found, of_copies=True))
             case Kind.ADD | Kind.ACCUMULATE:
                 self._add(op)
             case Kind.NO_GRADIENT:
                 ref = op.writes[0]
                 self.write(ref, Gradient(op.owner, ref.lo, ref.hi, (), True))
             case Kind.NORM:
-                self.norms[op.owner] = self._whole_gradient(op.reads[0])
+                # Without a read: of the gradients that autograd has left.
+                sent = self._whole_gradient(op.reads[0]) if op.reads else (delivery,)
+                self._norms[str(op.writes[0].owner), op.owner] = sent
             case Kind.ADAM:
                 self._adam(op)
             case Kind.ALL_GATHER:
@@ -110,10 +126,16 @@ class Contents:
                 count = whole.hi // self._program.spec.ranks
                 shard = whole._replace(lo=self._rank * count, hi=(self._rank + 1) * count)
                 self.write(whole, self.one(shard))
+            case Kind.ROUND_SUM:
+                self._whole_gradient(op.writes[0])
             case Kind.ROUND | Kind.GRAD_DOWN | Kind.CAST | Kind.WEIGHTS_UP | Kind.COPY:
                 self._copy(op)
             case Kind.PUBLISH | Kind.LOAD:
                 self._copy(op)
+            case Kind.READ_WEIGHTS | Kind.WRITE_WEIGHTS:
+                self._copy(op)
+            case Kind.READ_GRADIENT | Kind.WRITE_GRADIENT:
+                self._copy_pieces(op.reads[0], op.writes[0])
             case Kind.READ_STATE | Kind.WRITE_STATE:
                 for source, target in zip(op.reads, op.writes, strict=True):
                     self.write(target, self.one(source))
@@ -123,8 +145,19 @@ class Contents:
         assert source.hi - source.lo == target.hi - target.lo
         value = self.one(source)
         if isinstance(value, Gradient):
-            assert (value.bucket, value.lo, value.hi) == (op.owner, op.lo, op.hi) and value.summed
+            assert (
+                (value.bucket, value.lo, value.hi) == (op.owner, op.lo, op.hi)
+                and value.summed
+                and value.of_copies
+            )
         self.write(target, value)
+
+    def _copy_pieces(self, source: Ref, target: Ref) -> None:
+        """Of one extent; the values of each piece."""
+        assert (source.lo, source.hi, source.dtype) == (target.lo, target.hi, target.dtype)
+        found = self._values(source)
+        self._erase(target)
+        self._held[self._bytes(target)[0]] += found
 
     def _add(self, op: Launch) -> None:
         arrived, target = self._gradient(op.reads[0]), op.writes[0]
@@ -134,7 +167,7 @@ class Contents:
             arrived = replace(before, sent=before.sent + arrived.sent)
         self.write(target, arrived)
         if op.writes[1:]:
-            self.norms[op.owner] = self._whole_gradient(target)
+            self._norms[str(op.writes[1].owner), op.owner] = self._whole_gradient(target)
 
     def _adam(self, op: Launch) -> None:
         assert op.update is not None
@@ -196,6 +229,8 @@ class Contents:
         if ref.memory is Memory.WORKING and spec.block_of[owner].name in spec.streamed:
             offset = self._offsets[owner]
             return ("slot", ref.copy), offset + lo, offset + hi
+        if ref.memory is Memory.GRADIENT and self._program.buckets[owner].gradient_on_disk:
+            return ("gradient slot", ref.copy), lo, hi
         if ref.memory is Memory.STATE and self._program.buckets[owner].is_on_disk:
             offset = slot_offsets(self._program.buckets[owner].spec)[ref.field]
             return ("state slot", ref.copy), offset + lo, offset + hi

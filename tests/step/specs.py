@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
 from offloadtrain.step import spec as spec_module
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.bucket_layout import padded
 from offloadtrain.step.drive import steps
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.memory import lay_out
 from offloadtrain.step.operations import Operations
 from offloadtrain.step.program import Program
-from offloadtrain.step.spec import STAGING_BYTES, BlockSpec, BucketSpec, StepSpec
+from offloadtrain.step.spec import STAGING_BYTES, StepSpec
 from offloadtrain.step.spill import SPILL_BLOCK
 from offloadtrain.step.state_tiers import candidates, first_on_device
 
@@ -67,11 +68,12 @@ def block(
     sizes: tuple[int, ...] = (300,),
     frozen: tuple[int, ...] = (),
     repeated: bool = True,
+    leaf: bool = False,
 ) -> BlockSpec:
     """With a bucket per size: trained ones, and frozen ones."""
     trained = tuple(bucket(f"{name}.{i}", size, config, ranks) for i, size in enumerate(sizes))
     still = tuple(bucket(f"{name}.f{i}", size, config, ranks) for i, size in enumerate(frozen))
-    return BlockSpec(name, trained, still, repeated)
+    return BlockSpec(name, trained, still, repeated, leaf)
 
 
 def laid_out(blocks: list[BlockSpec], config: OffloadConfig, ranks: int = 1) -> StepSpec:
@@ -103,23 +105,29 @@ def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
     if mode == "delayed":
         given["warmup_steps"] = draw(st.integers(0, 2))
     given["state"] = draw(st.sampled_from(sorted(STATE_PRECISIONS)))
-    given["working"] = draw(st.sampled_from(["host", "device"]))
+    places = ["host", "device", *([] if mode == "speculative" else ["disk"])]
+    given["working"] = draw(st.sampled_from(places))
     fits: list[Precision] = list(STATE_PRECISIONS[given["state"]])
     if mode == "early":
         fits = [one for one in fits if one != "fp16"]
     given["precision"] = draw(st.sampled_from(fits))
     given["zero_stage"] = draw(st.sampled_from([0, 1, 2, 3]))
-    if ranks > 1 and given["working"] == "host":
+    if ranks > 1 and given["working"] != "device":
         given["zero_stage"] = 3
-    if given["working"] == "host" or given["zero_stage"] == 3:
+    if given["working"] != "device" or given["zero_stage"] == 3:
         given["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
-    if mode != "speculative" and draw(st.integers(0, 3)) == 0:
+    often = 1 if given["working"] == "disk" else 3
+    if mode != "speculative" and draw(st.integers(0, often)) == 0:
         given["state_on"] = draw(st.sampled_from(["disk", {"disk": 0.5}]))
+        if mode != "delayed":
+            given["grad_on"] = draw(st.sampled_from(["host", "disk"]))
     if given.get("state_on", "host") not in ("disk", "device"):
         given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
     given["device_slots"] = draw(st.integers(1, 3))
     given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
     given["sums_on"] = draw(st.sampled_from(["host", "host", "device"]))
+    if given["sums_on"] == "device":
+        given["sums_down"] = draw(st.sampled_from(["fp32", "working"]))
     given["reduction"] = draw(st.sampled_from(["working", "fp32"]))
     return OffloadConfig(**given).checked()
 
@@ -135,16 +143,19 @@ def cases(draw: st.DrawFn, *, most_blocks: int = 4, most_ranks: int = 4) -> Case
     blocks = []
     for number in range(draw(st.integers(1, most_blocks))):
         repeated = draw(st.integers(0, 3)) > 0
-        frozen = tuple(draw(st.lists(size, max_size=1))) if repeated else ()
+        leaf = not repeated and config.zero_stage_among(ranks) == 3 and draw(st.booleans())
+        frozen = tuple(draw(st.lists(size, max_size=1))) if repeated or leaf else ()
         least = 0 if number and frozen else 1  # every block holds something, one is trained
         sizes = tuple(draw(st.lists(size, min_size=least, max_size=2)))
-        one = block(f"b{number}", config, ranks, sizes=sizes, frozen=frozen, repeated=repeated)
-        blocks.append(one)
+        kind = {"repeated": repeated, "leaf": leaf}
+        blocks.append(block(f"b{number}", config, ranks, sizes=sizes, frozen=frozen, **kind))
     spec = laid_out(blocks, config, ranks)
     count = draw(st.sampled_from([0, 0, 1, 2, len(candidates(spec))]))
     spec = first_on_device(spec, count)
     if mode == "speculative":
         names = st.sampled_from([one.name for one in blocks])
         spec = replace(spec, second_copies=draw(st.frozensets(names)))
+    if ranks > 1:
+        spec = replace(spec, copies=draw(st.sampled_from([1, 1, 2])))
     rank = draw(st.integers(0, ranks - 1))
     return Case(spec, rank, draw(st.sampled_from([STAGING_BYTES, PIECES])))

@@ -54,8 +54,10 @@ def launched(program: Iterable[Entry]) -> Lanes:
 
 
 def driven(optimizer: ot.OffloadOptimizer) -> Lanes:
-    """What its program does without it."""
+    """What its program does without it, behind the first upload, which leaves buckets in slots."""
     program = Program(optimizer._engine.program.spec, optimizer.ranks.rank)
+    program.masters_set()
+    program.synchronized()
     launches = [op for op in steps(program, STEPS, input_bytes=64) if isinstance(op, Launch)]
     return by_lane((op.lane.value, op.name) for op in launches if op.kind not in OURS)
 

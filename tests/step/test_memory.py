@@ -33,6 +33,7 @@ from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, stagin
 from tests.step.user import User
 
 OF_BUCKETS = {
+    Memory.GRADIENT_FILE: Role.GRADIENT,
     Memory.GRADIENT: Role.GRADIENT,
     Memory.PENDING: Role.PENDING,
     Memory.SNAPSHOT: Role.SNAPSHOT,
@@ -46,6 +47,8 @@ SHARED = {
     Memory.ROUNDED: "rounded gradients",
     Memory.HOST_STAGING: "host staging",
     Memory.NORMS: "norms",
+    Memory.WEIGHT_SLOT: "weight slots",
+    Memory.NEW_WEIGHTS: "new weight slots",
 }
 
 
@@ -86,6 +89,10 @@ class Asked:
             self._check_shared(ref)
         elif ref.memory is Memory.STATE_FILE:
             _check(ref, self.of[owner, Role.STATE][ref.field])
+        elif ref.memory is Memory.WEIGHT_FILE:
+            _check(ref, self.of[owner, Role.WEIGHT_FILE][ref.copy])
+        elif ref.memory is Memory.GRADIENT and self._gradient_on_disk(owner):
+            assert ref.nbytes <= self._shared["gradient slots"][ref.copy].nbytes
         elif ref.memory is Memory.STATE and owner in self._on_disk:
             slot = self._shared["state slots"][ref.copy]
             offset = memory.slot_offsets(self._on_disk[owner])[ref.field]
@@ -116,6 +123,9 @@ class Asked:
         else:
             slot = slots[int(ref.owner)]
         assert ref.nbytes <= slot.nbytes
+
+    def _gradient_on_disk(self, bucket: str) -> bool:
+        return bucket in self._on_disk and self._on_disk[bucket].gradient_on_disk
 
     def _streamed(self, bucket: str) -> bool:
         return self._spec.block_of[bucket].name in self._spec.streamed
@@ -161,6 +171,7 @@ def test_nothing_is_asked_for_that_is_not_touched(case: Case) -> None:
         touched = {(str(ref.owner), ref.memory) for ref in refs(done)}
         named = {role: memory for memory, role in OF_BUCKETS.items()}
         named |= dict.fromkeys([Role.STATE, Role.OTHER], Memory.STATE)
+        named[Role.WEIGHT_FILE] = Memory.WEIGHT_FILE
         for owner, role in Asked(case.spec).of:
             assert role is not None and (owner, named[role]) in touched
 

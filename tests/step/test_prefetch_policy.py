@@ -7,7 +7,14 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.step.prefetch_policy import AccessOrder, ReduceOrder, next_use, prefetches, victim
+from offloadtrain.step.prefetch_policy import (
+    AccessOrder,
+    Pool,
+    ReduceOrder,
+    next_use,
+    prefetches,
+    victim,
+)
 
 
 def fewest_loads(uses: tuple[int, ...], slots: int) -> int:
@@ -50,24 +57,32 @@ def test_the_block_needed_last_goes_and_nothing_is_loaded_in_vain(
     st.sets(st.integers(0, 8)),
     st.lists(st.integers(0, 8), max_size=12),
     st.integers(1, 5),
+    st.integers(0, 9),
     st.data(),
 )
 def test_prefetches_keep_what_is_needed_sooner(
-    resident: set[int], future: list[int], slots: int, data: st.DataObject
+    resident: set[int], future: list[int], slots: int, layers: int, data: st.DataObject
 ) -> None:
-    resident = set(sorted(resident)[:slots])
+    """Blocks up to `layers` have some slots, the others have one."""
+    pools = [Pool(range(layers), range(slots)), Pool(range(layers, 9), range(slots, slots + 1))]
+    resident = {block for pool in pools for block in sorted(pool.of(resident))[: len(pool.slots)]}
     pinned = set(data.draw(st.lists(st.sampled_from(sorted(resident)))) if resident else [])
     held = set(resident)
-    for block, leaving in prefetches(resident, pinned, future, slots):
+    moves = prefetches(resident, pinned, future, pools)
+    for block, leaving in moves:
+        (pool,) = (pool for pool in pools if block in pool.members)
         assert block in future and block not in held
         if leaving is None:
-            assert len(held) < slots
+            assert len(pool.of(held)) < len(pool.slots)
         else:
-            assert leaving in held - pinned
+            assert leaving in pool.of(held) - pinned
             assert next_use(leaving, future) > next_use(block, future)
             held.remove(leaving)
         held.add(block)
-    assert pinned <= held and len(held) <= slots
+    assert pinned <= held and all(len(pool.of(held)) <= len(pool.slots) for pool in pools)
+    order = [next_use(block, future) for block, _ in moves]
+    missing = [block for block in dict.fromkeys(future) if block not in resident]
+    assert order == sorted(order) and [block for block, _ in moves] == missing[: len(moves)]
 
 
 def pass_through(cursor: AccessOrder, uses: list[int]) -> bool:

@@ -36,7 +36,7 @@ STEPS = 3
 @levels.examples(100)
 @given(case=cases())
 def test_usual_steps_have_no_race(case: Case) -> None:
-    assert prove_operations(case.spec, case.driven(STEPS)) == []
+    assert prove_operations(case.spec, case.driven(STEPS), case.rank) == []
 
 
 @levels.examples(250)
@@ -48,7 +48,7 @@ def test_whatever_a_user_does_has_no_race_and_the_right_values(case: Case, seed:
             user.step()
             user.between()
         user.check_at_rest()
-    assert prove_operations(case.spec, user.done) == []
+    assert prove_operations(case.spec, user.done, case.rank) == []
 
 
 def test_each_odd_thing_is_tried() -> None:

@@ -43,6 +43,7 @@ from tests.step.specs import chain
 
 STREAMED = chain(3, "exact", 2, working="host", zero_stage=3, reduction="fp32", grad_accum_steps=2)
 RESIDENT = chain(3, "delayed", sizes=(300, 200))
+SUMMED = chain(3, sizes=(300, 200), grad_accum_steps=2)
 
 
 @cache
@@ -82,14 +83,20 @@ def test_the_programs_that_are_spoiled_have_many_kinds_of_waits() -> None:
     assert len({*pairs(STREAMED), *pairs(RESIDENT)}) >= 14
 
 
-def test_who_reads_the_norm_needs_the_wait_of_the_thread() -> None:
-    """The thread's wait orders what the host lane does anyway: its reader is what needs it."""
-    operations = list(driven(RESIDENT))
+@pytest.mark.parametrize(
+    ("spec", "tier", "lane"), [(SUMMED, "host", Lane.COMPUTE), (RESIDENT, "device", Lane.HOST)]
+)
+def test_who_reads_the_norm_needs_the_wait_of_the_thread(
+    spec: StepSpec, tier: str, lane: Lane
+) -> None:
+    """The thread's wait orders what the lane that measures does anyway: its reader on another lane
+    is what needs it."""
+    operations = list(driven(spec))
     at = next(i for i, op in enumerate(operations) if isinstance(op, HostWait))
-    norms = Ref(Memory.NORMS, "host", 0, 0, RESIDENT.num_tensors, "float64")
-    reader = Launch(Kind.DECIDE, Lane.COMPUTE, "", (norms,))
-    assert faults(RESIDENT, [*operations[: at + 1], reader]) == set()
-    assert faults(RESIDENT, [*operations[:at], reader]) == {"race"}
+    norms = Ref(Memory.NORMS, tier, 0, 0, spec.num_tensors, "float64")
+    reader = Launch(Kind.DECIDE, lane, "", (norms,))
+    assert faults(spec, [*operations[: at + 1], reader]) == set()
+    assert faults(spec, [*operations[:at], reader]) == {"race"}
 
 
 def test_a_launch_in_front_of_its_wait_is_a_race() -> None:
@@ -171,6 +178,28 @@ def test_memory_that_nobody_has_written_is_not_read(spec: StepSpec, kind: Kind) 
 
     operations = [op for op in driven(spec) if not left_out(op)]
     assert "uninitialised" in faults(spec, operations)
+
+
+ON_DISK = chain(4, state_on="disk")
+
+
+@pytest.mark.parametrize(
+    ("spec", "rank", "left_out", "reader"),
+    [
+        (STREAMED, 0, Kind.GATHER, Kind.REDUCE_SCATTER),
+        (STREAMED, 0, Kind.LOAD, Kind.ALL_GATHER),
+        (STREAMED, 1, Kind.LOAD, Kind.ALL_GATHER),
+        (ON_DISK, 0, Kind.READ_STATE, Kind.ADAM),
+    ],
+)
+def test_what_an_operation_changes_in_place_was_written(
+    spec: StepSpec, rank: int, left_out: Kind, reader: Kind
+) -> None:
+    operations = steps(Program(spec, rank), 3)
+    assert prove_operations(spec, operations, rank) == []
+    kept = [op for op in operations if not (isinstance(op, Launch) and op.kind is left_out)]
+    told = {fault.message for fault in prove_operations(spec, kept, rank) if fault.kind != "race"}
+    assert any(f"'{reader} " in one and "reads what nobody has written" in one for one in told)
 
 
 def test_weights_that_were_never_loaded_are_not_read() -> None:

@@ -64,13 +64,13 @@ def test_a_save_has_no_race(update: str, placed: str) -> None:
 def test_a_save_among_ranks_has_no_race(update: str, stage: int) -> None:
     spec = made(update, "resident", 2, zero_stage=stage)
     for rank in (0, 1):
-        assert prove_operations(spec, driven(spec, rank)) == []
+        assert prove_operations(spec, driven(spec, rank), rank) == []
 
 
 @levels.examples(100)
 @given(cases())
 def test_a_save_of_any_model_has_no_race(case: Case) -> None:
-    assert prove_operations(case.spec, case.driven(4, saved={2, 3})) == []
+    assert prove_operations(case.spec, case.driven(4, saved={2, 3}), case.rank) == []
 
 
 @pytest.mark.parametrize("placed", ["resident", "spilled"])

@@ -305,7 +305,12 @@ class User:
         if not self._odd("others pinned"):
             return [] if name is None else [name]
         others = [one for one in self.program.streaming.resident if one != name]
-        return others[: self._spec.slots - 1] + ([] if name is None else [name])
+        layers = {block.name for block in self._spec.blocks if block.repeated}
+        # The blocks outside of layers share one slot.
+        held = [one for one in others if one in layers][: self._spec.slots - 1]
+        if name is None or name in layers:
+            held += [one for one in others if one not in layers]
+        return held + ([] if name is None else [name])
 
     def _order(self, names: Iterable[str], what: str) -> list[str]:
         order = list(names)

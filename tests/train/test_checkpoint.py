@@ -7,6 +7,8 @@ import fcntl
 import json
 import mmap
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,47 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000030"]
     with pytest.raises(ValueError, match="at least 2"):
         checkpoint.prune(tmp_path, 1)
+
+
+def test_what_is_removed_is_not_followed(tmp_path: Path) -> None:
+    """Leftovers and checkpoints that are links lead to somebody's own files."""
+    precious = tmp_path / "precious"
+    (precious / "inside").mkdir(parents=True)
+    (precious / "thesis").write_text("five years")
+    folder = tmp_path / "checkpoints"
+    save_steps(folder, 2, 3)
+    for name in ("step-00000001", "step-00000009.tmp-ab", ".trash-step-00000001"):
+        (folder / name).symlink_to(precious)
+    (folder / "step-00000008.tmp-ab").write_text("a file")
+    (folder / "step-00000007.tmp-ab" / "inside").mkdir(parents=True)
+    (folder / "step-00000007.tmp-ab" / "inside" / "link").symlink_to(precious)
+    save_steps(folder, 4)
+    checkpoint.prune(folder, 3)
+    assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(precious)) == ["inside", "thesis"]
+
+
+def test_what_cannot_be_removed_stops_neither_a_save_nor_other_removals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system keeps a file that another process has open."""
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000009.tmp-ab").mkdir()
+    remove, kept = os.rmdir, ("step-00000009.tmp-ab", ".trash-step-00000002")
+
+    def rmdir(path: Path) -> None:
+        if path.name.startswith(kept):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", rmdir)
+        save_steps(tmp_path, 4)
+        with pytest.raises(OSError, match="not empty"):
+            checkpoint.prune(tmp_path, 2)
+    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-00000004", "step-00000003"]
+    save_steps(tmp_path, 5)
+    assert checkpoint.unfinished(tmp_path) == []
 
 
 def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
@@ -337,6 +380,53 @@ def test_damage_that_is_met_while_loading_names_the_tensor(tmp_path: Path) -> No
             with pytest.raises(DamagedCheckpointError, match=f"{entry.kind} of '{entry.name}'"):
                 restore(found, *filled(9))
             (path / entry.file).write_bytes(good)
+
+
+def test_where_no_space_can_be_reserved_nothing_is_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext3, for example: the C library would write a byte into each block."""
+    asked: list[int] = []
+    monkeypatch.setattr(direct_io, "_reserves", lambda fd: asked.append(fd))
+    monkeypatch.setattr(os, "posix_fallocate", pytest.fail)
+    save_steps(tmp_path, 1)
+    assert asked and checkpoint.newest_good(tmp_path, never_damaged) is not None
+
+
+def test_space_is_reserved_before_the_page_cache_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the C library writes single bytes, O_DIRECT would refuse them."""
+    reserve, seen = os.posix_fallocate, []
+
+    def reserved(fd: int, offset: int, count: int) -> None:
+        seen.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        reserve(fd, offset, count)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserved)
+    save_steps(tmp_path, 1)
+    DirectFile.scratch(tmp_path, BLOCK).close()
+    assert seen == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext2"), reason="mounts, as root")
+def test_a_file_system_of_old_keeps_checkpoints(tmp_path: Path) -> None:
+    """One that reserves no space, and takes O_DIRECT."""
+    image, mounted = tmp_path / "image", tmp_path / "mounted"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext2", "-q", "-F", image], check=True)
+    done = subprocess.run(["mount", "-o", "loop", image, mounted], capture_output=True)
+    if done.returncode:
+        pytest.skip("no loop devices")
+    try:
+        save_steps(mounted / "checkpoints", 1, 2)
+        found = checkpoint.newest_good(mounted / "checkpoints", never_damaged)
+        assert found is not None and found.step == 2
+    finally:
+        subprocess.run(["umount", mounted], check=True)
 
 
 def test_where_the_page_cache_cannot_be_passed_over_it_is_used(

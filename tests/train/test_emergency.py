@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +153,53 @@ def test_what_is_on_the_device_only_comes_from_the_last_checkpoint(
     (newest, *_) = checkpoint.find(tmp_path / "later" / "checkpoints")
     assert checkpoint.step_of(newest) == 5
     assert run(job, tmp_path / "later", resume="auto") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ("offload.state_on={host=0.5,disk=0.5}",),
+            r"the state of \d of \d buckets was on the disk",
+        ),
+        (("offload.state_on=disk",), r"the state of (\d) of \1 buckets was on the disk"),
+        (("offload.state_on={host=0.5,device=0.5}",), "was on the device .offload.state_on."),
+        (("offload.sums_on=device",), 'summed on the device .offload.sums_on = "device"'),
+    ],
+    ids=["part on the disk", "disk", "part on the device", "sums"],
+)
+def test_where_no_emergency_checkpoint_can_be_made_the_message_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], why: str
+) -> None:
+    scratch = (f"offload.scratch_dir={tmp_path}",) if "disk" in options[0] else ()
+    job = small_job(tmp_path, "train.eval_every=0", *options, *scratch)
+    error = lose(monkeypatch, job, tmp_path / "run", 5, "_accumulate", 9)
+    assert isinstance(error, DeviceFailedError)
+    problem, refused = str(error).splitlines()
+    assert problem.startswith("the device failed in step 5: ")
+    assert re.search(why, refused), refused
+    assert refused.startswith("No emergency checkpoint: ")
+    assert refused.endswith(". The last checkpoint is step-00000003.")
+    assert run(job, tmp_path / "run", resume="auto") == 0
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_state_go_back_to_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = emergency.Emergency.__init__
+
+    def one_of_four(self: Any, *given: Any) -> None:
+        real(self, *given)
+        self._ranks = SimpleNamespace(is_single=False, size=4)
+
+    monkeypatch.setattr(emergency.Emergency, "__init__", one_of_four)
+    job = small_job(tmp_path, "train.eval_every=0")
+    error = lose(monkeypatch, job, tmp_path / "run", 5, "_accumulate", 9)
+    assert isinstance(error, DeviceFailedError)
+    told = str(error).splitlines()[1]
+    assert "the state is in parts on 4 ranks" in told and "step-00000003" in told
 
 
 @pytest.mark.slow

@@ -283,6 +283,7 @@ def test_a_run_without_a_good_state_at_its_end_is_not_done(
         assert steps == ([] if number == 0 else [9, 6])
 
 
+@pytest.mark.slow
 def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
     tmp_path: Path, not_finite: Callable[[Iterable[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_full_disk_does_not_end_a_run(
     assert "No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(target: Path, parts: object) -> object:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

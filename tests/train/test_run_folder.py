@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,6 +21,8 @@ import pytest
 from offloadtrain.events import schema
 from offloadtrain.train import run_folder
 from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job
+from tests.train.small_job import events_of, small_job
+from tests.train.small_job import run as small_job_run
 
 HOLDER = """
 import sys, time
@@ -174,6 +177,17 @@ def test_latest_replaces_a_dangling_link(tmp_path: Path) -> None:
         assert (tmp_path / "latest").resolve() == run.path
 
 
+def test_a_clock_that_is_set_back_makes_no_run_the_older_one(tmp_path: Path, clock: Any) -> None:
+    names = []
+    for year in (2026, 2025, 2024, 2027):
+        clock.now = clock.now.replace(year=year)
+        with made(tmp_path) as run:
+            names.append(run.run_id)
+        assert of_job(tmp_path, "job")[0].name == names[-1], "the newest"
+    assert names[1:3] == ["20260304-050607-job+1", "20260304-050607-job+2"]
+    assert names[3] == "20270304-050607-job"
+
+
 def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
     assert of_job(tmp_path / "none", "job") == []
     for name in ("job", "job-2", "my-job", "job.1", "job-1", "other"):
@@ -205,6 +219,25 @@ def test_a_running_folder_is_refused_and_says_who_runs(tmp_path: Path) -> None:
     assert not is_running(run.path)
     with RunFolder(run.path) as again:
         assert again.path == run.path and is_running(run.path)
+
+
+def test_where_no_locks_are_kept_a_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre, mounted without flock."""
+    with made(tmp_path) as run:
+        assert run.has_locks
+
+    def refused(fd: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with made(tmp_path) as run:
+        assert not run.has_locks
+    job, path = small_job(tmp_path, "train.steps=3", "train.eval_every=0"), tmp_path / "run"
+    assert small_job_run(job, path) == 0
+    (told,) = [w for w in events_of(path, schema.Warning_) if w.code == "no-locks"]
+    assert "keeps no locks" in told.message
 
 
 def test_a_killed_run_is_not_running(tmp_path: Path) -> None:

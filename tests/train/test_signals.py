@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +39,23 @@ def test_the_first_signal_is_only_noted(number: int, capfd: pytest.CaptureFixtur
         assert stop.requested == signal.Signals(number).name
     assert signal.getsignal(number) is before
     assert "repeat: end at once" in capfd.readouterr().err
+
+
+def test_a_terminal_that_is_gone_does_not_spoil_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP says so, and writing to it fails."""
+
+    def gone(fd: int, text: bytes) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "write", gone)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with StopRequests() as stop:
+        stop.defer()
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.requested == "SIGHUP"
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == [1]
 
 
 @pytest.mark.parametrize("number", STOPS)

@@ -76,6 +76,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, complete: Pat
     assert started(longer, resume=str(complete)) == 0, "as the run itself says to go on"
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_a_damaged_checkpoint_in_its_place(
     tmp_path: Path, complete: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_start_that_fails_leaves_nothing(
         assert not runs.exists(), overrides
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_first_step_leaves_nothing_either(
     tmp_path: Path, complete: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def test_a_failure_after_the_first_step_is_kept(
     assert (tmp_path / "runs" / "latest").resolve() == row.folder
 
 
+@pytest.mark.slow
 def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
     tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +208,7 @@ def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
     assert f"{damaged.name} (no valid checkpoint)" in said
 
 
+@pytest.mark.slow
 def test_auto_after_a_failed_start_goes_on(tmp_path: Path, stop_after: StopAfter) -> None:
     job = small_job(tmp_path)
     stop_after(2)
@@ -315,6 +319,7 @@ def test_changed_training_data_is_refused_at_start_and_at_resume(
     assert run(job, mine, resume="auto") == 0, "prepared again as the message says"
 
 
+@pytest.mark.slow
 def test_other_held_out_tokens_are_told_at_resume(tmp_path: Path, stop_after: StopAfter) -> None:
     mine = tmp_path / "mine"
     stop_after(2)

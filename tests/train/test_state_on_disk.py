@@ -31,7 +31,7 @@ DISK: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["on the device", "streamed"])
+@pytest.mark.parametrize("placement", ["on the device", "streamed", "weights on the disk"])
 @pytest.mark.parametrize("mode", ["exact", "early", "delayed"])
 @pytest.mark.parametrize("state", ["fp32", "int8"])
 def test_saves_and_stops_change_no_bit(
@@ -39,8 +39,11 @@ def test_saves_and_stops_change_no_bit(
 ) -> None:
     """Of a run on the disk, and of one that goes from the disk to the host and back."""
     options = {**MODES[mode], "state": state, "precision": "bf16"}
-    there = PLACEMENTS[placement]
+    there = PLACEMENTS.get(placement, {"working": "host"})
     on_host, on_disk = Case(options, there), Case(options, {**there, **DISK})
+    if placement == "weights on the disk":
+        grad = {} if mode == "delayed" else {"grad_on": "disk"}
+        on_disk = Case(options, {"working": "disk", **grad, **DISK})
     expected = whole(on_host)
     threads = replace(on_disk, lanes=lambda: ThreadLanes(longest_delay_ms=0.2))
     assert differ(saving(threads, tmp_path / "saving"), expected) == []
@@ -67,21 +70,33 @@ def test_a_job_goes_from_the_disk_to_the_host_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_log_says_how_many_bytes_each_step_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("offload.working=disk", "offload.grad_on=disk", "train.grad_accum_steps=4"),
+        ("offload.working=disk", "offload.grad_on=disk", "offload.state=int8"),
+        ("offload.working=disk", "offload.update=delayed"),
+    ],
+    ids=["state", "all, four microbatches", "all, int8", "weights, delayed"],
+)
+def test_the_log_says_how_many_bytes_each_step_moves(tmp_path: Path, more: tuple[str, ...]) -> None:
     """As many as planned, once the slots hold what the step before has left in them."""
     job = small_job(
         tmp_path,
+        *more,
         "offload.state_on=disk",
         "offload.scratch_in_memory=true",
-        "train.steps=4",
+        "train.steps=5",
         "train.checkpoint_every=0",
+        "train.eval_every=0",
     )
     assert run(job, tmp_path / "run") == 0
     planned = make(job, "cpu2", find("cpu2")[1]).prediction.disk
     found = events_of(tmp_path / "run", schema.Step)
     moved = [(one.disk_read_bytes, one.disk_written_bytes) for one in found]
     assert planned.written_bytes > 0
-    assert moved[1:] == [(planned.read_bytes, planned.written_bytes)] * 3
+    assert moved[2:-1] == [(planned.read_bytes, planned.written_bytes)] * 2
 
 
 @pytest.mark.slow

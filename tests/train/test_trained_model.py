@@ -20,7 +20,9 @@ from offloadtrain.events import schema
 from offloadtrain.integrations import causal_lm
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
 from offloadtrain.model.language_model import Sampling
-from tests.train.small_job import events_of
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.train.saved_run import language_model, open_saved
+from tests.train.small_job import events_of, run, small_job
 
 Captured = pytest.CaptureFixture[str]
 
@@ -58,6 +60,29 @@ def test_a_run_has_the_loss_of_its_own_validation(
     assert found["tokens"] == own.tokens == count
     assert found["loss"] == pytest.approx(own.val_loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.mark.parametrize("state", ["split16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, state: str, capsys: Captured) -> None:
+    """As GPT-2's: a run has no weight of its own for it."""
+    shape = ("model.tie_embeddings=true", f"offload.state={state}", "train.steps=3")
+    job = small_job(tmp_path, *shape, "train.eval_every=3", "train.eval_batches=4")
+    assert run(job, tmp_path / "run") == 0
+    saved = open_saved(tmp_path / "run")
+    module = language_model(saved, torch.device("cpu")).module
+    assert isinstance(module, Transformer)
+    assert module.head.weight is module.embedding.weight
+    masters = dict(saved.weights(working=True))
+    assert torch.equal(module.head.weight, masters["embedding.weight"].bfloat16())
+    (val,) = (tmp_path / "data").rglob("val.bin")
+    own = events_of(tmp_path / "run", schema.Eval)[-1]
+    options = ("--data", val, "--micro-batch", 4, "--max-tokens", own.tokens)
+    found = json.loads(printed(capsys, "eval", tmp_path / "run", *options, "--json"))
+    assert 4.0 < found["loss"] < 6.0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    sampling = ("--prompt", "1 + 1 =", "--max-tokens", 16, "--temperature", 0)
+    text = printed(capsys, "generate", tmp_path / "run", *sampling)
+    assert text == printed(capsys, "generate", tmp_path / "out", *sampling)
 
 
 def test_the_loss_is_the_mean_over_all_tokens(

@@ -32,6 +32,8 @@ from tests.tui.recordings import BEGIN_S, plain, unlucky, write
 from tests.tui.test_runs import live, trainer
 
 SIZES = {"wide": (160, 45), "medium": (110, 34), "small": (80, 24)}
+TERMINALS = {"80x24": (80, 24), "120x40": (120, 40), "200x60": (200, 60)}
+"""Those of the generated runs' screens."""
 
 
 @asynccontextmanager
@@ -47,7 +49,7 @@ async def watching(
         readonly=readonly,
         watch_machine=False,
     )
-    async with app.run_test(size=SIZES[size]) as pilot:
+    async with app.run_test(size=(SIZES | TERMINALS)[size]) as pilot:
 
         async def press(*keys: str) -> None:
             await pilot.press(*keys)
@@ -80,7 +82,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("recording", "size"), [*LOOKED_AT, *OTHERS])
 def test_every_screen_shows_what_it_is_for(
-    screens: Callable[[str, str], Screens], recording: str, size: str
+    screens: Callable[..., Screens], recording: str, size: str
 ) -> None:
     seen = screens(recording, size)
     for lines in (shown.splitlines() for shown in seen.values()):
@@ -103,7 +105,7 @@ def test_every_screen_shows_what_it_is_for(
         assert "adam" in seen["timeline"] or size == "small"
 
 
-def test_eight_ranks(screens: Callable[[str, str], Screens]) -> None:
+def test_eight_ranks(screens: Callable[..., Screens]) -> None:
     shown = screens("ranks", "medium")["ranks"]
     assert "8 ranks; the slowest is rank 3" in shown
     assert re.search(r"7 +48 +2 steps", shown)
@@ -111,6 +113,7 @@ def test_eight_ranks(screens: Callable[[str, str], Screens]) -> None:
     assert len(re.findall(r" \+(19|2[01])\.\d %", shown)) == 1  # the others only wait
 
 
+@pytest.mark.slow
 def test_the_whole_screen_goes_back_in_time(tmp_path: Path) -> None:
     write(tmp_path / "run", plain())
 
@@ -196,6 +199,7 @@ def test_the_timeline_zooms_to_a_block(tmp_path: Path) -> None:
     go(test())
 
 
+@pytest.mark.slow
 def test_events_are_filtered_opened_and_gone_to(tmp_path: Path) -> None:
     write(tmp_path / "run", unlucky())
 
@@ -232,7 +236,8 @@ def test_the_timeline_is_exported(tmp_path: Path) -> None:
     go(test())
 
 
-def test_alerts_stand_on_every_screen(screens: Callable[[str, str], Screens]) -> None:
+@pytest.mark.slow
+def test_alerts_stand_on_every_screen(screens: Callable[..., Screens]) -> None:
     seen = screens("unlucky", "medium")
     assert "skips: 2 steps in a row were skipped" in seen["overview"]
     assert all("skips: 2 steps in a row" in shown for shown in seen.values())
@@ -242,6 +247,7 @@ def requests_in(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted((folder / "control").glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_requests_are_asked_for_twice(tmp_path: Path) -> None:
     folder = live(tmp_path / "run")
 
@@ -284,6 +290,7 @@ def test_nothing_is_asked_of_a_run_that_is_over_or_only_looked_at(tmp_path: Path
     assert not (over / "control").exists() and not (folder / "control").exists()
 
 
+@pytest.mark.slow
 def test_runs_are_opened_and_drawn_beside(tmp_path: Path) -> None:
     write(tmp_path / "20260101-000000-first", plain(30, seed=1, name="first"))
     second = write(tmp_path / "20260201-000000-second", plain(50, name="second"))
@@ -382,11 +389,13 @@ def test_without_a_run_there_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
             await pilot.pause()
             shown = text(app)
             assert "no run" in shown
-            assert re.search(r"HOST 0 B of [\d.]+ GiB", shown), "the memory of this machine"
+            assert re.search(r"HOST [\d.]+ (GiB )?of [\d.]+ [GT]iB", shown), "this machine's memory"
+            assert "all programs" in shown
 
     go(test())
 
 
+@pytest.mark.slow
 def test_themes(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain())
 

@@ -1,9 +1,10 @@
-"""Comparing and keeping: jobs' differences, charts as CSV and SVG, the clipboard."""
+"""Comparing and keeping: jobs' differences, charts as CSV, SVG and PNG, the clipboard."""
 
 from __future__ import annotations
 
 import csv
 import io
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from offloadtrain_tui import exports, plots
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.panels.job import differences
 from offloadtrain_tui.series import Series, Smoothed
+from PIL import Image
 from textual.widgets import Input
 
 from tests.tui.recordings import Timed, plain, start, unlucky, write
@@ -98,6 +100,9 @@ def test_charts_go_to_files_and_the_clipboard_when_asked(
             assert "saved" in await answer("e", "loss.csv")
             assert "exists: it is left" in await answer("e", "loss.csv")
             assert "saved" in await answer("e", "lr.svg")
+            assert "saved" in await answer("e", "loss.png")
+            monkeypatch.setitem(sys.modules, "PIL", None)
+            assert "a .png needs Pillow" in await answer("e", "lr.png")
             assert "give a chart's name" in await answer("e", "none.csv")
             assert "give a chart's name" in await answer("e", "loss.pdf")
             assert "cannot be written: No such file" in await answer("e", "nowhere/mfu.csv")
@@ -108,9 +113,28 @@ def test_charts_go_to_files_and_the_clipboard_when_asked(
             assert "nothing is written" in told[-1]
 
     go(test())
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["loss.csv", "lr.svg", "run"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "loss.csv",
+        "loss.png",
+        "lr.svg",
+        "run",
+    ]
     assert (tmp_path / "loss.csv").read_text().startswith("step,loss,val_loss\n1,")
+    assert curve_in(tmp_path / "loss.png")
     assert copied[0].startswith("step,lr\n1,") and len(copied) == 1
+
+
+def curve_in(picture: Path) -> bool:
+    """Whether a picture is white and has a curve that falls from its upper left to its lower right,
+    in the color of the first curve of the SVG."""
+    with Image.open(picture) as image:
+        width, height = image.size
+        pixels = image.convert("RGB").load()
+        assert pixels is not None and pixels[0, height - 1] == (255, 255, 255)
+        blue = (0, 0x72, 0xB2)
+        found = [(x, y) for x in range(width) for y in range(height) if pixels[x, y] == blue]
+    left, right = found[0], found[-1]
+    return left[0] < 0.2 * width and right[0] > 0.9 * width and left[1] < right[1] - 0.3 * height
 
 
 def test_smoothing_has_a_factor(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ QUESTIONS = {
     "nvmlDeviceGetCurrPcieLinkWidth": "void *gpu, unsigned *out",
     "nvmlDeviceGetMaxPcieLinkWidth": "void *gpu, unsigned *out",
     "nvmlDeviceGetCurrentClocksEventReasons": "void *gpu, unsigned long long *out",
+    "nvmlDeviceGetClockInfo": "void *gpu, int kind, unsigned *out",
+    "nvmlDeviceGetMaxClockInfo": "void *gpu, int kind, unsigned *out",
     "nvmlDeviceGetComputeRunningProcesses_v3": "void *gpu, unsigned *count, struct process *out",
     "nvmlDeviceGetFieldValues": "void *gpu, int count, struct field *out",
     "nvmlSystemGetDriverVersion": "char *out, unsigned length",
@@ -50,6 +52,8 @@ ANSWERS = {
     "nvmlDeviceGetCurrPcieLinkWidth": "*out = 8;",
     "nvmlDeviceGetMaxPcieLinkWidth": "*out = 16;",
     "nvmlDeviceGetCurrentClocksEventReasons": "*out = 0x44;",
+    "nvmlDeviceGetClockInfo": "*out = kind == 1 ? 1410 : 7;",
+    "nvmlDeviceGetMaxClockInfo": "*out = kind == 1 ? 1980 : 7;",
     "nvmlDeviceGetComputeRunningProcesses_v3": (
         "unsigned room = *count; *count = 2; if (room < 2) return 7;"
         " out[0].pid = 4000000000u; out[0].used = 1ull << 30;"
@@ -57,7 +61,9 @@ ANSWERS = {
     ),
     "nvmlDeviceGetFieldValues": (
         "for (int i = 0; i < count; ++i) { static unsigned long long moved; moved += 5000000000ull;"
-        " out[i].result = 0; out[i].type = 3; out[i].value = moved; }"
+        " int is_link = out[i].id >= 138 && out[i].id <= 139;"
+        " out[i].result = is_link && (out[i].scope != 0xFFFFFFFFu || gpu == (void *)2) ? 3 : 0;"
+        " out[i].type = 3; out[i].value = moved; }"
     ),
     "nvmlSystemGetDriverVersion": 'snprintf(out, length, "610.47");',
 }
@@ -81,9 +87,10 @@ from offloadtrain.hardware.nvml import Nvml
 from offloadtrain_tui.this_machine import sample
 def look(refused):
     os.environ["REFUSED"] = refused
-    times = iter([0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0])
-    nvml = Nvml(clock=lambda: next(times))
+    times = [0.0]
+    nvml = Nvml(clock=lambda: times[-1])
     sample(nvml)
+    times.append(4.0)
     found = sample(nvml)
     told = {"pid": os.getpid(), "free": nvml.memory_free("GPU-2"), **asdict(found)}
     return {"state": nvml.state, "driver": nvml.driver(), **told}
@@ -133,8 +140,13 @@ def test_two_gpus_answer(found: dict[str, dict[str, object]]) -> None:
     assert gpu["utilization_percent"] == 97.0 and gpu["power_w"] == 654.321
     assert (gpu["pcie_generation"], gpu["pcie_width_max"]) == (4, 16)
     assert gpu["throttle"] == "power cap, hardware thermal slowdown"
-    # Each question moves the one counter of the library on by 5 GB; a GPU asks twice in 2 s.
+    assert (gpu["clock_mhz"], gpu["clock_max_mhz"]) == (1410, 1980)
+    # Each field moves the one counter of the library on by 5e9; the two GPUs ask for four each, and
+    # again after 4 s.
     assert gpu["pcie_tx_bytes_per_s"] == gpu["pcie_rx_bytes_per_s"] == 1e10
+    assert gpu["nvlink_tx_bytes_per_s"] == gpu["nvlink_rx_bytes_per_s"] == 1024e10
+    assert gpus[1]["nvlink_tx_bytes_per_s"] is None, "it has no link"
+    assert gpus[1]["pcie_tx_bytes_per_s"] == 1e10
 
 
 def test_each_gpu_names_its_processes_and_its_free_memory(

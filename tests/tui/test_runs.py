@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,14 +14,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import listing, runs
+from offloadtrain_tui import listing, runs, tail
 from offloadtrain_tui.history import History, View, fold
 from offloadtrain_tui.listing import list_runs
 from offloadtrain_tui.log_reader import RunReader
-from offloadtrain_tui.summary import before_first_step
+from offloadtrain_tui.summary import before_first_step, headline, numbers, when
 from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import schema
@@ -136,6 +140,59 @@ def test_on_another_host_silence_is_not_death(tmp_path: Path) -> None:
     assert runs.is_alive(folder) is None
     assert state(folder) == "running"
     assert state(folder, time.time() + 3600) == "unknown"
+
+
+def test_another_host_s_clock_tells_no_lies(tmp_path: Path) -> None:
+    """Its records are hours ahead or behind: what comes is alive, and what stays away is not."""
+    for ahead_s in (-7200.0, 7200.0):
+        told = plain(20)[:-1]
+        folder = write(tmp_path / f"run{ahead_s}", told)
+        reader, now_s = RunReader(runs.open_run(folder)), told[-1][0] - ahead_s
+        assert reader.read_to_end(now_s).state == ("unknown" if ahead_s < 0 else "running")
+        with open(folder / "events/rank000.jsonl", "ab") as log:
+            log.writelines(lines([(told[-1][0] + 1, recordings.step(21, random.Random(0)))]))
+        assert reader.read_to_end(now_s + 1).state == "running"
+        assert reader.read_to_end(now_s + 600).state == "unknown"
+        reader.close()
+
+
+def test_ranks_without_a_log_are_said(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", *ranks(4))
+    for rank in (0, 1):
+        (folder / f"events/rank{rank:03d}.jsonl").unlink()
+    reader = RunReader(runs.open_run(folder))
+    assert reader.read_to_end(BEGIN_S).problem == "logs of 2 of 4 ranks, shown is rank 2"
+    reader.close()
+
+
+def test_logs_that_may_not_be_read_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "run", plain(5))
+
+    def refuse(path: Path, **_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(tail, "open_descriptor", refuse)
+    reader = RunReader(runs.open_run(folder))
+    found = reader.read_to_end(BEGIN_S)
+    assert found.problem == f"not read: {folder / 'events/rank000.jsonl'}: no permission"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = reader.read_to_end(BEGIN_S)
+    assert (found.state, found.problem) == ("unknown", f"not read: {folder}/events: no permission")
+    reader.close()
+
+
+def test_the_end_of_a_failed_run_is_on_every_screen(tmp_path: Path) -> None:
+    end = schema.RunEnded(status="failed", step=21, message="TrainingError: the loss is nan")
+    bad = replace(recordings.step(21, random.Random(0)), loss=math.nan)
+    told = [*plain(20)[:-1], (BEGIN_S + 40, bad), (BEGIN_S + 41, end)]
+    reader = RunReader(runs.open_run(write(tmp_path / ("long" * 40), told)))
+    shown = ViewState(reader.read_to_end(BEGIN_S + 50), BEGIN_S + 50)
+    assert numbers(shown).plain.startswith(" loss nan")
+    assert when(shown, {}).plain == " ✖ TrainingError: the loss is nan"
+    assert "✖ failed  step 21/20" in headline(shown, {}, 80).plain[:80]
+    reader.close()
 
 
 def test_a_resumed_run_is_starting_until_its_first_step(tmp_path: Path) -> None:

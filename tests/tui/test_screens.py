@@ -1,7 +1,7 @@
 """Every screen as it looks, line by line.
 
-After a change that is meant: `UPDATE_SCREENS=1 pytest tests/tui/test_screens.py`, and look at the
-difference.
+After a change that is meant: `UPDATE_SCREENS=1 pytest --level full tests/tui/test_screens.py`, and
+look at the difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui.app import PANELS
 
-from tests.tui.conftest import Screens
+from tests.tui.conftest import GPUS, THEMES, Screens
 
 SCREENS = Path(__file__).parent / "screens"
 CASES = [
@@ -30,8 +30,8 @@ CASES = [
             ("events", "medium", "unlucky"),
             *(
                 (screen, size, recording)
-                for screen in ("overview", "memory", "timeline")
-                for size in ("small", "medium", "wide")
+                for screen in PANELS
+                for size in ("80x24", "120x40", "200x60")
                 for recording in ("gpu", "gpus")
             ),
         )
@@ -41,12 +41,14 @@ CASES = [
 
 @pytest.mark.parametrize(("screen", "size", "recording"), CASES)
 def test_a_screen_looks_as_it_did(
-    screens: Callable[[str, str], Screens], screen: str, size: str, recording: str
+    screens: Callable[..., Screens], screen: str, size: str, recording: str
 ) -> None:
-    lines = screens(recording, size)[screen].splitlines()
-    shown = "\n".join(line.rstrip() for line in lines) + "\n"
+    """That of a generated run also on a light terminal."""
     known = SCREENS / f"{screen}-{size}-{recording}.txt"
-    if os.environ.get("UPDATE_SCREENS"):
-        SCREENS.mkdir(exist_ok=True)
-        known.write_text(shown)
-    assert shown == known.read_text()
+    for theme in THEMES if recording in GPUS else THEMES[:1]:
+        lines = screens(recording, size, theme)[screen].splitlines()
+        shown = "\n".join(line.rstrip() for line in lines) + "\n"
+        if os.environ.get("UPDATE_SCREENS"):
+            SCREENS.mkdir(exist_ok=True)
+            known.write_text(shown)
+        assert shown == known.read_text()

@@ -47,7 +47,7 @@ def test_what_bounds_a_step_is_said_with_its_share() -> None:
 
 def test_the_speed_is_told_against_the_plan() -> None:
     assert against_plan(view_of(planned_s=1.01)) == "101% of plan"
-    assert against_plan(view_of(planned_s=0.01)) == "100x slower than planned"
+    assert against_plan(view_of(planned_s=0.01)) == "100x slower than plan"
     assert against_plan(View.at(fold(lines(plain(3))))) == ""
 
 

@@ -119,6 +119,27 @@ def test_a_tab_ends_with_its_browser_and_with_the_server(
         asyncio.run(look(address, process))
 
 
+def test_ctrl_c_does_not_wait_for_an_open_tab(tmp_path: Path) -> None:
+    """aiohttp gives open connections a minute to leave."""
+    folder = live(tmp_path / "run")
+
+    async def look(address: str, process: subprocess.Popen[str]) -> None:
+        async with aiohttp.ClientSession() as session:
+            async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
+                await drawn(screen, "step 20/20")
+                tabs = psutil.Process(process.pid).children(recursive=True)
+                process.send_signal(signal.SIGINT)
+                message = await screen.receive(timeout=30)
+                while message.type is aiohttp.WSMsgType.BINARY:
+                    message = await screen.receive(timeout=30)
+                assert message.type is aiohttp.WSMsgType.CLOSE
+                assert process.wait(30) == 0
+                assert tabs and not [one for one in tabs if runs(one)]
+
+    with server(folder) as (address, process):
+        asyncio.run(look(address, process))
+
+
 def runs(process: psutil.Process) -> bool:
     """Also of one whose new parent does not collect it."""
     try:

@@ -32,6 +32,7 @@ from offloadtrain_tui.listing import Listing, RunRow
 from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
+from offloadtrain_tui.panels.gpus import Gpus
 from offloadtrain_tui.panels.job import JobPanel
 from offloadtrain_tui.panels.memory import MemoryPanel
 from offloadtrain_tui.panels.overview import Overview
@@ -61,6 +62,7 @@ PANELS: dict[str, type[Panel]] = {
     "events": EventsPanel,
     "job": JobPanel,
     "runs": RunsPanel,
+    "gpus": Gpus,
 }
 
 
@@ -106,8 +108,10 @@ class Monitor(RunActions):
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
     KEYS: ClassVar[tuple[Binding, ...]] = (
+        Binding("question_mark", "help", "help", key_display="?"),
+        Binding("q", "quit", "quit"),
         *(
-            Binding(key, f"panel('{name}')", name, show=key in "1234579")
+            Binding(key, f"panel('{name}')", name, show=key in "1234569")
             for key, name in with_keys(PANELS)
             if key
         ),
@@ -133,9 +137,7 @@ class Monitor(RunActions):
         Binding("n", "note", "note", show=False),
         Binding("a", "acknowledge", "acknowledge", show=False),
         Binding("ctrl+s", "screenshot", "screenshot", show=False),
-        Binding("question_mark", "help", "help", key_display="?"),
         Binding("b", "attention", "attention", show=False),
-        Binding("q", "quit", "quit"),
     )
     BINDINGS: ClassVar[list[BindingType]] = list(map(_named, KEYS))
     ACTIONS: ClassVar[tuple[str, ...]] = tuple(_named(key).id or "" for key in KEYS)
@@ -194,7 +196,7 @@ class Monitor(RunActions):
         with ContentSwitcher(initial="overview", id="panels"):
             for name, panel in PANELS.items():
                 yield panel(id=name)
-        yield Footer()
+        yield Footer(compact=True, show_command_palette=False)  # `?` names its key
 
     def on_mount(self) -> None:
         self.register_theme(COLOR_BLIND)
@@ -233,8 +235,12 @@ class Monitor(RunActions):
 
     def on_monitor_listed(self, message: Monitor.Listed) -> None:
         self._listed = True
-        if self.is_running:
-            self.query_one(RunsPanel).list_runs(message.rows)
+        if not self.is_running:
+            return
+        self.query_one(RunsPanel).list_runs(message.rows)
+        living = [row.folder for row in message.rows if row.state in runs.ALIVE]
+        if not self.reader.readers and living:  # started after a monitor that had none to show
+            self._open(living[0], beside=False)
 
     @property
     def is_settled(self) -> bool:
@@ -320,7 +326,7 @@ class Monitor(RunActions):
         colors = {state: rich_color(shade(variables, name)) for state, name in STATE_COLORS.items()}
         with self.batch_update():
             self._line("headline", headline(self.shown, colors, self.size.width))
-            self._line("numbers", numbers(self.shown))
+            self._line("numbers", numbers(self.shown, self.size.width))
             text = when(self.shown, colors)
             self.query_one("#when").display = bool(text.plain)
             self._line("when", text)
@@ -450,12 +456,15 @@ class Monitor(RunActions):
             self.push_screen(Raw(message.moment))
 
     def on_runs_panel_asked(self, message: RunsPanel.Asked) -> None:
-        if message.beside:
-            self._beside ^= {message.folder}
-        self.reader.add(runs.open_run(message.folder))
-        if not message.beside:
+        self._open(message.folder, beside=message.beside)
+
+    def _open(self, folder: Path, *, beside: bool) -> None:
+        if beside:
+            self._beside ^= {folder}
+        self.reader.add(runs.open_run(folder))
+        if not beside:
             folders = [reader.run.folder for reader in self.reader.readers]
-            self._selected = folders.index(message.folder)
+            self._selected = folders.index(folder)
             self._snapshots = self.reader.read_newest()
             self.shown = replace(self.shown, cursor=None)
             self.action_panel("overview")

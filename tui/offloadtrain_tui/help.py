@@ -12,13 +12,16 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 KEYS = (
-    ("1 … 9", "screens: overview, memory, transfers, timeline, plots, ranks, events, job, runs"),
+    (
+        "1 … 9, 0",
+        "screens: overview, memory, transfers, timeline, plots, ranks, events, job, runs, gpus",
+    ),
     ("[ ]  , .", "one step back or on, a hundred steps"),
     ("{ }", "to the mark before, or the next one"),
     ("g  End", "go to a step by its number; back to live"),
     ("Space", "hold, go on"),
     ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
-    ("e  k", "write a chart into a file (CSV, SVG); copy its numbers"),
+    ("e  k", "write a chart into a file (CSV, SVG, PNG); copy its numbers"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
     ("r  o", "next run;  on 9: draw the chosen run beside this one"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),

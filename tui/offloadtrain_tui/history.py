@@ -18,6 +18,7 @@ import orjson
 
 from offloadtrain.events import schema
 from offloadtrain.events.schema import Json, Record
+from offloadtrain_tui.gpu_history import GpuHistory
 from offloadtrain_tui.live_memory import Live, LiveMemory
 from offloadtrain_tui.moments import Moment, moment_of
 from offloadtrain_tui.packed import TimedLines
@@ -27,7 +28,7 @@ from offloadtrain_tui.timelines import SAMPLED_STEPS, Spans, Timelines
 
 LANES = (
     *("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
-    *("write", "disk_read", "disk_write"),
+    *("write", "disk_read", "disk_write", "disk_load"),
 )
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
@@ -86,6 +87,7 @@ class History:
         self.curves = Timed()
         self.systems = TimedLines()
         """Samples of the machine, which are read only for display."""
+        self.gpu = GpuHistory()
         self.evals = Timed()
         self.checkpoints = Timed()
         self.alerts = Timed()
@@ -223,6 +225,10 @@ class History:
             return False
         self.last_time_s = max(self.last_time_s, time_s)
         self.systems.add(time_s, line)
+        start: schema.RunStarted | None = self.starts.values[-1] if self.starts.values else None
+        self.gpu.add(
+            time_s, values.get("gpus", []), str(start.plan.get("gpu_uuid", "")) if start else ""
+        )
         return True
 
     def _span(self, step: int, time_s: float, line: bytes) -> None:

@@ -63,7 +63,7 @@ def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
 def _row(folder: Path, view: View, now_s: float) -> RunRow:
     return RunRow(
         folder=folder,
-        state=runs.state_of(view, runs.is_alive(folder), now_s),
+        state=runs.life_of(folder, view, now_s).state,
         step=view.step,
         total=view.total_steps,
         loss=view.last("loss"),

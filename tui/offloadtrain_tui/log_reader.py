@@ -13,6 +13,7 @@ from pathlib import Path
 
 from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.events.memory_ring import RingReader
+from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.history import History, View
@@ -25,6 +26,8 @@ NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0
 
 _LINES_AT_ONCE = 5000
 _LOOK_FOR_RANKS_S = 2.0
+_SKEW_S = 2.0
+"""A record that is so far in the future was written by another clock."""
 _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
 _LONG_BYTES = 4 << 20
 """For a longer log, the last megabyte is shown while the rest is read."""
@@ -42,6 +45,7 @@ class Snapshot:
         out_of_memory: the run was killed, probably by the kernel for memory.
         refused: why logs are not read: they are no regular files.
         lives_here: its process is alive, and on this host.
+        set_up: what it does before its log begins, or did when it was killed.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Snapshot:
     refused: tuple[str, ...] = ()
     out_of_memory: bool = False
     lives_here: bool = False
+    set_up: SetUpNow | None = None
 
     @property
     def first(self) -> View:
@@ -67,13 +72,24 @@ class Snapshot:
         if self.refused:
             return f"not read: {self.refused[0]}"
         lines = sum(view.history.unreadable for view in self.views)
-        told = f"{lines} lines are no records" if lines else ""
+        unread = "1 line is no record" if lines == 1 else f"{lines} lines are no records"
+        told = unread if lines else ""
         if self.has_records:
-            return told
+            return "; ".join(filter(None, (self._missing_ranks, told)))
         # Without a run there is no state.
-        if not self.whole or not self.state or self.state in runs.ALIVE:
+        if not self.whole or not self.state or self.state in runs.ALIVE or self.set_up:
             return ""
         return f"there is no record of a run in it{f': {told}' if told else ''}"
+
+    @property
+    def _missing_ranks(self) -> str:
+        """Say that logs of ranks are not there; a rank's comes a moment late at the start."""
+        start = self.first.start
+        if self.folder is None or start is None or start.world_size <= len(self.views):
+            return ""
+        first = self.first.history.rank
+        shown = f", shown is rank {first}" if first else ""
+        return f"logs of {len(self.views)} of {start.world_size} ranks{shown}"
 
     @property
     def changed(self) -> tuple[object, ...]:
@@ -81,6 +97,7 @@ class Snapshot:
         return (
             self.state,
             self.whole,
+            self.set_up,
             *((v.length, v.time_s, v.history.last_time_s) for v in self.views),
         )
 
@@ -96,11 +113,14 @@ class RunReader:
     _tails: dict[Path, Tail] = field(default_factory=dict)
     _rings: dict[Path, RingReader] = field(default_factory=dict)
     _looked_s: float = 0.0
+    _first_s: float = 0.0
+    _heard_s: float | None = None
+    _grew: bool = False
 
     def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
         """Read new lines of every rank; return whether there were any."""
         self._find_ranks()
-        found = False
+        found, was_whole = False, self.whole
         self.whole = True
         for path, tail in self._tails.items():
             before = tail.restarts
@@ -115,6 +135,7 @@ class RunReader:
             self.whole &= not tail.is_behind
         if self.whole:
             self._glances.clear()
+        self._grew |= found and was_whole
         return found
 
     def _see_ring(self, log: Path) -> None:
@@ -135,18 +156,32 @@ class RunReader:
         known = {**self.histories, **self._glances}
         ordered = sorted(known.values(), key=lambda history: history.rank)
         views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
-        alive = runs.is_alive(self.run.folder) if at_s is None else None
         folder = self.run.folder
-        state = runs.state_of(views[0], alive, now_s if at_s is None else at_s)
-        if at_s is None and alive and runs.is_resuming(folder):
-            state = "starting"
+        if at_s is None:
+            life = runs.life_of(folder, views[0], now_s, self._silent_s(views[0], now_s))
+        else:
+            life = runs.Life(runs.state_of(views[0], None, at_s), None)
+        state = life.state
         if folder is None and state == "starting" and views[0].start is None:
             state = "unknown"  # a file of something else starts no run
         refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
-        killed = state == "killed" and runs.killed_for_memory(folder)
+        if folder is not None and not os.access(folder / "events", os.R_OK | os.X_OK):
+            refused, state = (f"{folder / 'events'}: no permission", *refused), "unknown"
+        killed = state == "killed" and runs.killed_for_memory(folder, life.set_up)
         return Snapshot(
-            self.run.name, folder, views, state, self.whole, refused, killed, bool(alive)
+            *(self.run.name, folder, views, state, self.whole, refused, killed),
+            *(bool(life.alive), life.set_up),
         )
+
+    def _silent_s(self, view: View, now_s: float) -> float | None:
+        """Return how long nothing has come, by this machine's clock: the writer's may be another
+        host's. None: as the log's own times say."""
+        self._first_s = self._first_s or now_s
+        if self._grew:
+            self._grew, self._heard_s = False, now_s
+        if self._heard_s is not None:
+            return now_s - self._heard_s
+        return now_s - self._first_s if view.history.last_time_s > now_s + _SKEW_S else None
 
     def close(self) -> None:
         for tail in self._tails.values():

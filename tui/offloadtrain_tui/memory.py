@@ -186,6 +186,9 @@ def host(shown: ViewState) -> Tier:
     parts = _host_parts(views, rss)
     if system is None:
         return Tier("HOST", parts)
+    if shown.view.start is None and not parts:
+        held = system.host_total_bytes - system.host_available_bytes
+        return Tier("HOST", (Part("all programs", held),), system.host_total_bytes)
     used = sum(part.nbytes for part in parts)
     newest = max((live for live in lives if live), key=lambda live: live.time_s, default=None)
     available = newest.now("available") if newest else None
@@ -266,7 +269,7 @@ def _load(gpu: schema.GpuSample) -> str:
     load = "" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy"
     heat = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C"
     power = "" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
-    return "  ".join(filter(None, (gpu.name, load, heat, power, gpu.throttle)))
+    return "  ".join(filter(None, (load, heat, power, gpu.throttle, gpu.name)))
 
 
 def _age(time_s: float | None, shown: ViewState) -> str:
@@ -310,7 +313,7 @@ def device_history(view: View, tier: Tier) -> Area:
         peak = live.at_peak("allocated", "reserved")
         parts = _device_parts(View.at(view.history, live.time_s).memory or view.memory, peak)
         found.append((parts, *_beside(parts, peak, None, tier.total)))
-    return _area(f"{tier.title} over time", found, view, tier)
+    return _area(tier.title, found, view, tier)
 
 
 def host_history(views: Sequence[View], tier: Tier) -> Area:
@@ -328,7 +331,7 @@ def host_history(views: Sequence[View], tier: Tier) -> Area:
         used = sum(part.nbytes for part in parts)
         others = 0 if available is None else max(tier.total - available - used, 0)
         found.append((parts, 0, others))
-    return _area("host over time", found, there[0], tier)
+    return _area(tier.title, found, there[0], tier)
 
 
 def _area(title: str, found: Sequence[_Stretch | None], view: View, tier: Tier) -> Area:

@@ -9,6 +9,7 @@ from typing import Any
 from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain.events.schema import Record
+from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.text import clean
 
 
@@ -54,6 +55,31 @@ def set_up_words(event: schema.SetUp) -> str:
     parts = ", ".join(f"{clean(what, 60)} {units.format_seconds(s)}" for what, s in longest)
     told = f"set up in {units.format_duration(event.duration_s)}"
     return f"{told} ({parts})" if parts else told
+
+
+def set_up_line(now: SetUpNow, now_s: float, *, is_over: bool) -> str:
+    """Return, for example, "setting up: reading weights 40% (10.4 GiB of 26.0 GiB), 1m02s so far".
+
+    Args:
+        is_over: its process has died, or is not heard of.
+    """
+    until_s = now.time_s if is_over else now_s
+    spent = units.format_duration(max(until_s - now.since_s, 1.0))
+    told = _set_up_now(now)
+    return (
+        f"set-up, last seen after {spent}: {told}"
+        if is_over
+        else (f"setting up: {told}, {spent} so far")
+    )
+
+
+def _set_up_now(now: SetUpNow) -> str:
+    """Return, for example, "page-locking host memory 25% (30.0 GiB of 118.0 GiB)"."""
+    if not now.part:
+        return clean(now.phase, 100)
+    done, total = units.format_bytes(now.done_bytes), units.format_bytes(now.total_bytes)
+    share = 100 * now.done_bytes // now.total_bytes if now.total_bytes else 100
+    return f"{clean(now.part, 60)} {share}% ({done} of {total})"
 
 
 def _told_end(event: schema.RunEnded) -> tuple[str, str]:

@@ -78,12 +78,12 @@ KINDS: dict[str, Kind] = {
         from_zero=True,
     ),
     "bus": Kind(
-        "bus while busy",
+        "bus",
         (("h2d_gbps", "CPU→GPU", "primary", False), ("d2h_gbps", "GPU→CPU", "warning", True)),
         unit=" GB/s",
     ),
     "bytes": Kind(
-        "moved per step",
+        "moved",
         (("h2d_bytes", "CPU→GPU", "primary", False), ("d2h_bytes", "GPU→CPU", "warning", True)),
         form=_bytes,
     ),

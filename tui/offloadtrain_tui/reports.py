@@ -20,11 +20,11 @@ from offloadtrain_tui import requests, runs
 from offloadtrain_tui.history import LANES, History, View
 from offloadtrain_tui.listing import RunRow, list_runs
 from offloadtrain_tui.log_reader import RunReader, Snapshot
-from offloadtrain_tui.moments import Moment
+from offloadtrain_tui.moments import Moment, set_up_line
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.tail import Tail
 from offloadtrain_tui.text import clean, milliseconds, short
-from offloadtrain_tui.verdict import against_plan, bound_by, time_left_s
+from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
 
 _LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
 _ANSWER_S = 60.0
@@ -68,8 +68,8 @@ def status(
             print(_printed(snapshot, json_=json_, one_line=live or watch), flush=True)
         if not (live or watch) or snapshot.state not in runs.ALIVE:
             _tell_problem(snapshot)
-            is_bad = snapshot.state in ("failed", "killed") or not snapshot.has_records
-            return FAILED if is_bad else DONE
+            is_run = snapshot.has_records or snapshot.set_up is not None
+            return FAILED if snapshot.state in ("failed", "killed") or not is_run else DONE
         time.sleep(_LIVE_EVERY_S)
 
 
@@ -211,10 +211,13 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
 def line(snapshot: Snapshot) -> str:
     """Return a snapshot as one line."""
     view = snapshot.first
+    if (set_up := snapshot.set_up) is not None:
+        is_over = snapshot.state not in runs.ALIVE
+        return f"{snapshot.state}  {set_up_line(set_up, time.time(), is_over=is_over)}"
     total = f"/{view.total_steps}" if view.total_steps else ""
     parts = [
         f"{snapshot.state}  step {view.step}{total}",
-        f"loss {short(view.last('loss'))}",
+        f"loss {newest_loss(view)}",
         f"norm {short(view.last('grad_norm'))}",
         f"{short(view.last('tokens_per_s'))} tok/s",
         f"step {milliseconds(view.last('step_ms'))}",
@@ -236,6 +239,8 @@ def report(snapshot: Snapshot) -> str:
         lines.append(told)
     if snapshot.out_of_memory:
         lines.append(_death(view))
+    if snapshot.set_up is not None:
+        return "\n".join(lines)  # the rest is of its start before
     if view.val_loss is not None:
         lines.append(f"validation loss {view.val_loss:.4f}")
     for tier in ("device", "host"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,11 @@ from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
 
 _CHARTS = ", ".join(KINDS)
+_FORMS: dict[str, Callable[[str, ViewState], str | bytes]] = {
+    ".csv": exports.as_csv,
+    ".svg": exports.as_svg,
+    ".png": exports.as_png,
+}
 
 
 class RunActions(App[None]):
@@ -124,18 +130,22 @@ class RunActions(App[None]):
         if self.shown.readonly:
             self.tell("--readonly: nothing is written", "warning")
         else:
-            self.push_screen(Ask(f"chart, as .csv or .svg, such as loss.csv: {_CHARTS}"), write)
+            self.push_screen(
+                Ask(f"chart, as .csv, .svg or .png, such as loss.csv: {_CHARTS}"), write
+            )
 
     def _write_chart(self, path: Path) -> None:
-        forms = {".csv": exports.as_csv, ".svg": exports.as_svg}
-        if path.stem not in KINDS or path.suffix not in forms:
-            self.tell(f"{path.name}: give a chart's name and .csv or .svg: {_CHARTS}", "warning")
+        if path.stem not in KINDS or path.suffix not in _FORMS:
+            known = ", ".join(_FORMS)
+            self.tell(f"{path.name}: give a chart's name and {known}: {_CHARTS}", "warning")
             return
         if path.exists():
             self.tell(f"{path} exists: it is left as it is", "warning")
             return
         try:
-            replace_file(path, forms[path.suffix](path.stem, self.shown))
+            replace_file(path, _FORMS[path.suffix](path.stem, self.shown))
+        except ImportError:
+            self.tell("a .png needs Pillow: pip install 'offloadtrain[plots]'", "error")
         except OSError as error:
             self.tell(f"{path} cannot be written: {error.strerror}", "error")
         else:

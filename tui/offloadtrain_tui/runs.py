@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
-from offloadtrain.events import oom_kills
+from offloadtrain.events import oom_kills, set_up_file
+from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.history import View
 
 SLOW_S, SLOW_FACTOR = 30.0, 4.0
@@ -101,6 +102,50 @@ def facts(folder: Path | None) -> dict[str, Any]:
     return {}
 
 
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What is known of a run's process.
+
+    Attributes:
+        alive: None if unknown here.
+        set_up: what it does before its log begins, or did when it was killed; None: that is over.
+    """
+
+    state: str
+    alive: bool | None
+    set_up: SetUpNow | None = None
+
+
+def life_of(folder: Path | None, view: View, now_s: float, silent_s: float | None = None) -> Life:
+    """Return the state of a run and of its process, from its files and its lock.
+
+    Args:
+        silent_s: how long the reader has seen nothing new of a run on another host, whose clock may
+            be another; None: by the times in its log.
+    """
+    set_up = None if folder is None else set_up_file.read(folder)
+    alive = is_alive(folder) if set_up is None else _sets_up(folder, set_up)
+    if set_up is not None and (alive or (alive is None and now_s - set_up.time_s < SILENT_S)):
+        return Life("starting", alive, set_up)
+    if set_up is not None and alive is False and (now := is_alive(folder)) is not False:
+        return Life("starting", now)  # a newer start, which has not written its own yet
+    if set_up is not None:
+        return Life("unknown" if alive is None else "killed", alive, set_up)
+    state = (
+        "starting"
+        if alive and is_resuming(folder)
+        else state_of(view, alive, now_s, silent_s if alive is None else None)
+    )
+    return Life(state, alive)
+
+
+def _sets_up(folder: Path | None, now: SetUpNow) -> bool | None:
+    """Return whether the process that sets up is alive; None if unknown here."""
+    if folder is None or now.host != socket.gethostname():
+        return None
+    return _is_locked(folder / "lock") and _runs(now.pid, now.pid_start_ticks)
+
+
 def is_alive(folder: Path | None) -> bool | None:
     """Return whether the run's process is alive; None if unknown here.
 
@@ -128,12 +173,12 @@ def is_resuming(folder: Path | None) -> bool:
     return isinstance(pid, int) and owner not in (None, pid) and is_alive(folder) is True
 
 
-def killed_for_memory(folder: Path | None) -> bool:
+def killed_for_memory(folder: Path | None, set_up: SetUpNow | None = None) -> bool:
     """Return whether a killed run was probably ended by the kernel, which had no more memory."""
-    return oom_kills.risen(facts(folder).get("oom_kills"))
+    return oom_kills.risen(set_up.oom_kills if set_up else facts(folder).get("oom_kills"))
 
 
-def state_of(view: View, alive: bool | None, now_s: float) -> str:
+def state_of(view: View, alive: bool | None, now_s: float, silent_s: float | None = None) -> str:
     """Return one of `STATES` for a run, from its log and its lock."""
     if view.end is not None:
         return view.end.status if view.end.status in STATES else "failed"
@@ -141,7 +186,8 @@ def state_of(view: View, alive: bool | None, now_s: float) -> str:
         return "killed" if view.start is not None else "failed"
     is_new = view.is_before_first_step
     heard_s = view.started_s if is_new else view.step_time_s
-    silent_s = now_s - (heard_s or view.history.last_time_s or now_s)
+    if silent_s is None:
+        silent_s = now_s - (heard_s or view.history.last_time_s or now_s)
     if alive is None and silent_s > _patience_s(view, SILENT_S):
         return "unknown"
     if is_new:

@@ -12,9 +12,9 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import runs
 from offloadtrain_tui.history import View
-from offloadtrain_tui.moments import set_up_words
+from offloadtrain_tui.moments import set_up_line, set_up_words
 from offloadtrain_tui.text import clean, milliseconds, short
-from offloadtrain_tui.verdict import against_plan, bound_by, time_left_s
+from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
 from offloadtrain_tui.view_state import ViewState
 
 SIGNS = {
@@ -30,6 +30,8 @@ SIGNS = {
 }
 ColorOf = dict[str, str]
 WIDE_HEADLINE = 100
+_BESIDE_NAME = 46
+"""Columns of state, step and progress."""
 SHOWN_ALERTS = 2
 TREND_STEPS = 20
 
@@ -38,7 +40,8 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     """Return name, state, progress and end, in so many columns."""
     view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(f" {clean(shown.snapshot.name)} ", "bold")
+    name, room = clean(shown.snapshot.name), max(width - _BESIDE_NAME, 12)
+    text.append(f" {name if len(name) <= room else f'{name[: room - 1]}…'} ", "bold")
     text.append(f"{SIGNS.get(state, '')} {state}", colors.get(state, ""))
     if shown.snapshot.out_of_memory:
         text.append(", probably out of memory")
@@ -65,26 +68,31 @@ def _bar(share: float, cells: int = 20) -> str:
 def _end(shown: ViewState, state: str) -> str:
     """Return when a living run ends; of another one, how long it took is in its events."""
     view = shown.view
-    if not shown.is_live or state not in runs.ALIVE or (left := time_left_s(view)) is None:
+    if not shown.is_live or state not in runs.ALIVE or shown.snapshot.set_up:
         return ""
+    if (left := time_left_s(view)) is None:
+        return ""
+    if not left:
+        return "  ending"  # evaluation, checkpoint, the end of the loggers
     at_s = (view.step_time_s or shown.now_s) + left
     ends = units.format_clock(max(at_s, shown.now_s), shown.now_s)
     return f"  ends {ends} ({units.format_duration(max(at_s - shown.now_s, 0.0))} left)"
 
 
-def numbers(shown: ViewState) -> Text:
+def numbers(shown: ViewState, width: int = 120) -> Text:
     """Return the figures of the newest step, the most asked for first."""
     view = shown.view
     text = Text(no_wrap=True, overflow="ellipsis")
-    if view.is_before_first_step:
+    if view.is_before_first_step or (shown.is_live and shown.snapshot.set_up):
         text.append(f" {before_first_step(shown)}", "bold")
         return text
-    text.append(f" loss {short(view.last('loss'))}{trend(view)}", "bold")
-    text.append(f"  {short(view.last('tokens_per_s'))} tok/s")
+    text.append(f" loss {newest_loss(view)}{trend(view)}", "bold")
+    is_narrow = width < WIDE_HEADLINE  # what bounds the step must fit
+    text.append(f"{'' if is_narrow else ' '} {short(view.last('tokens_per_s'))} tok/s")
     if planned := against_plan(view):
-        text.append(f", {planned}")
+        text.append(f", {planned.replace('% of', '%') if is_narrow else planned}")
     if bound := bound_by(view):
-        text.append(f"  {bound}", "bold")
+        text.append(f"  {bound.replace('bound by', 'bound:') if is_narrow else bound}", "bold")
     text.append(f"  step {milliseconds(view.last('step_ms'))}")
     if (mfu := view.last("mfu")) is not None:
         text.append(f"  MFU {100 * mfu:.1f}%")
@@ -101,6 +109,8 @@ def before_first_step(shown: ViewState) -> str:
     """Say what a run does that has no step yet."""
     view, state = shown.view, shown.state
     start = view.start
+    if shown.is_live and (now := shown.snapshot.set_up):
+        return set_up_line(now, shown.now_s, is_over=state not in runs.ALIVE)
     if state not in runs.ALIVE or not shown.is_live:
         return "no step yet"
     since_s = view.started_s
@@ -128,6 +138,8 @@ def when(shown: ViewState, colors: ColorOf) -> Text:
             text.append(f" {units.format_duration(ago)} before the newest; End: live", "dim")
     elif silent := _silence(shown):
         text.append(f" {silent}", "bold")
+    elif (end := shown.view.end) is not None and end.status == "failed" and end.message:
+        text.append(f" ✖ {clean(end.message, 300)}", f"bold {colors.get('failed', '')}")
     alerts = shown.view.active_alerts()
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         color = colors.get("failed" if alert.level == "error" else "slow", "")

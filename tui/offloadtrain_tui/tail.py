@@ -13,6 +13,13 @@ _NO_LOG = 1 << 26
 """A file with a line of so many bytes is no log: it is read no further."""
 
 
+def _refusal(path: Path, error: OSError) -> str:
+    """Return why a file is no log for this user; "" for what may pass."""
+    if isinstance(error, PermissionError):
+        return f"{path}: no permission"
+    return str(error) if isinstance(error, UnsafeFileError) else ""
+
+
 class Tail:
     """Reads lines appended since the last call; an incomplete last line waits for its end.
 
@@ -83,7 +90,7 @@ class Tail:
         try:
             self._fd = open_descriptor(self.path)
         except OSError as error:
-            self.refused = str(error) if isinstance(error, UnsafeFileError) else ""
+            self.refused = _refusal(self.path, error)
             return False
         self.refused = ""
         self._inode, self._offset, self._torn, self._endless = inode, 0, b"", 0

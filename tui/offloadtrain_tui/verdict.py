@@ -8,11 +8,18 @@ from typing import Any
 from offloadtrain.events import schema
 from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain_tui.history import View
+from offloadtrain_tui.text import short
 from offloadtrain_tui.words import lane_word, percent
 
 RECENT_STEPS = 20
 _LEAST_SHARE = 0.3
 """Of a step: what takes less does not bound it."""
+
+
+def newest_loss(view: View) -> str:
+    """Return the loss of the newest step, also if it is not finite."""
+    values = view.history.series["loss"].values
+    return short(values[view.length - 1]) if view.length else short(None)
 
 
 def bound_by(view: View) -> str:
@@ -66,7 +73,9 @@ def against_plan(view: View) -> str:
         return ""
     share = 1e3 * seconds / step_ms
     return (
-        f"{100 * share:.0f}% of plan" if share >= 0.5 else f"{1 / share:.3g}x slower than planned"
+        f"{100 * share:.0f}% of plan"
+        if share >= 0.5
+        else f"{1 / share:.{0 if share <= 0.1 else 1}f}x slower than plan"
     )
 
 

@@ -8,12 +8,14 @@ host (DNS rebinding), are refused.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import shlex
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -21,6 +23,9 @@ from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+_TABS_END_S = 5.0
+"""Most that the end of the server waits for its tabs, which end by themselves without it."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
@@ -99,6 +104,16 @@ def _is_address(name: str) -> bool:
     return True
 
 
+def with_policy(response: web.StreamResponse, url: str) -> web.StreamResponse:
+    """Return the response, whose page loads nothing from elsewhere: textual-serve's names a font of
+    Google's, for which a machine without the internet would wait."""
+    if not response.prepared:
+        socket_url = url.replace("http", "ws", 1)
+        policy = f"default-src 'self' {url} {socket_url} data: 'unsafe-inline'"
+        response.headers["Content-Security-Policy"] = policy
+    return response
+
+
 def _cannot_listen(host: str, port: int) -> str:
     """Return why the address cannot be listened on; "" if it can."""
     try:
@@ -115,23 +130,48 @@ def _server(command_line: str, host: str, port: int) -> None:
     from aiohttp import web
     from textual_serve.server import Server
 
+    named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
+    url = f"http://{named}:{port}"
+
     @web.middleware
     async def only_from_here(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if not is_from_here(request.host, request.headers.get("Origin"), host):
             raise web.HTTPForbidden(text="this request comes from another site")
-        return await handler(request)
+        return with_policy(await handler(request), url)
+
+    tabs: set[asyncio.Task[object]] = set()
+
+    @web.middleware
+    async def known_tab(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        tab = asyncio.current_task()
+        if tab is None or request.path != "/ws":
+            return await handler(request)
+        tabs.add(tab)
+        try:
+            return await handler(request)
+        finally:
+            tabs.discard(tab)
 
     class Guarded(Server):
         async def _make_app(self) -> web.Application:
             app = await super()._make_app()
-            app.middlewares.append(only_from_here)
+            app.middlewares.extend((only_from_here, known_tab))
             return app
 
         async def on_startup(self, app: web.Application) -> None:
             print(f"the monitor is at {self.public_url}; Ctrl-C ends it", flush=True)
 
-    named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
-    url = f"http://{named}:{port}"
+        async def on_shutdown(self, app: web.Application) -> None:
+            """End the tabs: aiohttp would wait a minute for a browser to leave."""
+            for tab in tabs:
+                tab.cancel()  # its handler tells the tab's process to quit, and closes the socket
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TABS_END_S):
+                    while tabs:
+                        await asyncio.sleep(0.02)
+
     Guarded(command_line, host, port, "offloadtrain", public_url=url).serve()

@@ -17,6 +17,7 @@ _LANES = {
     "write": "saving",
     "disk_read": "disk→CPU",
     "disk_write": "CPU→disk",
+    "disk_load": "disk→GPU",
     "data": "data",
 }
 

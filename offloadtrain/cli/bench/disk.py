@@ -86,7 +86,7 @@ def _row(case: str, num_bytes: int, seconds: Seconds) -> DiskRow:
 
 @contextmanager
 def _engine(folder: str, width: int) -> Iterator[_Update]:
-    """What `step()` does once all gradients are on the host."""
+    """Run what `step()` does once all gradients are on the host."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(BUCKETS)))
     lanes = ThreadLanes()
     with on_lanes(lanes):

@@ -1,4 +1,4 @@
-"""How fast a drive moves optimizer state: read, written, and both at once, past the page cache."""
+"""Measure the speed of a drive for optimizer state: reads, writes, both at once; no page cache."""
 
 from __future__ import annotations
 

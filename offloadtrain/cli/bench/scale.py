@@ -38,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "paced, stage 3 from the host": {"clip_norm": 1.0, "working": "host"},
     "demo": {"clip_norm": 1.0},
 }
+HOST_NORM_MS = 1.0
+"""Of a block's gradient, which a single rank measures on the device."""
+
 SHARED = (Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD, Kind.ADAM, Kind.NORM, Kind.PUBLISH)
 """Operations divided by the number of ranks."""
 COLLECTIVE_MS = 4.0
@@ -105,6 +108,8 @@ def _pace(kind: Kind, count: int) -> float:
     """Return the paced time of an operation in milliseconds."""
     if kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
         return COLLECTIVE_MS * (count - 1) / count
+    if kind is Kind.NORM and count > 1:
+        return HOST_NORM_MS / count
     return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
 
 

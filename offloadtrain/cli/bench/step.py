@@ -23,12 +23,13 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.bucket_layout import padded
 from offloadtrain.step.formats import format_for
 from offloadtrain.step.memory import lay_out
-from offloadtrain.step.operations import Kind, Launch
+from offloadtrain.step.operations import Kind
 from offloadtrain.step.simulate import steady
-from offloadtrain.step.spec import BlockSpec, BucketSpec, StepSpec
+from offloadtrain.step.spec import StepSpec
 
 Mode = Literal["exact", "early", "speculative", "delayed"]
 
@@ -43,7 +44,7 @@ MILLISECONDS = {
     Kind.BACKWARD: 12.0,
     Kind.GATHER: 0.3,
     Kind.GRAD_DOWN: 5.0,
-    Kind.NORM: 1.0,
+    Kind.NORM: 0.1,
     Kind.ADAM: 8.0,
     Kind.WEIGHTS_UP: 5.0,
     Kind.LOAD: 5.0,
@@ -111,10 +112,6 @@ def _paced(x: Tensor, weight: Tensor) -> Tensor:
     return found
 
 
-def _seconds(op: Launch) -> float:
-    return _ms(op.kind) / 1e3
-
-
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
     """Train a model of paced layers on paced lanes."""
     optimizer, model = _offloaded(mode, streamed, layers)
@@ -126,7 +123,9 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
         spent.append(time.perf_counter() - begun)
     optimizer.close()
     placement: dict[str, Any] = {"working": "host"} if streamed else {}
-    expected = steady(spec_of_layers(layers, **OPTIONS[mode], **placement), _seconds)
+    expected = steady(
+        spec_of_layers(layers, **OPTIONS[mode], **placement), lambda op: _ms(op.kind) / 1e3
+    )
     measured = statistics.median(spent[WARM_STEPS:])
     return StepRow(
         mode=mode,

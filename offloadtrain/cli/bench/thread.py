@@ -1,4 +1,4 @@
-"""What the engine costs the training thread, where nothing else can hold a step up.
+"""Measure the engine's cost on the training thread, with steps that wait for nothing else.
 
 [Note: Idle lanes]
 After a few steps that are real the lanes do nothing: an operation is decided, waited for and

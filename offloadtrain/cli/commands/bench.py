@@ -44,7 +44,7 @@ def adam(
     as_json
         Print one JSON object instead of the tables.
     """
-    numel, counts = _numel(n), _threads(threads)
+    numel, counts = _numel(n), _counts("--threads", threads)
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: give at least 1")
     chosen = _states(states)
@@ -259,10 +259,6 @@ def _numel(text: str) -> int:
     if match is None:
         raise ConfigError(f"--n {text}: give a number such as 64M (64 * 2^20), 1G or 1000")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
-
-
-def _threads(text: str) -> list[int]:
-    return _counts("--threads", text)
 
 
 def _counts(flag: str, text: str) -> list[int]:

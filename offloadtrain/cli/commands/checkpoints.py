@@ -13,6 +13,9 @@ from cyclopts import Parameter
 from offloadtrain.cli.exit_codes import DONE, FAILED
 from offloadtrain.config.errors import ConfigError
 
+MOST_TOLD = 20
+"""Problems that stderr tells one by one; `--json` has those of all checkpoints."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -56,13 +59,16 @@ def checkpoints(
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"{run} is not a run folder: it has no folder checkpoints")
-    damaged = False
+    damaged, problems = False, 0
     for path in checkpoint.find(folder):
         row = _row(path, verify=verify)
         damaged = damaged or row.state == "damaged"
         print(json.dumps(asdict(row)) if as_json else _line(row), flush=True)
-        if row.problem:
+        problems += bool(row.problem)
+        if row.problem and problems <= MOST_TOLD:
             print(row.problem, file=sys.stderr)
+    if problems > MOST_TOLD:
+        print(f"{problems - MOST_TOLD} more problems: --json has them all", file=sys.stderr)
     return FAILED if damaged else DONE
 
 

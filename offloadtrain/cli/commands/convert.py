@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+from offloadtrain.cli.interrupts import ends_as_interrupted
 from offloadtrain.config.errors import ConfigError
 
 
@@ -59,13 +60,15 @@ def convert(
             raise ConfigError(f"--to {to} takes no {asked[0]}: a run has its own job")
         if out is None:
             raise ConfigError(f"--to {to} needs the path to write: convert RUN OUT --to {to}")
-        _from_run(source, out, to)
+        with ends_as_interrupted():
+            _from_run(source, out, to)
         return
     if out is not None:
         raise ConfigError(f"{out}: a run is made in --run-dir; --to torch or dcp writes a path")
     if job is None:
         raise ConfigError("--job is needed: the job that goes on from the checkpoint")
-    _to_run(source, job, overrides, optimizer, run_dir)
+    with ends_as_interrupted():
+        _to_run(source, job, overrides, optimizer, run_dir)
 
 
 def _to_run(

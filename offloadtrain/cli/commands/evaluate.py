@@ -29,8 +29,8 @@ def evaluate(
     Parameters
     ----------
     source
-        A run folder, of which the newest valid checkpoint is taken, one checkpoint, or a folder of
-        transformers, such as `offloadtrain export` writes.
+        A run folder (its newest valid checkpoint is used), one checkpoint, or a folder for
+        transformers, as `offloadtrain export` writes it.
     data
         A token file made by `offloadtrain prepare`.
     seq_len
@@ -38,7 +38,7 @@ def evaluate(
     micro_batch
         Sequences per forward.
     max_tokens
-        Evaluate so many tokens, spread over the file; 0: all.
+        Number of tokens to evaluate, spread over the file; 0: all.
     device
         Device to compute on; auto: a GPU if there is one.
     as_json

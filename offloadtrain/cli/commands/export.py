@@ -24,22 +24,24 @@ def export(
     Parameters
     ----------
     source
-        A run folder, of which the newest valid checkpoint is taken, or one checkpoint.
+        A run folder (its newest valid checkpoint is used), or one checkpoint.
     out
         Folder to write: new or empty. It appears when it is complete.
     dtype
         Dtype of the written weights. Default: bf16, and fp32 of adapters.
     merge
-        Of a model trained with model.lora: write the base with the adapters merged in, instead of
+        For a model trained with model.lora: write the base with the adapters merged in, instead of
         the adapters alone.
     """
+    from offloadtrain.cli.interrupts import ends_as_interrupted
     from offloadtrain.config.errors import ConfigError
     from offloadtrain.train.saved_run import export as write
     from offloadtrain.train.saved_run import open_saved
 
     saved = open_saved(source)
     try:
-        written = write(saved, out, dtype=dtype, merge=merge)
+        with ends_as_interrupted():
+            written = write(saved, out, dtype=dtype, merge=merge)
     except FileExistsError as error:
         raise ConfigError(str(error)) from None
     print(f"{saved.found.path.name} as {written}", file=sys.stderr)

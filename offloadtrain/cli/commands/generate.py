@@ -29,8 +29,8 @@ def generate(
     Parameters
     ----------
     source
-        A run folder, of which the newest valid checkpoint is taken, one checkpoint, or a folder of
-        transformers, such as `offloadtrain export` writes.
+        A run folder (its newest valid checkpoint is used), one checkpoint, or a folder for
+        transformers, as `offloadtrain export` writes it.
     prompt
         Text to continue.
     chat
@@ -43,7 +43,7 @@ def generate(
     top_k
         Sample among this many of the likeliest tokens; 0: among all.
     top_p
-        And among the fewest of these whose probabilities reach this sum.
+        Sample among the fewest of these tokens whose probabilities add up to this.
     seed
         The same seed gives the same text.
     device

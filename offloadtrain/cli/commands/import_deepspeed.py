@@ -43,6 +43,6 @@ def import_deepspeed(
         except OSError as error:
             raise OffloadTrainError(f"{out} cannot be written: {error.strerror}") from error
         print(out)
-    undecided = found.undecided if to == "job" else {}
+    undecided = found.undecided_in_a_job() if to == "job" else {}
     for key, why in {**found.unmapped, **undecided}.items():
         print(f"not mapped: {key}: {why}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from offloadtrain.boundary.output import tell
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.toml import nearest
@@ -75,7 +76,7 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
 
 def say_on_stderr(line: str) -> None:
     """Print on stderr how overrides changed other keys of a job."""
-    print(line, file=sys.stderr)
+    tell(line, sys.stderr)
 
 
 def find_job(job: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,9 @@ global_batch_tokens = 32768
 """
 """The job of `--hf`."""
 
+SMALLEST = 1 << 20
+"""Bytes of any memory."""
+
 STAND_IN = "rtx4090"
 """Machine with the rates for a GPU of which only the memory is given."""
 
@@ -52,7 +56,7 @@ def plan(
     *,
     overrides: Annotated[
         tuple[str, ...],
-        Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
+        Parameter(name="--set", consume_multiple=True, negative=()),
     ] = (),
     machine: str = "",
     gpus: int = 1,
@@ -62,6 +66,7 @@ def plan(
     fine_tune: str = "",
     largest: Annotated[bool, Parameter(negative=())] = False,
     compare: Annotated[bool, Parameter(negative=())] = False,
+    search: Annotated[bool, Parameter(negative=())] = False,
     sweep: str = "",
     plot: str = "",
     why: Annotated[bool, Parameter(negative=())] = False,
@@ -81,7 +86,7 @@ def plan(
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
         v100_32gb, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, l40s, a6000, rtx3090,
-        rtx4090, rtx5090, mi300x (a plan only: the engine needs CUDA), cpu2.
+        rtx4090, rtx5060ti, rtx5090, rtx_pro6000, mi300x (a plan only: the engine needs CUDA), cpu2.
         Default: the job's device.machine, else this machine, with the rates of the most similar
         shipped one.
     gpus
@@ -95,14 +100,17 @@ def plan(
         fine-tuning of this causal language model: 32,768 tokens per step in sequences of 2048,
         layers recomputed, weights where they fit (no JOB; --set changes any key).
     fine_tune
-        Parameters, such as 8B: whether a model of that size can be fine-tuned on the machine with
-        32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
+        Number of parameters, such as 8B: whether such a model can be fine-tuned on the machine
+        with 32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
     largest
         Print the largest published model that trains on the machine with 32,768 tokens per step,
         per placement and state format (no JOB).
     compare
         Also print what DeepSpeed's ZeRO-Offload, FSDP2's CPU offload and torchao need for the same
         step on this machine, their predicted speed, and how far such predictions were off.
+    search
+        With --gpus N: print the fastest divisions of the job's step into stages of a pipeline,
+        replicas, microbatches and recompute, each simulated stage by stage and link by link.
     sweep
         gpus=1,2,4,...: plan the job for each number of GPUs, each GPU with the whole batch of the
         job, with the optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
@@ -120,9 +128,10 @@ def plan(
 
     parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
-        raise ConfigError(f"--plot {plot}: it plots a --sweep, which is missing")
+        raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
     if compare and (sweep or largest):
-        raise ConfigError("--compare is of one plan: leave out --sweep, --largest")
+        raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
+    _check_alone("--search tries the divisions of one job", search, hf, sweep, ())
     _check_alone(
         "--largest searches over models", largest, job or hf or fine_tune, sweep, overrides
     )
@@ -134,6 +143,8 @@ def plan(
         return _fine_tune(fine_tune, name, target, gpus, compare=compare, as_json=as_json)
     config = _job(job, hf, overrides)
     name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
+    if search:
+        return _search(config, name, target, gpus, as_json=as_json)
     trace = None
     if config.hf is not None:  # its parameters need torch and transformers
         config, trace = _described(config, target, gpus)
@@ -208,7 +219,7 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
 
     config = described(config)
     of_rank = shared(resolved(config, machine), ranks)
-    trace = tracer(of_rank)
+    trace = tracer(of_rank, on_cpu=machine.on_cpu)
     try:
         trace(of_rank)
     except TraceError as error:
@@ -270,6 +281,26 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     return 0 if any(row.plan for row in rows) else DOES_NOT_FIT
 
 
+def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
+    from offloadtrain.plan import pipeline_search
+    from offloadtrain.plan.plan import resolved
+
+    if config.hf is not None:
+        raise ConfigError("--search divides the shipped transformer only: leave out model.hf")
+    job = resolved(config, machine)
+    if reason := pipeline_search.undivided(job):
+        print(f"Replicas only: {reason}", file=sys.stderr)
+    found = pipeline_search.search(job, name, machine, gpus)
+    if as_json:
+        rows = pipeline_search.as_json(found)
+        print(json.dumps({"machine": name, "job": job.name, "ranks": gpus, "rows": rows}))
+    elif found:
+        print(f"{job.name} on {gpus} x {name}:", *pipeline_search.table(found), sep="\n")
+    else:
+        print(f"No division of {job.name} among {gpus} ranks fits {name}.")
+    return 0 if found else DOES_NOT_FIT
+
+
 def _sweep(
     config: Config, name: str, machine: Machine, counts: list[int], plot: str, *, as_json: bool
 ) -> int:
@@ -320,9 +351,11 @@ def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, M
 
 
 def _size(flag: str, text: str) -> str:
+    """Raises ConfigError for no size, or one that no memory has: a number without its unit."""
     try:
-        if parse_bytes(text) > 0:
-            return text
+        found = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    raise ConfigError(f"{flag} {text}: give more than 0")
+    if found < SMALLEST:
+        raise ConfigError(f"{flag} {text}: give a size with its unit, such as 24GiB")
+    return text

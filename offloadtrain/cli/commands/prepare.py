@@ -24,11 +24,11 @@ def prepare(
     chat_template: str = "",
     bad_lines: Literal["error", "skip"] = "error",
     jobs: int = 0,
-    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    quiet: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Turn text or records into token files, OUT/train.bin and OUT/val.bin, and print their names.
 
-    Nothing is done again for the same source, tokenizer and options.
+    A second call with the same source, tokenizer and options does nothing.
 
     Parameters
     ----------
@@ -43,9 +43,9 @@ def prepare(
     tokenizer
         "bytes", a folder with a tokenizer of transformers, a tokenizer.json, or a .tiktoken file.
     form
-        What a record is: "text" in one field; "chat": `messages`, of which the loss counts the
-        assistant's; "completion": `prompt` and `completion`, of which the loss counts the
-        second. "auto": what the first record looks like.
+        Form of a record. "text": one field. "chat": `messages`; the loss counts the assistant's.
+        "completion": `prompt` and `completion`; the loss counts the second. "auto": chosen by the
+        first record's fields.
     field
         Field of a record with the text.
     chat_template

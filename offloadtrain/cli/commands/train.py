@@ -76,6 +76,9 @@ def train(
     link = launcher_link.attach()
     path = find_job(job)
     rank_info = RankInfo.of(os.environ)
+    if rank_info.size > 1:
+        # Else torch prints forty lines of C++ for each other rank that has ended.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     say = say_on_stderr if rank_info.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
     config = jobs.load(path, overrides, say)
     if rank_info.size > 1:

@@ -304,4 +304,4 @@ def _rounded(rate: float) -> float:
 
 
 def _silent(number: int) -> None:
-    """Return whether a round is too short to measure."""
+    """A round is over: nothing is printed."""

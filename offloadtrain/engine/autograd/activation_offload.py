@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import count
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.local_part import is_distributed
 from offloadtrain.engine.memory_map import BlockInputs
 from offloadtrain.runtime.dtypes import name_of
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.program import Program
 
 
@@ -45,8 +48,17 @@ class ActivationOffloader:
             any moment, on any thread.
     """
 
-    def __init__(self, program: Program, interpreter: Interpreter, tensors: BlockInputs) -> None:
+    def __init__(
+        self,
+        program: Program,
+        interpreter: Interpreter,
+        tensors: BlockInputs,
+        parts: Ranks = ALONE,
+    ) -> None:
+        """`parts`: the ranks that have the same inputs, where each keeps a part."""
         self._program = program
+        self._parts = parts if program.spec.input_parts > 1 else ALONE
+        self._compares = not self._parts.is_single
         self._interpreter = interpreter
         self._tensors = tensors
         self._numbers = count()
@@ -61,6 +73,7 @@ class ActivationOffloader:
             and tensor.device.type == self._tensors.device.type
             and tensor.numel() > 0
             and tensor.is_contiguous()
+            and not is_distributed(tensor)
         )
 
     def offload(self, tensor: Tensor) -> OffloadedActivation:
@@ -73,6 +86,8 @@ class ActivationOffloader:
         """
         # First, so that this input can take a host buffer that is free by now.
         self._tell_dropped()
+        if self._compares:
+            self._compare(tensor)
         number, flat = next(self._numbers), tensor.detach().view(-1)
         offloaded = OffloadedActivation(self, number, tensor)
         # Holds the tensor after autograd has let go of it: d2h still reads it.
@@ -95,11 +110,28 @@ class ActivationOffloader:
                 "forward again before backward"
             )
         self._tell_dropped()
+        # The first forward is over: later ones make their inputs in the same way.
+        self._compares = False
         # Compute waits for this input only; the next one comes beside this block's backward.
         self._interpreter.run(self._program.activation_needed(number))
         self._check_freed()
         # Autograd owns it from here on and frees it in the order of compute, which has waited.
         return self._tensors.take(number)
+
+    def _compare(self, tensor: Tensor) -> None:
+        """Compare the inputs of the first forward among the ranks that are to keep parts of them.
+
+        Raises:
+            ActivationError: they differ, so that parts of them would be parts of nothing.
+        """
+        own = crc32(tensor.detach().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(self._parts.all_gather_host([own])[:, 0].tolist())) > 1:
+            raise ActivationError(
+                f"a block input of shape {tuple(tensor.shape)} differs among the "
+                f"{self._parts.size} ranks of 'tp', so they cannot keep a part of it each: with "
+                "sequence parallel, or another dropout on each rank, leave out "
+                "partition_activations"
+            )
 
     def reset(self) -> None:
         """The step was given up and the lanes are empty: forget all inputs saved so far."""

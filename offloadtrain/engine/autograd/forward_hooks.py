@@ -106,7 +106,9 @@ class ForwardHooks:
         # Behind the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = self._offloader if not again and module in self._recomputed else None
-        outside = self._saved.enter(blocks, again=again or again_now)
+        # The backward of an embedding reads its indices: it needs no weights, and no slot.
+        saved = () if _looks_up(module) else blocks
+        outside = self._saved.enter(blocks, saved, again=again or again_now)
         pushed = hooked.handles and self._saved.push(offloader)
         hooked.running.append(_Running(span, pushed, blocks, outside))
 
@@ -264,6 +266,10 @@ def _has_compiled(model: nn.Module) -> bool:
         or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
     )
+
+
+def _looks_up(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def in_backward() -> bool:

@@ -1,4 +1,4 @@
-"""What a forward changes, and a forward that runs twice.
+"""Restore what a forward has changed, for a forward that runs twice.
 
 [Note: Rewound inputs]
 A forward may write into its inputs: a key-value cache grows, a dict collects results. Run again in
@@ -53,7 +53,7 @@ class _Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a module has a buffer."""
+    """The place of a buffer in a module."""
 
     buffers: dict[str, Tensor | None]
     name: str
@@ -67,7 +67,8 @@ class BufferCopy(NamedTuple):
     value: Tensor
 
     def differs(self) -> bool:
-        """Whether the buffer was changed in place since. A fake one has no values to compare."""
+        """Tell whether the buffer was changed in place since; a fake one has no values to
+        compare."""
         held = self.place.buffers.get(self.place.name) is self.buffer
         fake = isinstance(self.buffer, FakeTensor)
         return held and not fake and not torch.equal(self.buffer, self.value)

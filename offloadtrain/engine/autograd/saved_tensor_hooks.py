@@ -225,13 +225,19 @@ class SavedTensors:
     def pop() -> None:
         _autograd._pop_saved_tensors_default_hooks()
 
-    def enter(self, blocks: Sequence[Block], *, again: bool) -> tuple[Block, ...]:
-        """A forward that reads these blocks begins; returns the previous `within`."""
+    def enter(
+        self, blocks: Sequence[Block], saved: Sequence[Block], *, again: bool
+    ) -> tuple[Block, ...]:
+        """A forward that reads these blocks begins; returns the previous `within`.
+
+        Args:
+            saved: those that what it saves stands for.
+        """
         outside = self.within
         self._clock += 1
         for block in blocks:
             block.clock = block.clock if again else self._clock
-        self._set_within(tuple(block for block in blocks if block.streamed) or outside)
+        self._set_within(tuple(block for block in saved if block.streamed) or outside)
         return outside
 
     def leave(self, outside: tuple[Block, ...]) -> None:
@@ -308,10 +314,11 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:
+    keep = f'keep_whole = ["{block.name}"]'
     raise StreamError(
         f"weights of block '{block.name}' are read outside its forward, while they are on the "
-        "host: only modules that are called can be streamed. Leave this one on the device: "
-        "working = 'device', or more resident_blocks"
+        "host, or in shards: only modules that are called can be streamed. Leave this one on the "
+        f"device: {'more resident_blocks' if block.repeated else keep}"
     )
 
 

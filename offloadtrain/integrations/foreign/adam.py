@@ -84,7 +84,7 @@ def one_step(steps: Mapping[str, float]) -> int:
         )
     for name, step in steps.items():
         if not (1 <= step < 1 << 53 and step.is_integer()):
-            raise ForeignError(f"'{name}' is at step {step:g}, which is no count of steps")
+            raise ForeignError(f"'{name}' is at step {step:g}, which is not a number of steps")
     last = max(steps.values())
     for name, step in steps.items():
         if step != last:
@@ -118,7 +118,7 @@ def _moments(name: str, entry: Any) -> dict[str, Lazy]:
         )
     values = {key: entry[key] for key in MOMENTS}
     if not all(isinstance(one, Tensor | Lazy) for one in values.values()):
-        raise ForeignError(f"'{name}' has state that is no tensor")
+        raise ForeignError(f"'{name}' has state that is not a tensor")
     return {key: one if isinstance(one, Lazy) else Lazy.of(one) for key, one in values.items()}
 
 

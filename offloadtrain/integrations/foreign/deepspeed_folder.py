@@ -57,7 +57,9 @@ def checkpoint_in(folder: Path) -> Path | None:
     except (OSError, UnsafeFileError):
         return None
     if not tag.isprintable() or Path(tag).name != tag:
-        raise ForeignError(f"{folder / LATEST} names {ascii(tag)[:80]}, which is no folder in it")
+        raise ForeignError(
+            f"{folder / LATEST} names {ascii(tag)[:80]}, which is not a folder in it"
+        )
     return folder / tag
 
 
@@ -111,7 +113,7 @@ def _part(path: Path) -> Mapping[str, Any]:
 
 def _table(path: Path, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ForeignError(f"{path} is no file of DeepSpeed's")
+        raise ForeignError(f"{path} was not written by DeepSpeed")
     return value
 
 

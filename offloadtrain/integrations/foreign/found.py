@@ -1,4 +1,4 @@
-"""What a checkpoint of another trainer holds, and what a model wants of it."""
+"""The tensors of another trainer's checkpoint, and those that a model needs."""
 
 from __future__ import annotations
 

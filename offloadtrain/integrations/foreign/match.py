@@ -42,7 +42,7 @@ class Ordered:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of these weights."""
+        """Return what the user should know about these weights."""
         lazies = (self._found.weights[self._names(one)[0]] for one in self._wanted if one.trained)
         narrow = sorted({str(lazy.dtype) for lazy in lazies if lazy.dtype != torch.float32})
         told = [f"its weights are {', '.join(narrow)}: masters have these values"] if narrow else []

@@ -68,7 +68,7 @@ def _check(origin: str, file: IO[bytes], num_bytes: int) -> None:
         entries = zipfile.ZipFile(file).infolist()
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OSError):
         raise ForeignError(
-            f"{origin}: it is cut short, or no file of torch.save since torch 1.6"
+            f"{origin}: it is cut short, or was not written by torch.save (1.6 or later)"
         ) from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ForeignError(f"{origin}: it is compressed, which torch.save never does")

@@ -23,7 +23,7 @@ SOFTWARE = Software()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a step has to do, whoever does it, in 16-bit mixed precision with AdamW.
+    """The work of a step under any trainer, in 16-bit mixed precision with AdamW.
 
     Attributes:
         shape: of a model that is not ours, an estimate; nothing is counted by it.

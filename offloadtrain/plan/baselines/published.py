@@ -29,7 +29,7 @@ class Software:
         compute_share: rate of forward and backward beside the engine's hooks and copies, relative
             to the kernels alone: DeepSpeed's tutorial log, 18.27 s.
         adam_share: Adam's rate within a step, relative to CPU-Adam alone (ZeRO-Offload, table 4):
-            0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
+            0.62 is 0.41 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
             the savings of delayed updates in figure 9 give 0.17 to 0.45.
         contention: slowdown of host work with several unbound ranks; from figure 11, between 1 GPU
             and 2.
@@ -42,8 +42,8 @@ class Software:
         sum_bytes: the same, of the running sum of 16-bit gradients; only with accumulation.
     """
 
-    compute_share: float = 0.626
-    adam_share: float = 0.64
+    compute_share: float = 0.70
+    adam_share: float = 0.62
     contention: float = 1.6
     ring_share: float = 0.10
     bucket_bytes: float = 2e9

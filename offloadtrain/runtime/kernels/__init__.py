@@ -119,6 +119,7 @@ __all__ = [
     "set_threads",
     "subtract",
     "sum_squares",
+    "sum_squares_each",
     "sum_squares_many",
     "to_fp32",
     "traffic",
@@ -248,6 +249,27 @@ def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     check_operand("flat", flat, _FLOATS)
     _check_squares(layout, flat, squares)
     active_backend().sum_squares(flat, layout, squares)
+
+
+def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
+    """`sum_squares` of parameters that lie apart.
+
+    Args:
+        tensors: the id of each with its values, fp32, bf16 or fp16, all alike, of any dense shape
+            and in the order of their memory; at least one.
+        squares: (m,) fp64; the element of each id is written.
+    """
+    if squares.is_cuda:
+        on_device.sum_squares_each(tensors, squares)
+        return
+    check_operand("squares", squares, (torch.float64,))
+    dtype = tensors[0][1].dtype
+    for id, values in tensors:
+        if values.dtype is not dtype or dtype not in _FLOATS or not values.is_cpu:
+            raise TypeError(f"values must be {dtype} on the CPU: {describe(values)}")
+        if not 0 <= id < squares.numel():
+            raise ValueError(f"squares has {squares.numel()} elements, none at {id}")
+    active_backend().sum_squares_each(tensors, squares)
 
 
 def copy(source: Tensor, target: Tensor) -> None:

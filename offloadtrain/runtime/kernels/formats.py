@@ -124,7 +124,7 @@ CODECS: dict[str, StateCodec] = {
 
 @dataclass(frozen=True, slots=True)
 class RegisteredFormat:
-    """What `register_state_format` returns; in a `with`, it is removed at the end."""
+    """A registered format. In a `with` statement it is removed at the end."""
 
     name: str
 
@@ -241,7 +241,7 @@ def update_by_codec(
 
 
 def cut(fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int) -> tuple[Tensor, ...]:
-    """What of each tensor stands for elements [lo, hi); `lo` is a block's start."""
+    """Return the part of each tensor for elements [lo, hi); `lo` is a block's start."""
     return tuple(
         tensor[lo // field.per : -(-hi // field.per)]
         for field, tensor in zip(fields, tensors, strict=True)

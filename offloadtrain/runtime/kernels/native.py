@@ -76,6 +76,10 @@ class Native:
         slots = (layout.address, layout.count)
         self._module.sum_squares(_described(flat), slots, squares.data_ptr())
 
+    def sum_squares_each(self, tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
+        where = [(values.data_ptr(), values.numel(), id) for id, values in tensors]
+        self._module.sum_squares_each(where, _CODES[tensors[0][1].dtype], squares.data_ptr())
+
     def capture(self, calls: Callable[[], object]) -> Any:
         """Return the native calls of `calls`, captured on this thread instead of executed."""
         captured = self._module.Calls()

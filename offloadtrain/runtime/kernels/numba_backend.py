@@ -7,6 +7,7 @@ so that one arithmetic loop serves every dtype and vectorises.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -348,3 +349,10 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
         for _ in range(-(-numel // SEGMENT)):
             total += next(values)
         squares[id] = total
+
+
+def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
+    """See `kernels.sum_squares_each`."""
+    for id, values in tensors:
+        flat = values.as_strided((values.numel(),), (1,))
+        sum_squares(flat, Layout.of_one(flat.numel(), id), squares)

@@ -2,14 +2,16 @@
 
 Adam and SGD are torch's own fused ones, so that a run has the bits of
 `torch.optim.AdamW(fused=True)` on that device; Lion and Adagrad are the operations of a loop over
-one tensor. Work goes to the current stream and nothing waits. Sums of squares follow [Note: The
-norm] within a segment; segments are added pairwise and not in order, which avoids a wait for the
-device.
+one tensor. Work goes to the current stream and nothing waits. Sums of squares of a flat buffer
+follow [Note: The norm] within a segment; segments are added pairwise and not in order, which avoids
+a wait for the device. Those of gradients that lie apart are torch's, in one pass over them: in
+fp64, over fixed chunks, the same in every run on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -169,6 +171,18 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
     """See `kernels.sum_squares_many`."""
     for offset, numel, parameter, _ in layout.rows():
         squares[parameter] = _sum(flat[offset : offset + numel])
+
+
+def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
+    """See `kernels.sum_squares_each`."""
+    norms = torch._foreach_norm([flat for _, flat in tensors], 2, dtype=torch.float64)
+    squares[_index(tuple(id for id, _ in tensors), squares.device)] = torch.stack(norms).square_()
+
+
+@lru_cache(maxsize=4096)
+def _index(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Keep the ids there: copying them in every step would stop the launching thread."""
+    return torch.tensor(ids, device="cpu").to(device)
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class AdagradScalars(Scalars):
 
 
 class BlendCoefficients(NamedTuple):
-    """Of each lerp the weight, and whether it counts from the other end."""
+    """The weight of each lerp, and whether it counts from the other end."""
 
     grad_scale: float
     weight: float

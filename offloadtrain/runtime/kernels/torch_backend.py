@@ -157,6 +157,13 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
         squares[id] = _sum_squares(flat[offset : offset + numel])
 
 
+def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
+    """See `kernels.sum_squares_each`."""
+    for id, values in tensors:
+        flat = values.as_strided((values.numel(),), (1,))
+        sum_squares(flat, Layout.of_one(flat.numel(), id), squares)
+
+
 def copy_flat(source: Tensor, target: Tensor) -> None:
     """See `kernels.copy`."""
     target.copy_(source)

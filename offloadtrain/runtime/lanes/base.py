@@ -131,8 +131,8 @@ class LaneTotals:
             have ended: the last operations of a step count in the next one.
         exposed_ms: time that compute waited for the other lanes.
         comm_bytes: bytes that this rank has sent in collectives over gradients and weights.
-        disk_read_bytes, disk_written_bytes: of optimizer state that is there; a checkpoint reads
-            it once, and what it writes does not count.
+        disk_read_bytes, disk_written_bytes: of state, gradients and weights that are there; a
+            checkpoint reads the state once, and what it writes does not count.
     """
 
     busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
@@ -300,7 +300,7 @@ class Lanes(ABC):
             self.totals.d2h_bytes += nbytes
         elif lane is Lane.H2D or loaded or name.startswith(Kind.MATRIX_UP):
             self.totals.h2d_bytes += nbytes
-        elif lane is Lane.DISK_READ:
+        elif lane in (Lane.DISK_READ, Lane.DISK_LOAD):
             self.totals.disk_read_bytes += nbytes
         elif lane is Lane.DISK_WRITE:
             self.totals.disk_written_bytes += nbytes

@@ -48,7 +48,7 @@ from offloadtrain.step.operations import Lane
 
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
-DISK_LANES = (Lane.WRITE, Lane.DISK_READ, Lane.DISK_WRITE)
+DISK_LANES = (Lane.WRITE, Lane.DISK_READ, Lane.DISK_WRITE, Lane.DISK_LOAD)
 """Lanes between the host and the disk."""
 
 

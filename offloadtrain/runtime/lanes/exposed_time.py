@@ -9,7 +9,7 @@ from offloadtrain.runtime.lanes.base import Interval
 from offloadtrain.step.operations import Lane
 
 _CAUSES = (
-    *(Lane.H2D, Lane.HOST, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE),
+    *(Lane.H2D, Lane.HOST, Lane.UPDATE, Lane.DISK_LOAD, Lane.DISK_READ, Lane.DISK_WRITE),
     *(Lane.ORTHO, Lane.D2H, Lane.COMM, Lane.WRITE),
 )
 """Lanes that an idle awaited lane can itself have waited for, the nearest first."""

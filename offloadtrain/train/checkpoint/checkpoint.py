@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,22 +60,36 @@ def prune(folder: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
     divides (0: none); return what was removed.
 
     Call it after a save. At least 2 stay: the newest may turn out to be damaged.
+
+    Raises:
+        OSError: one of them could not be removed; the others are.
     """
     if keep_last < 2:
         raise ValueError(f"keep_last = {keep_last} must be at least 2: one may be damaged")
     older = find(folder)[keep_last:]
     superseded = [path for path in older if not keep_every or step_of(path) % keep_every]
+    failed: list[OSError] = []
     for path in superseded:
-        trash = folder / f".trash-{path.name}"
-        atomic_io.rename_folder(path, trash)
-        atomic_io.remove_folder(trash)
+        trash = folder / f".trash-{path.name}-{secrets.token_hex(4)}"
+        try:
+            atomic_io.rename_folder(path, trash)
+            atomic_io.remove_folder(trash)
+        except OSError as error:  # the others go, or the disk would fill up
+            failed.append(error)
+    if failed:
+        raise failed[0]
     return superseded
 
 
 def clean(folder: Path) -> None:
-    """Remove the remains of an interrupted save or prune. Only for the owner of `folder`."""
+    """Remove the remains of an interrupted save or prune. Only for the owner of `folder`.
+
+    What cannot be removed stays for the next time: it is no reason not to save. A network file
+    system keeps what another process still reads.
+    """
     for path in unfinished(folder):
-        atomic_io.remove_folder(path)
+        with suppress(OSError):
+            atomic_io.remove_folder(path)
 
 
 def unfinished(folder: Path) -> list[Path]:

@@ -41,8 +41,11 @@ def require(
 
 
 def _held_bytes(folder: Path) -> int:
-    """Return the allocated bytes, which may be less than the size of a truncated file."""
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    """Return the allocated bytes, which may be less than the size of a truncated file; 0 for what
+    is no folder of files."""
+    if folder.is_symlink() or not folder.is_dir():
+        return 0
+    return sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
 
 
 def shortage(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from offloadtrain.hardware.direct_io import (
     aligned_buffer,
     padded,
 )
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.checkpoint.layout import Chunk, Entry
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.checkpoint.scatter import Piece, Target, scatter
@@ -64,12 +66,28 @@ def read(folder: Path, readings: Iterable[Reading]) -> None:
     of_files: dict[str, list[Reading]] = {}
     for reading in readings:
         of_files.setdefault(reading.entry.file, []).append(reading)
+    progress = _Progress(sum(one.hi - one.lo for wanted in of_files.values() for one in wanted))
     with ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint") as pool:
         for file, wanted in sorted(of_files.items()):
-            _read_file(folder / file, wanted, pool)
+            _read_file(folder / file, wanted, pool, progress)
 
 
-def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor) -> None:
+@dataclass(slots=True)
+class _Progress:
+    """How much has been read, for whoever waits: a large checkpoint takes minutes."""
+
+    total_bytes: int
+    done_bytes: int = 0
+
+    def add(self, parts: Sequence[_Part]) -> None:
+        self.done_bytes += sum(chunk.hi - chunk.lo for _, chunk, _ in parts)  # padding included
+        done_bytes = min(self.done_bytes, self.total_bytes)
+        HEARTBEAT.advance("reading the checkpoint", done_bytes, self.total_bytes)
+
+
+def _read_file(
+    path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor, progress: _Progress
+) -> None:
     windows: dict[int, list[_Part]] = {}
     for reading in readings:
         for chunk, digest in reading.chunks():
@@ -81,10 +99,12 @@ def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor
     reader = _WindowReader(path, file)
     try:
         # In the order of the file, whose first damage is the one that is told.
-        tasks = [pool.submit(reader.read, parts) for _, parts in sorted(windows.items())]
+        ordered = [parts for _, parts in sorted(windows.items())]
+        tasks = [pool.submit(reader.read, parts) for parts in ordered]
         try:
-            for task in tasks:
+            for task, parts in zip(tasks, ordered, strict=True):
                 task.result()
+                progress.add(parts)
         finally:
             for task in tasks:
                 task.cancel()

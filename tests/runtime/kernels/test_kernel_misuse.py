@@ -143,6 +143,7 @@ def test_operands_that_were_right_are_looked_at_again() -> None:
         fused_adam(**given, scalars=SCALARS)
 
 
+@pytest.mark.slow
 def test_a_freed_buffer_is_refused() -> None:
     code = """
 import torch

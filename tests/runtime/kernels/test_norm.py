@@ -101,3 +101,25 @@ def test_the_last_microbatch_is_squared_as_it_is_added(
                 piece = slice(offset, offset + numel)
                 assert torch.equal(fused[piece], apart[piece])
             assert torch.equal(fused[74_353:], total[74_353:])
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parameters_that_lie_apart(dtype: torch.dtype, backend: Backend) -> None:
+    """As autograd leaves them: the bits of one flat buffer, and no other element written."""
+    values = [gradient(numel, dtype) for numel in (1, 4096, 2049, 100_003, 31)]
+    ids = [3, 0, 5, 1, 4]
+    for chosen in threaded(backend):
+        squares = torch.full((6,), -1.0, dtype=torch.float64)
+        with kernels.use(chosen):
+            kernels.sum_squares_each(list(zip(ids, values, strict=True)), squares)
+        expected = {id: reference(one) for id, one in zip(ids, values, strict=True)} | {2: -1.0}
+        assert squares.tolist() == [expected[id] for id in range(6)], chosen
+
+
+def test_what_lies_apart_is_checked() -> None:
+    squares, values = torch.zeros(2, dtype=torch.float64), gradient(64, torch.bfloat16)
+    with pytest.raises(ValueError, match="2 elements, none at 2"):
+        kernels.sum_squares_each([(2, values)], squares)
+    with pytest.raises(TypeError, match=r"values must be torch\.bfloat16"):
+        kernels.sum_squares_each([(0, values), (1, values.float())], squares)

@@ -93,6 +93,7 @@ def test_several_threads_may_call_at_once() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_threads_of_its_own() -> None:
     code = """
 import os, torch

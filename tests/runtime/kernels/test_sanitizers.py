@@ -1,5 +1,6 @@
 """The kernels under AddressSanitizer and UBSan, the pool and the queue under
-ThreadSanitizer; and proof that the runs see a fault. The pool where threads are refused."""
+ThreadSanitizer; and proof that the runs see a fault. The pool where threads are refused. The bits
+of each instruction set, NEON's under QEMU where a compiler for aarch64 is installed."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[3] / "native/sanitize/run.sh"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 
 
 @lru_cache
@@ -28,8 +30,9 @@ def has_sanitizer(name: str) -> bool:
     return done.returncode == 0
 
 
-def run(part: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", SCRIPT, part, *flags], capture_output=True, text=True)
+def run(part: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command, env = ["bash", str(SCRIPT), part, *flags], os.environ | env
+    return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
 needs_asan = pytest.mark.skipif(not has_sanitizer("address,undefined"), reason="no ASan and UBSan")
@@ -76,3 +79,28 @@ def test_a_pool_that_cannot_have_its_threads_throws() -> None:
     done = run("refused")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "refused: clean" in done.stdout
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no compiler")
+@pytest.mark.long
+def test_every_instruction_set_has_the_same_bits() -> None:
+    done = run("bits")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "baseline: 450 cases" in done.stdout
+
+
+@pytest.mark.skipif(not (COMPILER and CROSS and QEMU), reason="no compiler for aarch64, or no QEMU")
+@pytest.mark.long
+def test_neon_has_the_same_bits() -> None:
+    done = run("bits", CROSS=str(CROSS), QEMU=str(QEMU))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "neon: 450 cases" in done.stdout
+
+
+@pytest.mark.skipif(not (COMPILER and CROSS and QEMU), reason="no compiler for aarch64, or no QEMU")
+@pytest.mark.long
+def test_other_bits_are_seen() -> None:
+    """Multiply-adds that are fused where the source does not say so: aarch64 has them, SSE2 not."""
+    done = run("bits", "-ffp-contract=fast", CROSS=str(CROSS), QEMU=str(QEMU))
+    assert done.returncode != 0
+    assert "writes other bits than baseline" in done.stderr

@@ -173,6 +173,7 @@ def nearest_int8(run: Run) -> Fp32State:
     return Fp32State(exact, *kernels.to_fp32(state)[1:])
 
 
+@pytest.mark.slow
 def test_bf16_moments_rounded_to_nearest_stall() -> None:
     run = Run(1e-6, 1e4)
     found = nearest_bf16(run)

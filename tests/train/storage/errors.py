@@ -11,7 +11,7 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 from tests.train.faulty_os import FaultyOs, through
 from tests.train.storage.kills import calls_of
 from tests.train.storage.linked_ranks import on_threads
-from tests.train.storage.saves import ASYNC, KINDS, NEW, Case, Kind, make_reference
+from tests.train.storage.saves import ASYNC, KINDS, NEW, Case, Kind
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 LENGTHS = (1, 3, 10**9)
@@ -32,7 +32,7 @@ class FailingOs(FaultyOs):
 
 def cases(scratch: Path) -> list[Case]:
     """Every call of every kind of save with each error; how long it lasts takes turns."""
-    make_reference(scratch)
+    ASYNC.make_reference(scratch)
     found = []
     for kind in (*KINDS, ASYNC):
         for at, name in enumerate(calls_of(kind, scratch)):

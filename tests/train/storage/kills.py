@@ -12,7 +12,7 @@ from pathlib import Path
 from offloadtrain.runtime.process_group import ALONE
 from tests.train.faulty_os import FaultyOs, kill, through
 from tests.train.storage.linked_ranks import LinkedRanks, Links, close, linked, on_threads
-from tests.train.storage.saves import ASYNC, KINDS, NEW, Case, Kind, in_fork, make_reference
+from tests.train.storage.saves import ASYNC, KINDS, MODES, NEW, Case, Kind, in_fork
 
 WRITES = ("pwrite", "write")
 
@@ -23,9 +23,10 @@ def cases(scratch: Path) -> list[Case]:
     Args:
         scratch: the folder whose new folders the cases are run in.
     """
-    make_reference(scratch)
+    for trained in (ASYNC, *MODES):
+        trained.make_reference(scratch)
     found = []
-    for kind in (*KINDS, ASYNC):
+    for kind in (*KINDS, ASYNC, *MODES):
         calls = calls_of(kind, scratch)
         for at, name in enumerate(calls):
             for tear in (False, True) if name in WRITES else (False,):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -121,52 +121,69 @@ KINDS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncKind(Kind):
-    """A save that is written while two more steps are trained, by the engine and its lanes."""
+    """A save that is written while two more steps are trained, by the engine and its lanes.
 
-    __slots__ = ()
+    Attributes:
+        options: of `ot.offload`. `scratch_dir` is the folder's parent where state is on the disk.
+    """
+
+    there: tuple[int, ...] = (1, 2, 3)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, root: Path) -> Path:
         folder = root / "run" / "checkpoints"
-        shutil.copytree(root.parent / "reference", folder)
+        shutil.copytree(self._reference(root.parent), folder)
         shutil.rmtree(folder / f"step-{NEW:08d}")
         return folder
 
     def save(self, folder: Path, ranks: Ranks = ALONE) -> None:
-        _train(folder, [NEW], spill=SPILL)
+        self._train(folder, [NEW], spill=SPILL)
 
     def check(self, folder: Path, allowed: set[int | None]) -> int | None:
-        good = _as_reference(folder, folder.parents[2] / "reference")
+        reference = self._reference(folder.parents[2])
+        good = _as_reference(folder, reference)
         assert good in allowed, f"step {good} is the newest, not one of {allowed}"
         shutil.rmtree(folder / f"step-{NEW:08d}", ignore_errors=True)
-        _train(folder, [NEW], spill=SPILL)
-        assert _as_reference(folder, folder.parents[2] / "reference") == NEW
+        self._train(folder, [NEW], spill=SPILL)
+        assert _as_reference(folder, reference) == NEW
         none_unfinished(folder)
         return good
 
+    def make_reference(self, scratch: Path) -> None:
+        """Save what it compares with: every step of a run that nothing happens to."""
+        if not (reference := self._reference(scratch)).exists():
+            self._train(reference, [*self.there, NEW])
 
-ASYNC = AsyncKind("asynchronous", there=(1, 2, 3))
+    def _reference(self, scratch: Path) -> Path:
+        return scratch / f"reference, {self.name}"
+
+    def _train(self, folder: Path, saved: list[int], *, spill: int = 0) -> None:
+        """Train, and save some steps while later ones are trained; the spill changes no byte."""
+        torch.manual_seed(0)
+        model = Chain()
+        options = {"clip_norm": 0.5, "checkpoint_spill": spill, **self.options}
+        if "state_on" in options:
+            options["scratch_dir"] = str(folder.parent)
+        with on_lanes(ThreadLanes(longest_delay_ms=0.5)):
+            rule = ot.AdamW(lr=1e-2)
+            optimizer = ot.offload(model, rule, device="cpu", precision="bf16", **options)
+        _save_while_training(folder, saved, model, optimizer)
 
 
-def make_reference(scratch: Path) -> None:
-    """Save what `ASYNC` compares with: every step of a run that nothing happens to."""
-    if not (scratch / "reference").exists():
-        _train(scratch / "reference", [*ASYNC.there, NEW])
+ASYNC = AsyncKind("asynchronous")
+MODES = (
+    AsyncKind("asynchronous, delayed", options={"update": "delayed"}),
+    AsyncKind("asynchronous, speculative", options={"update": "speculative"}),
+    AsyncKind("asynchronous, partly on the disk", options={"state_on": {"host": 0.5, "disk": 0.5}}),
+    AsyncKind("asynchronous, int8", options={"state": "int8"}),
+)
 
 
-def _train(folder: Path, saved: list[int], *, spill: int = 0) -> None:
-    """Train, and save some steps while later ones are trained; the spill changes no byte."""
-    torch.manual_seed(0)
-    model = Chain()
-    with on_lanes(ThreadLanes(longest_delay_ms=0.5)):
-        optimizer = ot.offload(
-            model,
-            ot.AdamW(lr=1e-2),
-            device="cpu",
-            precision="bf16",
-            clip_norm=0.5,
-            checkpoint_spill=spill,
-        )
+def _save_while_training(
+    folder: Path, saved: list[int], model: Chain, optimizer: ot.OffloadOptimizer
+) -> None:
     writing: Save | None = None
     try:
         for step, tokens in enumerate(batches(NEW + 2), 1):

@@ -41,8 +41,8 @@ class MemoryPanel(Panel):
                 yield Static(id="memory-processes-text", markup=False)
                 yield DataTable(id="memory-processes", cursor_type="row", zebra_stripes=True)
             with Vertical(id="memory-history"):
-                yield AreaChart(Area("GPU over time"), id="memory-gpu")
-                yield AreaChart(Area("host over time"), id="memory-host")
+                yield AreaChart(Area("GPU"), id="memory-gpu")
+                yield AreaChart(Area("HOST"), id="memory-host")
 
     def action_next_rank(self) -> None:
         self._rank += 1

@@ -25,14 +25,14 @@ from offloadtrain_tui.words import percent
 RANKS = (
     "rank",
     "step",
-    "behind",
+    "lag",
     "step time",
-    "own part",
+    "own",
     "skew",
     "waits",
     "CPU Adam",
-    "loss",
     "memory",
+    "loss",
 )
 GPUS = ("GPU", "name", "memory", "busy", "power", "heat")
 
@@ -127,8 +127,8 @@ def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
                 apart,
                 milliseconds(view.last("exposed_ms")),
                 milliseconds(view.busy_ms("host")),
-                short(view.last("loss")),
                 units.format_bytes(held),
+                short(view.last("loss")),
             )
         )
     return rows

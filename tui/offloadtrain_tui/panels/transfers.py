@@ -19,9 +19,9 @@ from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.tell import tell
 from offloadtrain_tui.words import lane_word
 
-RARE = ("load", "comm", "ortho", "update", "write", "disk_read", "disk_write")
+RARE = ("load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load")
 """Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
-device, checkpoints, state on the disk."""
+device, checkpoints, state and weights on the disk."""
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
@@ -49,7 +49,7 @@ def _told(shown: ViewState) -> Text:
         busy_ms = view.busy_ms(lane)
         if lane in RARE and not busy_ms:
             continue
-        share = f"{100 * busy_ms / step_ms:3.0f} % of the step" if step_ms else ""
+        share = f"{100 * busy_ms / step_ms:3.0f} % of step" if step_ms else ""
         text.append(
             f" {lane_word(lane):<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n"
         )
@@ -70,18 +70,21 @@ _FIELDS = {
 }
 
 
+_COUNTED_WITH = {"h2d": "load", "disk_read": "disk_load"}
+"""Lane → another one whose bytes are in its field."""
+
+
 def _moved(lane: str, view: View) -> str:
     field = _FIELDS.get(lane)
     if field is None:
         return _adam(view) if lane == "host" else ""
     nbytes, busy_ms = view.last(field) or 0.0, view.busy_ms(lane)
-    if lane == "h2d":
-        busy_ms += view.busy_ms("load")
+    busy_ms += view.busy_ms(_COUNTED_WITH[lane]) if lane in _COUNTED_WITH else 0.0
     if not busy_ms:
         return units.format_bytes(nbytes)
     gbps = nbytes / busy_ms / 1e6
     most = calibrated(view).get(lane)
-    share = f", {100 * gbps / most:.0f} % of the calibration" if most else ""
+    share = f", {100 * gbps / most:.0f} % of calibrated" if most else ""
     return f"{units.format_bytes(nbytes)} at {gbps:.1f} GB/s{share}"
 
 
@@ -100,7 +103,7 @@ def _adam(view: View) -> str:
     busy_ms = view.busy_ms("host")
     if not isinstance(moved, int) or not busy_ms:
         return ""
-    return f"{rule} moves {units.format_bytes(moved)}, at {moved / busy_ms / 1e6:.1f} GB/s or more"
+    return f"{rule} moves {units.format_bytes(moved)}, {moved / busy_ms / 1e6:.1f} GB/s or more"
 
 
 def _links(shown: ViewState) -> str:
@@ -125,15 +128,15 @@ def link_gbps(gpu: schema.GpuSample) -> float | None:
 
 def link(gpu: schema.GpuSample) -> str:
     """Describe PCIe generation and width, current and maximum, and NVML's counters."""
-    found = []
-    if gpu.pcie_generation is not None:
-        found.append(f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}")
-        found.append(f"(at most {gpu.pcie_generation_max} x{gpu.pcie_width_max})")
-    most = link_gbps(gpu)
+    if gpu.pcie_generation is None:
+        return "the driver does not report its link"
+    found = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}"
+    if gpu.pcie_generation_max is not None:
+        found += f" of {gpu.pcie_generation_max} x{gpu.pcie_width_max}"
+    most, rates = link_gbps(gpu), []
     for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
         if rate is not None:
-            share = f" ({100 * rate / 1e9 / most:.0f} % of the link)" if most else ""
-            found.append(f"NVML {label} {rate / 1e9:.1f} GB/s{share}")
-    if gpu.throttle:
-        found.append(f"throttled: {clean(gpu.throttle)}")
-    return " ".join(found) or "the driver does not report its link"
+            share = f" ({100 * rate / 1e9 / most:.0f} % of it)" if most else ""
+            rates.append(f"{label} {rate / 1e9:.1f} GB/s{share}")
+    told = f"{found}: {', '.join(rates)}" if rates else found
+    return f"{told}; throttled: {clean(gpu.throttle)}" if gpu.throttle else told

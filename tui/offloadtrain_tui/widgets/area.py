@@ -12,7 +12,7 @@ from offloadtrain.config import units
 from offloadtrain_tui.widgets.drawn import Drawn
 from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
 
-LABEL_WIDTH = 9
+LABEL_WIDTH = 10
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -50,15 +50,17 @@ class AreaChart(Drawn[Area]):
 
     def draw(self, width: int, height: int) -> list[Strip]:
         rows, inner = height - 2, width - LABEL_WIDTH
+        if not any(self._content.columns):
+            return [self.strip(self._title())]
         lines = [self._title(), *(self._row(y, rows, inner) for y in range(rows))]
         return [self.strip(line) for line in (*lines, self._axis(inner))]
 
     def _title(self) -> list[Segment]:
         area = self._content
         if not any(area.columns):
-            return [Segment(f" {area.title}: no sample yet", self.style("foreground", dim=True))]
-        limit = f"  ─ limit {units.format_bytes(area.limit)}" if area.limit else ""
-        plan = f"  ┄ planned {units.format_bytes(area.planned)}" if area.planned else ""
+            return [Segment(f" {area.title}: no samples", self.style("foreground", dim=True))]
+        limit = f" ─ limit {units.format_bytes(area.limit)}" if area.limit else ""
+        plan = f" ┄ plan {units.format_bytes(area.planned)}" if area.planned else ""
         return [
             Segment(f" {area.title}", self.style("foreground", bold=True)),
             Segment(limit, self.style("error")),

@@ -15,7 +15,7 @@ from offloadtrain_tui.widgets.drawn import Drawn
 from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
 
 FREE, PEAK = "·", "┃"
-_NAME_WIDTH = 34
+_NAME_WIDTH = 38
 _NARROW, _SHORT = 100, 30
 _ONE, _REST = -1, -2
 
@@ -129,10 +129,10 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [Segment(text, self.style("foreground", dim=True))]
 
     def _title(self, tier: Tier) -> list[Segment]:
-        of = f" of {units.format_bytes(tier.total)}" if tier.total else ""
+        held = _of(tier.used, tier.total) if tier.total else units.format_bytes(tier.used)
         return [
             Segment(f" {tier.title}", self.style("foreground", bold=True)),
-            Segment(f" {units.format_bytes(tier.used)}{of}", self.style("primary")),
+            Segment(f" {held}", self.style("primary")),
             *self._figures(tier),
             Segment(f"  {clean(tier.note)}", self.style("foreground", dim=True)),
         ]
@@ -144,10 +144,10 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
             text = f"  free {units.format_bytes(tier.free)}"
             found.append(Segment(text, self.style("warning" if scarce else "success")))
         if tier.peak:
-            text = f"  {PEAK} peak {units.format_bytes(tier.peak)}"
+            text = f" {PEAK} peak {units.format_bytes(tier.peak)}"
             found.append(Segment(text, self.style("foreground")))
         if tier.planned:
-            text = f"  planned {units.format_bytes(tier.planned)}"
+            text = f"  plan {units.format_bytes(tier.planned)}"
             found.append(Segment(text, self.style("foreground", dim=True)))
         return found
 
@@ -191,15 +191,27 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         per_line = max(self.app.size.width // _NAME_WIDTH, 1)
         labels = self._labels(tier)[line * per_line : (line + 1) * per_line]
         segments = [Segment(" ")]
-        for sign, style, label in labels:
-            text = f" {clean(label)}"[: _NAME_WIDTH - 2]
+        for sign, style, part in labels:
+            text = f" {_named(part, _NAME_WIDTH - 3)}"
             segments += [Segment(sign, style), Segment(f"{text:<{_NAME_WIDTH - 1}}")]
         return segments
 
-    def _labels(self, tier: Tier) -> list[tuple[str, Style, str]]:
-        """Return sign and name of all that is in a bar."""
+    def _labels(self, tier: Tier) -> list[tuple[str, Style, Part]]:
+        """Return sign and part of all that is in a bar."""
         owned = [(*self._cell(number), part) for number, part in enumerate(tier.parts)]
         dim = self.style("foreground", dim=True)
         rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
-        owned += [(sign, dim, Part(name, size)) for sign, name, size in rest if size]
-        return [(s, c, f"{p.owner} {units.format_bytes(p.nbytes)}") for s, c, p in owned]
+        return owned + [(sign, dim, Part(name, size)) for sign, name, size in rest if size]
+
+
+def _of(used: int, total: int) -> str:
+    """Return, for example, "26.9 of 32.0 GiB"."""
+    (number, unit), whole = units.format_bytes(used).split(" "), units.format_bytes(total)
+    return f"{number} of {whole}" if whole.endswith(f" {unit}") else f"{number} {unit} of {whole}"
+
+
+def _named(part: Part, most: int) -> str:
+    """Return name and size in so many columns; a name is cut, a size never."""
+    size = f" {units.format_bytes(part.nbytes)}"
+    name, room = clean(part.owner), most - len(size)
+    return (name if len(name) <= room else f"{name[: room - 1]}…") + size

@@ -170,7 +170,8 @@ class Chart(Drawn[Plot]):
         labels = [""] * rows
         middle = [(rows // 2)] if rows > 4 else []
         for y in (0, *middle, rows - 1):
-            value = high - (high - low) * y / max(rows - 1, 1)
+            share = y / max(rows - 1, 1)
+            value = high * (1 - share) + low * share  # exactly both ends: no "-7e-16 %"
             if self.plot.is_mirrored:
                 value = 0.0 if y in middle else abs(value)
             labels[y] = self.plot.form(10**value if self.plot.log else value)

@@ -21,7 +21,7 @@ _SHADES = " ▁▂▃▄▅▆▇█"
 _ALWAYS = ("compute", "d2h", "host", "h2d")
 _NAME_WIDTH = 10
 NO_SPANS = Spans()
-_BUSY_WIDTH = 14
+_BUSY_WIDTH = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Timeline(Drawn[Lanes]):
         return [
             Segment(f" {lane_word(lane):<{_NAME_WIDTH - 2}} ", style),
             Segment(bar, style),
-            Segment(f" {milliseconds(busy_ms):>7} {share:>5}", self.style("foreground", dim=True)),
+            Segment(f" {milliseconds(busy_ms):>8} {share:>5}", self.style("foreground", dim=True)),
         ]
 
     def _waits(self) -> list[list[Segment]]:

@@ -22,6 +22,7 @@ LANE_COLORS = {
     "write": "primary",
     "disk_read": "warning",
     "disk_write": "secondary",
+    "disk_load": "primary",
 }
 STATE_COLORS = {
     "starting": "primary",

@@ -10,7 +10,7 @@ from textual.widgets import DataTable
 Cell = str | Text
 
 
-def fill(table: DataTable[Cell], columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+def fill(table: DataTable[Text], columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     """Make the table show these rows. Plain strings are shown as they are: they are no markup."""
     if [key.value for key in table.columns] != list(columns):
         table.clear(columns=True)
@@ -23,7 +23,8 @@ def fill(table: DataTable[Cell], columns: Sequence[str], rows: Sequence[Sequence
             table.add_row(*row, key=str(number))
             continue
         for shown, cell in zip(table.ordered_columns, row, strict=True):
-            if table.get_cell(str(number), shown.key) != cell:
+            known = table.get_cell(str(number), shown.key)
+            if known != cell or known.style != cell.style:  # equal texts may differ in their style
                 # A change of widths lays out the screen: columns only grow.
                 wider = cell.cell_len > shown.content_width
                 table.update_cell(str(number), shown.key, cell, update_width=wider)

@@ -1,0 +1,175 @@
+"""What one operation computes and moves: FLOPs of products by the sides of their weights, FLOPs of
+attention, and bytes of everything else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from offloadtrain.plan.microbatch import AttentionKind
+
+_ATEN = torch.ops.aten
+
+_PRODUCTS = {_ATEN.mm: 0, _ATEN.addmm: 1, _ATEN.bmm: 0, _ATEN.baddbmm: 1, _ATEN._grouped_mm: 0}
+"""Matrix products → place of their first operand."""
+
+_BATCHED = frozenset({_ATEN.bmm, _ATEN.baddbmm})
+
+_CONVOLUTIONS = {_ATEN.convolution: 1, _ATEN._convolution: 1, _ATEN.convolution_backward: 2}
+"""Convolutions → place of their weight."""
+
+_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
+    _ATEN._scaled_dot_product_flash_attention: 4,
+    _ATEN._scaled_dot_product_efficient_attention: 6,
+}
+_ATTENTION_BACKWARD = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+    _ATEN._scaled_dot_product_flash_attention_backward: 11,
+    _ATEN._scaled_dot_product_efficient_attention_backward: 11,
+}
+"""Fused attention → place of `is_causal`; backward has the gradient in front of the queries."""
+
+_READS = {
+    _ATEN.embedding: 1,
+    _ATEN.index: 1,
+    _ATEN.index_select: 1,
+    _ATEN.gather: 1,
+    _ATEN.nll_loss_forward: 1,
+    _ATEN.nll_loss_backward: 0,
+}
+"""Operations that read little of their operands: bytes read for each one written."""
+
+_TOUCHES = frozenset(
+    {_ATEN.index_put_, _ATEN.scatter_, _ATEN.scatter_add_, _ATEN.index_add_, _ATEN.index_copy_}
+)
+"""Operations that change some elements of their first operand: as many as the others have."""
+
+_OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
+"""Operations that do not read their first operand."""
+
+_MAKES_NOTHING = frozenset(
+    {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+)
+"""Memory without values."""
+
+
+@dataclass(slots=True)
+class Count:
+    """What the operations of a place compute and move: see `plan.microbatch.Work`."""
+
+    products: Counter[float] = field(default_factory=Counter)
+    attention: Counter[AttentionKind] = field(default_factory=Counter)
+    nbytes: int = 0
+    launches: int = 0
+    recomputed: float = 0.0
+
+    def add(self, other: Count) -> None:
+        self.products.update(other.products)
+        self.attention.update(other.attention)
+        self.nbytes += other.nbytes
+        self.launches += other.launches
+        self.recomputed += other.recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A call of torch.
+
+    Attributes:
+        args: positional ones.
+        given, made: its tensors.
+        again: a forward that a recompute runs again.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    given: Sequence[Tensor]
+    made: Sequence[Tensor]
+    again: bool = False
+
+
+def count_operation(work: Count, op: Operation, weights: Set[int]) -> None:
+    """Add an operation to `work`. `weights`: storages of the model's weights."""
+    kind = op.func._overloadpacket
+    if kind in _MAKES_NOTHING:
+        return
+    work.launches += 1
+    if kind in _PRODUCTS:
+        _count_product(work, op, kind, weights)
+    elif kind in _CONVOLUTIONS:
+        _count_convolution(work, op, kind)
+    elif kind in _ATTENTION or kind in _ATTENTION_BACKWARD:
+        _count_attention(work, op, kind)
+    else:
+        work.nbytes += _moved(op, kind)
+
+
+def _count_product(work: Count, op: Operation, kind: Any, weights: Set[int]) -> None:
+    first = _PRODUCTS[kind]
+    a, b = op.args[first], op.args[first + 1]
+    batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    weight = next((one for one in (b, a) if one.untyped_storage()._cdata in weights), None)
+    if weight is not None:
+        sides = weight.shape[-2:]
+    elif kind in _BATCHED:  # attention with scores: what it reads and writes counts, too
+        sides = sorted((*a.shape[-2:], b.shape[-1]))[:2]
+        work.nbytes += sum(map(_nbytes, (*op.given, *op.made)))
+    else:  # the gradient of a weight
+        sides = op.made[0].shape[-2:]
+    flops = 2.0 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    work.products[sqrt(prod(sides))] += flops
+    work.recomputed += op.again * flops
+
+
+def _count_convolution(work: Count, op: Operation, kind: Any) -> None:
+    weight = op.args[_CONVOLUTIONS[kind]]
+    backward = kind is _ATEN.convolution_backward
+    inputs = op.args[1] if backward else op.args[0]
+    outputs = op.args[0] if backward else op.made[0]
+    transposed = op.args[7 if backward else 6]
+    places = inputs if transposed else outputs
+    times = sum(op.args[10][:2]) if backward else 1  # gradients of inputs and of weights
+    flops = 2.0 * times * places.shape[0] * prod(places.shape[2:]) * weight.numel()
+    outward, inward = weight.shape[0], prod(weight.shape[1:])
+    work.products[sqrt(outward * inward)] += flops
+    work.recomputed += op.again * flops
+    if inward * 2 <= inputs.shape[1]:  # in groups, of which each channel has little to compute
+        work.nbytes += sum(map(_nbytes, (*op.given, *op.made)))
+
+
+def _count_attention(work: Count, op: Operation, kind: Any) -> None:
+    if kind in _ATTENTION:
+        place, (q, k, v) = _ATTENTION[kind], op.args[:3]
+        flops: float = sdpa_flop_count(q.shape, k.shape, v.shape)
+    else:
+        place, (grad, q, k, v) = _ATTENTION_BACKWARD[kind], op.args[:4]
+        flops = sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    causal = len(op.args) > place and bool(op.args[place])
+    kind_of = AttentionKind(q.shape[-3] * q.shape[-1], k.shape[-2], causal)
+    work.attention[kind_of] += int(flops)
+    work.recomputed += op.again * flops
+
+
+def _moved(op: Operation, kind: Any) -> int:
+    """Return the bytes that an operation reads and writes."""
+    if kind in _TOUCHES:
+        return 3 * sum(map(_nbytes, op.given[1:]))
+    if kind in _OVERWRITES:
+        return sum(map(_nbytes, op.given))
+    made = sum(map(_nbytes, op.made))
+    if (share := _READS.get(kind)) is not None:
+        return made + share * made
+    return made + sum(map(_nbytes, op.given))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of its elements; of an expanded one, those that are there."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

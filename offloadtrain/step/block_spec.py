@@ -1,0 +1,125 @@
+"""What a step's spec lists: blocks, their buckets, and matrices in them. Sizes are of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from offloadtrain.step.formats import ITEMSIZE, StateFormat
+from offloadtrain.step.tiers import Tier
+
+
+class MatrixSpec(NamedTuple):
+    """A matrix that is updated as a whole.
+
+    Attributes:
+        offset: its first element in the bucket.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def workspace_numel(self) -> int:
+        """Elements that its orthogonalization needs beside it: its product with a polynomial of its
+        Gram matrix, and both of these."""
+        return self.numel + 2 * min(self.rows, self.columns) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Parameters of one block with one working dtype and one set of hyperparameters.
+
+    Attributes:
+        numel: elements of the whole, padding included.
+        params: elements without padding.
+        dtype: that of the working weights, by torch's name.
+        format: the format of the state.
+        ranks: the number of ranks that share it.
+        moments: the state that its update rule keeps besides the master weights.
+        matrices: of a rule that needs them whole; each in the shard of one rank.
+        state_tier: where the state lies.
+        gradient_on_disk: the gradient is in a file, and on the host only while a slot holds it.
+    """
+
+    name: str
+    numel: int
+    params: int
+    dtype: str
+    format: StateFormat
+    ranks: int = 1
+    moments: tuple[str, ...] = ()
+    matrices: tuple[MatrixSpec, ...] = ()
+    state_tier: Tier = Tier.HOST
+    gradient_on_disk: bool = False
+
+    @property
+    def update_tier(self) -> Tier:
+        """Where the gradient lies and the state is updated."""
+        return Tier.HOST if self.is_on_disk else self.state_tier
+
+    @property
+    def is_on_disk(self) -> bool:
+        """The state is in a file, and on the host only while a slot holds it."""
+        return self.state_tier is Tier.DISK
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's shard, and of each buffer of its state."""
+        return self.numel // self.ranks
+
+    @property
+    def weight_bytes(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole's working weights."""
+        return self.numel * self.weight_bytes
+
+    @property
+    def field_sizes(self) -> list[tuple[int, int]]:
+        """(values, bytes of a value) of each field of this rank's state."""
+        return [
+            (field.numel(self.shard_numel), ITEMSIZE[field.dtype or self.dtype])
+            for field in self.format.fields(self.moments)
+        ]
+
+    def matrices_of(self, rank: int) -> list[MatrixSpec]:
+        """Return the matrices in a rank's shard."""
+        first = rank * self.shard_numel
+        return [one for one in self.matrices if first <= one.offset < first + self.shard_numel]
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Parameters that move together: those that one module's forward uses as one.
+
+    Attributes:
+        buckets: the trained ones.
+        frozen: the frozen ones, where the block may be streamed.
+        repeated: one of several alike that are used one after the other: it can be streamed.
+        leaf: a module outside of lists that has no children: in ZeRO stage 3 it can be streamed.
+    """
+
+    name: str
+    buckets: tuple[BucketSpec, ...]
+    frozen: tuple[BucketSpec, ...] = ()
+    repeated: bool = False
+    leaf: bool = False
+
+    @property
+    def held(self) -> tuple[BucketSpec, ...]:
+        """All that a forward of the block reads."""
+        return self.buckets + self.frozen
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Device memory of the working weights; every bucket starts on 256 bytes."""
+        return sum(bucket.nbytes for bucket in self.held)

@@ -1,0 +1,164 @@
+"""The program of one stage of a pipeline, driven without a model in the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from offloadtrain.step.drive import Inputs, unread_in_backward
+from offloadtrain.step.modes import Decision
+from offloadtrain.step.operations import Kind, Launch, Operations
+from offloadtrain.step.program import Program
+
+Schedule = Literal["gpipe", "1f1b", "2bw"]
+
+SQUARES = "squares"
+"""Owner of the launch that marks where a stage knows its own part of the norm."""
+
+
+class Turn(NamedTuple):
+    """A microbatch on a stage, or the end of a step.
+
+    Attributes:
+        number: of the microbatch, counted through all steps; of a step's end, the step's.
+    """
+
+    kind: Literal["forward", "backward", "squares", "decide"]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTurn:
+    """A turn, and the launches of the stage that are its first and its last on compute."""
+
+    turn: Turn
+    first: int
+    last: int
+
+
+def order(
+    schedule: Schedule, stage: int, stages: int, microbatches: int, steps: int
+) -> Iterator[Turn]:
+    """Yield what a stage does, as `runtime.pipeline_schedule` runs it."""
+    if schedule == "2bw":
+        yield from _without_flush(stage, stages, microbatches, steps)
+        return
+    for step in range(steps):
+        base = step * microbatches
+        ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+        yield from (Turn("forward", base + number) for number in range(ahead))
+        for number in range(microbatches):
+            yield Turn("backward", base + number)
+            if number + ahead < microbatches:
+                yield Turn("forward", base + number + ahead)
+        yield Turn("squares", step)
+        yield Turn("decide", step)
+
+
+def _without_flush(stage: int, stages: int, microbatches: int, steps: int) -> Iterator[Turn]:
+    """A step is decided before forward `stages` - 1 of the next one: `split_step` says why."""
+    ahead = stages - stage
+    for number in range(steps * microbatches):
+        step, own = divmod(number, microbatches)
+        if step and own == stages - 1:
+            yield Turn("decide", step - 1)
+        yield Turn("forward", number)
+        if (done := number - ahead + 1) >= 0:
+            yield Turn("backward", done)
+            if (done + 1) % microbatches == 0:
+                yield Turn("squares", done // microbatches)
+
+
+def stage_steps(
+    program: Program,
+    schedule: Schedule,
+    stage: int,
+    stages: int,
+    steps: int,
+    input_bytes: int = 0,
+) -> tuple[Operations, list[StageTurn]]:
+    """Return the operations of a stage's first steps, and where its turns are in its launches.
+
+    Args:
+        input_bytes: see `drive.steps`.
+    """
+    driven = _Driven(program, schedule, input_bytes)
+    turns = order(schedule, stage, stages, program.spec.config.grad_accum_steps, steps)
+    return driven.operations, [driven.take(turn) for turn in turns]
+
+
+class _Driven:
+    """A stage's program and what it has answered."""
+
+    def __init__(self, program: Program, schedule: Schedule, input_bytes: int) -> None:
+        self.operations: Operations = []
+        self._program, self._flushes = program, schedule != "2bw"
+        self._input_bytes = input_bytes
+        self._inputs: dict[int, Inputs] = {}
+        self._numbers = iter(range(1 << 60))
+        self._launches = 0
+        self._micro_steps = program.spec.config.grad_accum_steps
+        self._unread = unread_in_backward(program.spec)
+
+    def take(self, turn: Turn) -> StageTurn:
+        """Report the events of a turn to the program."""
+        marks: list[int] = []
+        match turn.kind:
+            case "forward":
+                self._forward(turn.number, marks)
+            case "backward":
+                self._backward(turn.number, marks)
+            case "squares":
+                self._add(self._program.norm())
+                self._compute(Kind.DECIDE, SQUARES, marks)
+                if not self._flushes:
+                    self._program.sum_ends()
+            case "decide":
+                self._decide(turn.number, marks)
+        return StageTurn(turn, marks[0], marks[-1])
+
+    def _forward(self, number: int, marks: list[int]) -> None:
+        if not self._flushes and number % self._micro_steps == 0:
+            self._add(self._program.flush())
+        self._add(self._program.pass_begins())
+        inputs = self._inputs[number] = Inputs(self._program, self._input_bytes, self._numbers)
+        for block in self._program.spec.blocks:
+            self._add(self._program.use(block.name))
+            self._add(inputs.save(block))
+            self._compute(Kind.FORWARD, block.name, marks)
+
+    def _backward(self, number: int, marks: list[int]) -> None:
+        step, own = divmod(number, self._micro_steps)
+        last, inputs = own + 1 == self._micro_steps, self._inputs.pop(number)
+        for block in reversed(self._program.spec.blocks):
+            reads = block.name not in self._unread
+            if reads:
+                self._add(self._program.use(block.name, [block.name]))
+            self._add(inputs.need(block))
+            self._compute(Kind.BACKWARD, block.name, marks, reads=reads)
+            self._add(inputs.drop(block))
+            delivered = {bucket.name: True for bucket in block.buckets}
+            self._add(self._program.grads_ready(block.name, delivered, last=last))
+            if last and step > 0:
+                self._add(self._program.grads_complete(block.name, Decision(step + 1)))
+                for name in tuple(self._program.behind):
+                    self._add(self._program.graph_freed(name))
+        if number == 0 and not self._program.spec.is_single:
+            self._add(self._program.first_sums())
+
+    def _decide(self, step: int, marks: list[int]) -> None:
+        self._compute(Kind.DECIDE, "", marks)
+        names = [block.name for block in self._program.spec.blocks]
+        self._add(self._program.norm_known(names, Decision(step + 1)))
+        if self._flushes:
+            self._program.step_ends()
+        self._add(self._program.pass_begins())
+
+    def _compute(self, kind: Kind, block: str, marks: list[int], *, reads: bool = True) -> None:
+        self._add(self._program.computes(kind, block, reads=reads))
+        marks.append(self._launches - 1)
+
+    def _add(self, operations: Operations) -> None:
+        self.operations += operations
+        self._launches += sum(isinstance(one, Launch) for one in operations)

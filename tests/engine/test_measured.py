@@ -1,0 +1,85 @@
+"""Where the gradient's norm is taken: [Note: Measured in the gather] in `step.gradients`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain import AdamW, offload
+from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.operations import Lane
+from offloadtrain.step.recording import Launched
+
+
+class Picky(nn.Module):
+    """A layer that is used on demand, and weights in another order than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(33, 33), nn.Linear(33, 33)
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor, *, both: bool = True) -> Tensor:
+        y = self.first(x)
+        pixels = self.conv(x.reshape(1, 3, 11, -1)).square().mean()
+        return pixels + (self.second(y) if both else y).square().mean()
+
+
+def norm_of(model: nn.Module, losses: list[Tensor]) -> float:
+    """By its definition: of each parameter in the order of its memory."""
+    total = 0.0
+    for param in model.parameters():
+        each = [
+            torch.autograd.grad(one, param, retain_graph=True, allow_unused=True)[0]
+            for one in losses
+        ]
+        found = [grad for grad in each if grad is not None]
+        if not found:
+            continue
+        grad = torch.empty_like(param).copy_(found[0] if len(found) == 1 else found[0] + found[1])
+        total += kernels.sum_squares(grad.as_strided((param.numel(),), (1,)))
+    return math.sqrt(total)
+
+
+def step(model: Picky, optimizer: OffloadOptimizer, *inputs: Tensor, both: bool = True) -> None:
+    """One step; two inputs deliver every gradient twice in one backward."""
+    losses = [model(x, both=both) for x in inputs]
+    expected = norm_of(model, losses)
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    assert optimizer.grad_norm == expected
+
+
+def test_the_norm_counts_where_it_was_taken_last() -> None:
+    torch.manual_seed(0)
+    model = Picky()
+    lanes = RecordingLanes(SequentialLanes())
+    with on_lanes(lanes):
+        optimizer = offload(model, AdamW(lr=1e-3), device="cpu", precision="fp32", clip_norm=0.1)
+    a, b = torch.randn(2, 11, 33), torch.randn(2, 11, 33)
+
+    def measured() -> dict[Lane, int]:
+        names = [
+            one.lane
+            for one in lanes.program
+            if isinstance(one, Launched) and one.name.startswith("norm")
+        ]
+        lanes.program.clear()
+        return {lane: names.count(lane) for lane in set(names)}
+
+    step(model, optimizer, a)
+    first = measured()
+    assert first.keys() == {Lane.COMPUTE}
+    buckets = first[Lane.COMPUTE]
+    step(model, optimizer, a, b)  # added on the host
+    assert measured() == {Lane.COMPUTE: buckets, Lane.HOST: buckets}
+    step(model, optimizer, b)  # what the host knows is of the step before
+    assert measured() == {Lane.COMPUTE: buckets}
+    step(model, optimizer, b, both=False)  # a layer without a gradient
+    assert measured() == {Lane.COMPUTE: buckets - 1, Lane.HOST: 1}

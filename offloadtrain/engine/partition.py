@@ -22,9 +22,10 @@ class Part:
         module: its forward is the span of the block.
         parameters: (qualified name, parameter) of all that it refers to, tied ones included.
         repeated: it is a child of such a list.
-        leaf: it has no children, is outside of such lists, and the module around it has no
-            parameters of its own: a module that has some may read its children's without a call, as
-            `nn.MultiheadAttention` does.
+        leaf: it has a forward and no children, is outside of such lists, and the module around it
+            has no parameters of its own: a module that has some may read its children's without a
+            call, as `nn.MultiheadAttention` does. A `ParameterList` has no forward: whoever holds it
+            reads it.
     """
 
     name: str
@@ -46,7 +47,8 @@ def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Par
     """`called`: only calls of the module can be expected to read its parameters."""
     own = tuple(_named(name, module, recurse=False))
     if own:
-        leaf = called and next(module.children(), None) is None
+        has_forward = type(module).forward is not nn.Module.forward
+        leaf = called and has_forward and next(module.children(), None) is None
         yield Part(name, module, own, leaf=leaf)
     children = [(_join(name, key), child) for key, child in module.named_children()]
     listed = isinstance(module, nn.ModuleList | nn.Sequential)

@@ -37,6 +37,7 @@ from offloadtrain.events import set_up_file
 from offloadtrain.events.schema import SCHEMA
 from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.hardware.file_locks import lock
+from offloadtrain.train.checkpoint import checkpoint
 
 _MODE = 0o700
 _FOLDERS = ("events", "checkpoints", "control", "tensorboard", "wandb")
@@ -287,7 +288,7 @@ def how_to_go_on(path: Path) -> str:
 
 
 def _has_checkpoint(path: Path) -> bool:
-    return any((path / "checkpoints").glob("step-????????"))
+    return bool(checkpoint.find(path / "checkpoints"))
 
 
 def _stamp(runs_dir: Path, name: str) -> str:

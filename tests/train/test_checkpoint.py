@@ -111,6 +111,19 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
         checkpoint.prune(tmp_path, 1)
 
 
+def test_steps_of_nine_digits_are_found_in_their_order(tmp_path: Path) -> None:
+    save_steps(tmp_path, 99_999_998, 99_999_999, 100_000_001, 1_000_000_000)
+    found = checkpoint.newest_good(tmp_path, never_damaged)
+    assert found is not None and found.step == 1_000_000_000
+    removed = checkpoint.prune(tmp_path, 2)
+    assert [checkpoint.step_of(path) for path in removed] == [99_999_999, 99_999_998]
+    (tmp_path / "step-100000002.tmp-0a").mkdir()
+    (tmp_path / "step-000000003").mkdir()  # nobody writes this name
+    checkpoint.clean(tmp_path)
+    names = {"step-100000001", "step-1000000000", "step-000000003"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_what_is_removed_is_not_followed(tmp_path: Path) -> None:
     """Leftovers and checkpoints that are links lead to somebody's own files."""
     precious = tmp_path / "precious"

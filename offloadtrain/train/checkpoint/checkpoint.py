@@ -38,8 +38,10 @@ from offloadtrain.train.checkpoint.manifest import (
 from offloadtrain.train.checkpoint.reader import Reading, read
 
 _T = TypeVar("_T")
-_COMPLETE = re.compile(r"step-(\d{8})")
-_UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+|\.trash-.*")
+_STEP = r"step-(?:\d{8}|[1-9]\d{8,})"
+"""From step 100,000,000 on names are longer: they are not in the order of their letters."""
+_COMPLETE = re.compile(_STEP)
+_UNFINISHED = re.compile(rf"{_STEP}\.tmp-\w+|\.trash-.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def find(folder: Path) -> list[Path]:
     if not os.path.isdir(folder):  # Path.is_dir raises for some names
         return []
     names = (name for name in os.listdir(folder) if _COMPLETE.fullmatch(name))
-    return [folder / name for name in sorted(names, reverse=True)]
+    return sorted((folder / name for name in names), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:

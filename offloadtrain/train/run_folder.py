@@ -281,10 +281,14 @@ def itself(path: Path) -> Path:
 
 
 def how_to_go_on(path: Path) -> str:
-    """Return advice on a folder that contains a run: resume it, or start over in it."""
+    """Return advice on a folder that contains a run: resume it, remove it, or train in it from the
+    first step, which a conversion that was killed does not mean."""
     if _has_checkpoint(path):
         return f"resume it with --resume {path}"
-    return f"it has no checkpoint yet; to start over in it: --run-dir {path} --resume auto"
+    return (
+        f"it has no checkpoint yet; remove it, or to train in it from the first step: --run-dir "
+        f"{path} --resume auto"
+    )
 
 
 def _has_checkpoint(path: Path) -> bool:

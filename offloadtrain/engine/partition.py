@@ -24,7 +24,7 @@ class Part:
         repeated: it is a child of such a list.
         leaf: it has a forward and no children, is outside of such lists, and the module around it
             has no parameters of its own: a module that has some may read its children's without a
-            call, as `nn.MultiheadAttention` does. A `ParameterList` has no forward: whoever holds it
+            call, as `nn.MultiheadAttention` does. A `ParameterList` has no forward: its holder
             reads it.
     """
 

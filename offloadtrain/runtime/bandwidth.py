@@ -36,6 +36,7 @@ def _copy_s(source: Tensor, target: Tensor) -> float:
         target.copy_(source)
         return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The stream passes both: the copy alone lies between them, without the time of its launch.
     start.record()
     target.copy_(source, non_blocking=True)
     end.record()

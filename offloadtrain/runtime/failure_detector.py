@@ -152,6 +152,7 @@ class FailureDetector:
 
     def cause(self, wait_s: float = LISTEN_S) -> str | None:
         """Return why another rank has failed, if it has; waits a moment for it."""
+        # An error of a collective is seen before the failed rank's own report of its cause is here.
         self._heard.wait(wait_s)
         return self._cause
 
@@ -170,6 +171,7 @@ class FailureDetector:
         self._closed.set()
         with suppress(Exception):
             self._store.set(f"done{self._rank_info.rank}", "1")
+        # It reads the store, which the caller takes down next.
         self._thread.join()
 
     def _peer(self, rank: int) -> _Peer:

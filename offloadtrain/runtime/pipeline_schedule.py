@@ -276,4 +276,5 @@ class Unflushed:
     def _post(operations: Sequence[P2POp]) -> None:
         if operations:
             for work in batch_isend_irecv([*operations]):
+                # What is received is read next. On a GPU only its stream waits, not this thread.
                 work.wait()

@@ -221,6 +221,8 @@ class Ranks:
         work = all_gather_single(rows, own, group=self._groups[1], async_op=True)
 
         def wait() -> Tensor:
+            # As late as the caller needs the rows: it has computed since. A rank that waits here
+            # is not the one that hangs.
             with HEARTBEAT.collective():
                 work.wait()
             return rows

@@ -107,6 +107,7 @@ class Watchdog:
         """Give an act a few seconds: what it needs may be what hangs."""
         thread = threading.Thread(target=act, name="report", daemon=True)
         thread.start()
+        # No longer: a report that hangs is given up with its thread, and the process ends.
         thread.join(REPORT_S)
 
     def _watch(self) -> None:

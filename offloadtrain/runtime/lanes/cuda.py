@@ -247,6 +247,7 @@ class CudaLanes(Lanes):
         if worker is None:
             run()
         else:
+            # In the queue like any write: behind the lane's earlier uses, in front of later ones.
             worker.put(run)
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
@@ -311,6 +312,7 @@ class CudaLanes(Lanes):
 
     def _timing_event(self, lane: Lane) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
+        # Nobody waits for it: it gets its time when the stream passes it, and is read much later.
         event.record(self._stream(lane))
         return event
 

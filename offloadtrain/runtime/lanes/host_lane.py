@@ -139,9 +139,11 @@ class PythonHostLane:
     ) -> None:
         self._launched += 1
         task = _paced(lambda: fn(*operands), least_s)
+        # From here on the queue owns the operands; this thread goes on to launch.
         self._worker.put(_delayed(lambda: self._timed.run(name, task), pause_s))
 
     def set(self, flag: Flag) -> None:
+        # After a failure, too: another thread may be waiting for the flag.
         self._worker.put(flag.set, always=True)
 
     # A task of the queue: the lane is held back, the launching thread goes on.

@@ -107,6 +107,7 @@ class SeededLanes(Lanes):
             self._run_one()
 
     def close(self) -> None:
+        # What is queued may still be due on disk or in a master: it is run, and not dropped.
         self.synchronize()
 
     def host_progress(self) -> HostProgress:
@@ -120,6 +121,7 @@ class SeededLanes(Lanes):
         """Does nothing: there is no time here."""
 
     def take_timeline(self) -> list[Interval]:
+        # As other lanes do, whose intervals are known only when nothing runs any more.
         self.synchronize()
         return []
 

@@ -39,6 +39,7 @@ class StreamEvent(LaneEvent):
 
     def issue(self, stream: torch.cuda.Stream) -> None:
         assert self.cuda is not None
+        # Behind all that the stream was given: what waits for the event waits for that.
         self.cuda.record(stream)
         # Before `issued` is set, whose lock makes it visible to the native host thread.
         self.handle.value = self.cuda.cuda_event
@@ -214,6 +215,7 @@ def _read_clocks(stream: torch.cuda.Stream) -> tuple[float, float, torch.cuda.Ev
     """Return (uncertainty in ms, host clock in ms, event of that moment). Another process that
     takes the core in between makes the uncertainty large."""
     event, before_ms = torch.cuda.Event(enable_timing=True), now_ms()
+    # The event happens between the two readings of the host's clock: blocking is the point.
     event.record(stream)
     event.synchronize()
     after_ms = now_ms()

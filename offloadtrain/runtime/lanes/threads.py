@@ -86,6 +86,7 @@ class ThreadLanes(ClockedLanes):
         if lane is Lane.COMPUTE:
             task()
         else:
+            # From here on the queue owns the operands; this thread goes on to launch.
             self._workers[lane].put(task)
 
     def record(self, lane: Lane) -> LaneEvent:
@@ -112,6 +113,7 @@ class ThreadLanes(ClockedLanes):
             self._workers[lane].put(flag.happened.wait)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
+        # What this thread waits for the lane has not hidden: it is counted as exposed.
         flag, start_ms = _Flag.own(event), now_ms()
         if not flag.happened.is_set():
             flag.happened.wait()
@@ -129,8 +131,8 @@ class ThreadLanes(ClockedLanes):
 
     def abandon(self) -> None:
         self._failure.fail(LaneError("the lanes were abandoned"))
-        flags = [_Flag.own(self.record(lane)) for lane in Lane]
         # Flags are set after a failure too: a lane that has set its own runs nothing any more.
+        flags = [_Flag.own(self.record(lane)) for lane in Lane]
         for flag in flags:
             flag.happened.wait()
 
@@ -169,4 +171,5 @@ class ThreadLanes(ClockedLanes):
             poison = super()._poison
             self._host.compute("poison", lambda memory: poison(lane, memory), [memory])
         else:
+            # In the queue like any write: behind the lane's earlier uses, in front of later ones.
             self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))

@@ -65,6 +65,7 @@ class Worker:
 
     def end(self) -> None:
         """Run the queued tasks, then stop the thread."""
+        # Last in the queue: the thread ends when all that it was given has run.
         self._tasks.put(None)
         # The garbage collector may call this on the worker's own thread, which cannot join itself.
         if threading.current_thread() is not self._thread:

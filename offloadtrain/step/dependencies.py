@@ -56,6 +56,8 @@ class Dependencies:
         """All since the last `take`."""
         self._known = {lane: [0] * len(Lane) for lane in Lane}
         """Lane → its clock: what is done when its next operation starts."""
+        self._seen = [0] * len(Lane)
+        """The clock of the launching thread."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
         self._recorded: dict[Lane, Event] = {}
         """Lane → its last event of `record`, until the next `take`."""
@@ -68,8 +70,8 @@ class Dependencies:
         self._recorded.clear()
         return taken
 
-    def launch(self, op: Launch, *, fresh: Ref | None = None, late: bool = False) -> None:
-        """Launch behind the waits that the operation's memory needs.
+    def launch(self, op: Launch, *, fresh: Ref | None = None, late: bool = False) -> Event:
+        """Launch behind the waits that the operation's memory needs; return the event behind it.
 
         Args:
             fresh: memory that is reused: its contents are undefined once the waits are over.
@@ -91,6 +93,7 @@ class Dependencies:
         for use in writes:
             use.written = event
             use.read.clear()
+        return event
 
     def record(self, lane: Lane, what: str) -> Event:
         """Return the event behind all that was launched on the lane so far, and behind code that
@@ -107,9 +110,13 @@ class Dependencies:
             self._wait(lane, event, why)
 
     def host_wait(self, event: Event, why: str) -> None:
-        """Make the launching thread wait, and with it all that it launches from here on."""
+        """Make the launching thread wait, and with it all that it launches from here on, unless it
+        has seen that the event has happened."""
+        if event.position <= self._seen[event.at]:
+            return
         if not event.recorded:
             self._say(event)
+        self._seen[:] = map(max, self._seen, event.clock)
         # Later launches come from a thread that has seen the event: no lane waits for it again.
         for known in self._known.values():
             known[:] = map(max, known, event.clock)
@@ -123,6 +130,7 @@ class Dependencies:
         """The launching thread has seen every lane empty."""
         done = [self._known[lane][at] for lane, at in _AT.items()]
         # All lanes know all that was launched: what is launched next waits for none of it.
+        self._seen[:] = done
         for known in self._known.values():
             known[:] = done
 

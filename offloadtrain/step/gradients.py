@@ -6,9 +6,14 @@ is neither summed nor reduced is gathered straight into its place.
 
 [Note: Measured in the gather]
 A gradient that nothing is added to, of one microbatch and of a single rank, is measured by compute,
-tensor by tensor where backward has left it: no pass over the host's memory, and step() waits for
-nothing behind the last gather. Where a second gradient of the same backward is added, or none has
-come, the norm is taken where the sum is, and counts instead.
+tensor by tensor where backward has left it: no pass over the host's memory. Where a second gradient
+of the same backward is added, or none has come, the norm is taken where the sum is, and counts
+instead.
+
+The norm is then known before the last gradient is on the host. Where all state is there, step()
+waits for that one, too: a decided step needs the device no more and can be finished without it
+([Note: Salvage] in `engine.salvage`). The update begins no later: its first bucket is that of the
+first forward, whose gradient comes down last.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Iterable
 
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.disk import GradientSlots
-from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Ref
+from offloadtrain.step.operations import Event, Kind, Lane, Launch, Memory, Ref
 from offloadtrain.step.places import NORMS_DTYPE, BucketRefs, Ring
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.tiers import Tier
@@ -38,6 +43,9 @@ class GradientPath:
         self._is_single = spec.is_single
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
+        self._can_do_without_device = all(one.state_tier is Tier.HOST for one in spec.buckets)
+        self._last_down: Event | None = None
+        """Behind the last copy of a gradient that is measured in front of it."""
         self._keeps_pieces = spec.zero_stage == 1
         """Every piece has staging of its own."""
         self._rank = rank
@@ -108,8 +116,13 @@ class GradientPath:
                 self._measure(bucket)
             if not bucket.arrived:
                 self._bring_down(bucket)
+        # A decided step needs the device no more, see [Note: Measured in the gather]. Nothing is
+        # decided yet: if the device fails during this wait, the step is given up.
+        if self._can_do_without_device and self._last_down is not None:
+            self._order.host_wait(self._last_down, "the last gradient")
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
+        # The last gradient has come down behind its own norm, which then is there.
         for norms in self._norms.values():
             if (measured := self._order.written(norms)) is not None:
                 self._order.host_wait(measured, "the gradient norm")
@@ -168,7 +181,9 @@ class GradientPath:
         target = bucket.piece(lo, hi)
         # Beside backward of the next blocks; norm and Adam wait for it. It waits for the last
         # step's upload, which may read new weights from the gradient's memory.
-        self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
+        copied = self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
+        if self._measures_gathered and kind is Kind.GRAD_DOWN:
+            self._last_down = copied
 
     def _beside_gradient(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
         """Return the piece on the tier where it is added."""

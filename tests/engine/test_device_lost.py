@@ -240,6 +240,15 @@ def test_a_device_that_fails_anywhere_costs_no_step(tmp_path: Path, request: Any
     assert outcomes["before"] and outcomes["behind"]
 
 
+@pytest.mark.parametrize("mode", ["exact", "streamed", "early"])
+def test_no_gradient_of_a_decided_step_is_still_on_the_device(tmp_path: Path, mode: str) -> None:
+    """Copies run as late as the program allows: what a decided step does not wait for is lost."""
+    case = Case(mode, "fp32", 1, "late")
+    reference, count = Reference(case, tmp_path), points_of(case)
+    for point in range(count // 4, count // 2, 6):
+        fails_at(case, point, reference, tmp_path / f"{point}")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_a_device_that_fails_at_every_operation(tmp_path: Path, mode: str) -> None:

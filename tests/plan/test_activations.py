@@ -21,6 +21,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"tie_embeddings": True},
     "gpt with dropout": GPT | {"dropout": 0.1},
     "llama": {"num_kv_heads": 2},
+    "switch": {"num_experts": 4, "experts_per_token": 1},
+    "gpt with experts": GPT | {"num_experts": 8},
 }
 SIZES = {
     # d_model, layers, vocabulary, sequence, batch: what is largest there
@@ -105,5 +107,6 @@ def test_more_of_anything_needs_more() -> None:
     deeper = replace(base, model=replace(base.model, num_layers=7))
     wider = replace(base, model=replace(base.model, d_model=128))
     longer = replace(base, train=replace(base.train, micro_batch=5))
-    for more in (deeper, wider, longer):
+    routed = replace(base, model=replace(base.model, num_experts=4))
+    for more in (deeper, wider, longer, routed):
         assert activations(place(more), on_cpu=False).total > before

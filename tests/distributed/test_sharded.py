@@ -159,9 +159,11 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero_stage": 1},
-        {"zero_stage": 2, "accum": 2, "activation": "recompute"},
-        {"zero_stage": 3, "lanes": "threads"},
+        pytest.param({"zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"zero_stage": 2, "accum": 2, "activation": "recompute"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"zero_stage": 3, "lanes": "threads"}, marks=pytest.mark.slow),
         {"zero_stage": 3, "working": "host", "activation": "recompute"},
     ],
 )

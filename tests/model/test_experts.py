@@ -32,8 +32,18 @@ SWITCH = ModelShape(
 )
 TOP2 = replace(SWITCH, experts_per_token=2)
 GELU = replace(TOP2, mlp="gelu", norm="layernorm", positions="learned", bias=True, num_experts=3)
+MIXTRAL = ModelShape(
+    vocab_size=32000,
+    num_layers=32,
+    d_model=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    d_ff=14336,
+    num_experts=8,
+)
+"""Mixtral 8x7B: 46.7B parameters, of which 12.9B compute a token
+(mistral.ai/news/mixtral-of-experts)."""
 SHAPES = {"switch": SWITCH, "top 2": TOP2, "gelu": GELU}
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_product = pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "by expert"])
 
 
@@ -90,13 +100,17 @@ def results(
 
 
 @each_product
-@each_shape
 def test_each_token_goes_through_its_experts(
-    shape: ModelShape, grouped: bool, monkeypatch: pytest.MonkeyPatch
+    grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs, balance, and gradients of inputs, router and experts."""
     if not grouped:
         monkeypatch.setattr(experts, "has_grouped_products", lambda weight: False)
+    for shape in SHAPES.values():
+        check_each_token(shape)
+
+
+def check_each_token(shape: ModelShape) -> None:
     made = mixture(shape)
     x_BTD = inputs(shape).requires_grad_()
     found = results(made, x_BTD, made(x_BTD))
@@ -119,6 +133,7 @@ def test_products_by_expert_are_taken_where_no_group_can_be(
     assert not experts.has_grouped_products(wide)
 
 
+@pytest.mark.slow
 @each_product
 def test_an_expert_without_tokens_gets_zeros(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +148,7 @@ def test_an_expert_without_tokens_gets_zeros(
 
 
 def test_no_token_is_dropped_when_all_choose_one_expert() -> None:
+    """As unbalanced as can be, which makes the balance the number of experts; chosen alike, 1."""
     made = mixture(SWITCH)
     with torch.no_grad():
         made.router.weight.zero_()
@@ -141,10 +157,7 @@ def test_no_token_is_dropped_when_all_choose_one_expert() -> None:
     output, balance = made(x_BTD)
     expected, _ = one_by_one(made, x_BTD)
     assert near(output, expected)
-    assert balance.item() == pytest.approx(4.0)  # the number of experts: as unbalanced as can be
-
-
-def test_the_balance_of_experts_chosen_alike_is_one() -> None:
+    assert balance.item() == pytest.approx(4.0)
     made = mixture(replace(TOP2, d_model=4, num_heads=2, experts_per_token=1))
     with torch.no_grad():
         made.router.weight.copy_(torch.eye(4))
@@ -152,6 +165,7 @@ def test_the_balance_of_experts_chosen_alike_is_one() -> None:
     assert balance.item() == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_block_of_mixtral_gives_the_same() -> None:
     """Outputs and gradients; its tensors have the same sizes as ours."""
     transformers = pytest.importorskip("transformers")
@@ -177,8 +191,16 @@ def test_the_block_of_mixtral_gives_the_same() -> None:
         assert near(ours[own].grad, theirs[name].grad), name  # type: ignore[arg-type]
 
 
-@each_shape
-def test_parameters_are_counted(shape: ModelShape) -> None:
+def test_parameters_are_counted() -> None:
+    for shape in SHAPES.values():
+        check_count(shape)
+    dense = replace(TOP2, num_experts=0)
+    assert num_active_params(dense) == num_params(dense)
+    assert num_params(MIXTRAL) == 46_702_792_704
+    assert round(num_active_params(MIXTRAL) / 1e9, 1) == 12.9
+
+
+def check_count(shape: ModelShape) -> None:
     with torch.device("meta"):
         model = Transformer(shape)
     counts = {name: param.numel() for name, param in model.named_parameters()}
@@ -191,32 +213,16 @@ def test_parameters_are_counted(shape: ModelShape) -> None:
     assert num_active_params(shape) == num_params(shape) - idle
 
 
-def test_a_mixtral_has_the_parameters_that_are_published() -> None:
-    """46.7B, of which 12.9B compute a token (mistral.ai/news/mixtral-of-experts)."""
-    mixtral = ModelShape(
-        vocab_size=32000,
-        num_layers=32,
-        d_model=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        d_ff=14336,
-        num_experts=8,
-    )
-    assert num_params(mixtral) == 46_702_792_704
-    assert round(num_active_params(mixtral) / 1e9, 1) == 12.9
-
-
-def test_one_mlp_is_active_as_a_whole() -> None:
-    dense = replace(TOP2, num_experts=0)
-    assert num_active_params(dense) == num_params(dense)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_training_adds_the_balance_of_every_layer(chunked: bool) -> None:
+def test_training_adds_the_balance_of_every_layer() -> None:
     """Validation, without gradients, measures cross-entropy alone."""
+    for terms in (None, LossTerms()):
+        check_loss(terms)
+
+
+def check_loss(terms: LossTerms | None) -> None:
     tokens_BT = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(0))
     model = Transformer(replace(TOP2, router_aux_loss_coef=0.5), seed=3)
-    model.chunked_loss = LossTerms() if chunked else None
+    model.chunked_loss = terms
     balances: list[Tensor] = []
     for block in model.blocks:
         block.mlp.register_forward_hook(lambda module, given, found: balances.append(found[1]))  # type: ignore[arg-type, union-attr]
@@ -229,6 +235,7 @@ def test_training_adds_the_balance_of_every_layer(chunked: bool) -> None:
     assert measured.item() == pytest.approx(plain.item())
 
 
+@pytest.mark.slow
 def test_the_balance_teaches_the_router() -> None:
     """A router that prefers one expert learns to use all; at a coefficient of 0 it keeps to it."""
 
@@ -248,9 +255,10 @@ def test_the_balance_teaches_the_router() -> None:
     assert after(0.0) > 3.0 and after(1.0) < 1.1
 
 
-@each_shape
-def test_experts_start_as_an_mlp_does(shape: ModelShape) -> None:
-    wide = replace(shape, d_model=128, d_ff=256)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_start_as_an_mlp_does(shape: str) -> None:
+    wide = replace(SHAPES[shape], d_model=128, d_ff=256)
     model = Transformer(wide, seed=1)
     for block in model.blocks:
         made = block.mlp.experts  # type: ignore[union-attr]
@@ -260,24 +268,22 @@ def test_experts_start_as_an_mlp_does(shape: ModelShape) -> None:
     assert not torch.equal(model.blocks[0].mlp.experts.up, other.blocks[0].mlp.experts.up)  # type: ignore[union-attr, arg-type]
 
 
-def test_a_stage_without_the_loss_refuses_to_lose_it() -> None:
+REFUSED: tuple[tuple[dict[str, float], str], ...] = (
+    ({"num_experts": 1}, "num_experts = 1 must be at least 2"),
+    ({"num_experts": -1}, "num_experts = -1 must be at least 2, or 0"),
+    ({"experts_per_token": 5}, "experts_per_token = 5 must be from 1 to num_experts = 4"),
+    ({"experts_per_token": 0}, "experts_per_token = 0 must be from 1"),
+    ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef = -0.1 must be a finite number"),
+)
+
+
+def test_what_cannot_be_is_refused_by_its_key() -> None:
+    """Shapes, and a stage of a pipeline, which would lose the load-balancing loss."""
+    for changes, told in REFUSED:
+        with pytest.raises(ValueError, match="impossible model shape") as caught:
+            Transformer(replace(TOP2, **changes))  # type: ignore[arg-type]
+        assert told in str(caught.value)
     model = Transformer(TOP2)
     model.head = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"set model\.router_aux_loss_coef = 0"):
         model(torch.zeros(1, 4, dtype=torch.long))
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"num_experts": 1}, "num_experts = 1 must be at least 2"),
-        ({"num_experts": -1}, "num_experts = -1 must be at least 2, or 0"),
-        ({"experts_per_token": 5}, "experts_per_token = 5 must be from 1 to num_experts = 4"),
-        ({"experts_per_token": 0}, "experts_per_token = 0 must be from 1"),
-        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef = -0.1 must be a finite number"),
-    ],
-)
-def test_impossible_shapes_name_the_key(changes: dict[str, float], told: str) -> None:
-    with pytest.raises(ValueError, match="impossible model shape") as caught:
-        Transformer(replace(TOP2, **changes))  # type: ignore[arg-type]
-    assert told in str(caught.value)

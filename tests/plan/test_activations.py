@@ -65,14 +65,23 @@ def ratio(config: Config) -> float:
 @pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "switch" else []) for name in SHAPES],
+)
 def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None:
     config = sized(shape, size, offload__precision="fp32", offload__activation=policy)
     assert ratio(config) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("size", ["tokens", "logits"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "num_experts" in shape else [])
+        for name, shape in SHAPES.items()
+    ],
+)
 def test_within_five_percent_in_bf16(shape: str, size: str) -> None:
     """Where activations are most of it: beside them the CPU's 16-bit matrix products take scratch
     memory of a weight's size, which a plan does not count."""

@@ -71,8 +71,15 @@ def test_policies_within_five_percent(name: str, policy: str) -> None:
     assert found == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("experts", [{}, {"num_experts": 4}], ids=["one mlp", "experts"])
+@pytest.mark.parametrize(
+    ("policy", "experts"),
+    [
+        ("keep", {}),
+        ("recompute", {}),
+        pytest.param("keep", {"num_experts": 4}, marks=pytest.mark.slow),
+        ("recompute", {"num_experts": 4}),
+    ],
+)
 def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
     policy: str, experts: dict[str, int]
 ) -> None:
@@ -107,7 +114,10 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize(("positions", "experts"), [("learned", 0), ("rotary", 0), ("learned", 8)])
+@pytest.mark.parametrize(
+    ("positions", "experts"),
+    [("learned", 0), ("rotary", 0), pytest.param("learned", 8, marks=pytest.mark.slow)],
+)
 def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
     policy: str, positions: str, experts: int
 ) -> None:

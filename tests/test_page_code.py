@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run, pools, ranks  # noqa: F401  # fixtures
 from tests.distributed.test_pipeline import batches, loss_of, model_of
 from tests.distributed.test_tensor_parallel import Llama
@@ -95,6 +97,20 @@ def disk(blocks: list[str]) -> None:
 
 
 _DISK = 'state_on="disk", device="cpu"'
+
+
+def experts(blocks: list[str]) -> None:
+    shape = ModelShape(vocab_size=16, num_layers=2, d_model=16, num_heads=2, num_experts=4)
+    given: Names = {"ot": ot, "model": Transformer(shape)}
+    run(blocks[0], given, **{"params=groups": 'params=groups, device="cpu"'})
+    optimizer = given["optimizer"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(param.ndim == 3 for param in optimizer.param_groups[1]["params"])
+    layers = [block for block in optimizer._blocks if "blocks" in block.name]
+    of_experts = sum(param.numel() for param in given["experts"]) // len(layers)
+    for block in layers:
+        assert len(block.buckets) == 2 and block.buckets[1].spec.params == of_experts
+    optimizer.close()
 
 
 def frameworks(blocks: list[str]) -> None:
@@ -188,6 +204,7 @@ def plan(blocks: list[str]) -> None:
 PAGES: dict[str, Callable[[list[str]], None]] = {
     "checkpoints.md": checkpoints,
     "disk.md": disk,
+    "experts.md": experts,
     "frameworks.md": frameworks,
     "huggingface.md": huggingface,
     "monitor.md": monitor,

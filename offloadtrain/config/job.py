@@ -29,7 +29,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.hf_section import HF_KEYS, looked_at, read_hf
 from offloadtrain.config.log_options import LogConfig
-from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
+from offloadtrain.config.model_shape import SIZES, ModelShape, num_active_params, num_params
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.overrides import settle
@@ -102,6 +102,12 @@ class Config:
     def num_params(self) -> int:
         """Parameters of the model, exactly; of a model of transformers once its parts are known."""
         return num_params(self.model) if self.hf is None else _count(self.hf, trained=False)
+
+    @property
+    def num_active(self) -> int | None:
+        """The parameters that compute one token; None: experts of a model of transformers are not
+        known apart from other parameters."""
+        return num_active_params(self.model) if self.hf is None else None
 
     @property
     def num_trained(self) -> int:

@@ -31,8 +31,15 @@ class ModelShape:
         positions: turned into queries and keys, or a table that is trained.
         norm: before attention, MLP and head.
         mlp: two matrices and a gate, or two matrices.
+        num_experts: MLPs of each block, of which a router chooses for each token; 0: one MLP for
+            all tokens and no router.
+        experts_per_token: experts that compute each token: 1 as in Switch Transformer, 2 as in
+            GShard and Mixtral. Without experts it means nothing.
+        router_aux_loss_coef: factor of the load-balancing loss of each block, which training adds
+            to the loss; without experts it means nothing.
         tie_embeddings: the output head is the token embedding itself (one parameter).
-        bias: additive biases in every linear layer except the head, and in LayerNorm.
+        bias: additive biases in every linear layer except the head, routers and experts, and in
+            LayerNorm.
         dropout: probability, after the embedding, in attention and on both residual branches.
         rope_theta: base of the rotary angles.
         norm_eps: added to the variance.
@@ -48,6 +55,9 @@ class ModelShape:
     positions: Positions = "rotary"
     norm: Norm = "rmsnorm"
     mlp: Mlp = "swiglu"
+    num_experts: int = 0
+    experts_per_token: int = 2
+    router_aux_loss_coef: float = 0.01
     tie_embeddings: bool = False
     bias: bool = False
     dropout: float = 0.0
@@ -77,7 +87,12 @@ class ModelShape:
 
     def problems(self) -> list[str]:
         """Return one sentence per broken rule, each naming the key to change; empty if valid."""
-        return [*_range_problems(self), *_choice_problems(self), *_divisibility_problems(self)]
+        return [
+            *_range_problems(self),
+            *_choice_problems(self),
+            *_divisibility_problems(self),
+            *_expert_problems(self),
+        ]
 
 
 def _range_problems(shape: ModelShape) -> list[str]:
@@ -129,6 +144,25 @@ def _divisibility_problems(shape: ModelShape) -> list[str]:
     return found
 
 
+def _expert_problems(shape: ModelShape) -> list[str]:
+    found = []
+    if shape.num_experts < 0 or shape.num_experts == 1:
+        found.append(
+            f"num_experts = {shape.num_experts} must be at least 2, or 0 for one MLP without router"
+        )
+    elif shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
+        found.append(
+            f"experts_per_token = {shape.experts_per_token} must be from 1 to num_experts = "
+            f"{shape.num_experts}"
+        )
+    if not 0.0 <= shape.router_aux_loss_coef < float("inf"):
+        found.append(
+            f"router_aux_loss_coef = {shape.router_aux_loss_coef} must be a finite number, at "
+            "least 0 (0: no load-balancing loss)"
+        )
+    return found
+
+
 def num_params(shape: ModelShape) -> int:
     """Return the number of parameters, exactly; a tied embedding counts once."""
     embedding = shape.vocab_size * shape.d_model
@@ -138,20 +172,51 @@ def num_params(shape: ModelShape) -> int:
     return embedding + positions + blocks + _norm_params(shape) + head
 
 
+def num_active_params(shape: ModelShape) -> int:
+    """Return the parameters that compute one token: all, less the experts not chosen for it."""
+    idle = max(shape.num_experts - shape.experts_per_token, 0)
+    return num_params(shape) - shape.num_layers * idle * _mlp_matrix_params(shape)
+
+
 def num_block_params(shape: ModelShape) -> int:
     """Return the number of parameters of one transformer block, exactly."""
     biases = 0
     if shape.bias:
-        projections = shape.d_model + 2 * shape.kv_heads * shape.head_dim + shape.d_model
+        biases = shape.d_model + 2 * shape.kv_heads * shape.head_dim + shape.d_model
+    if shape.bias and not shape.num_experts:
         gates = 2 if shape.mlp == "swiglu" else 1
-        biases = projections + gates * shape.ff_width + shape.d_model
-    return _block_matrix_params(shape) + biases + 2 * _norm_params(shape)
+        biases += gates * shape.ff_width + shape.d_model
+    matrices = _attention_params(shape) + mlp_params(shape)
+    return matrices + biases + 2 * _norm_params(shape)
+
+
+def mlp_params(shape: ModelShape) -> int:
+    """Return the weights of one block's MLP, or of its router and all its experts; no biases."""
+    return _router_params(shape) + max(shape.num_experts, 1) * _mlp_matrix_params(shape)
 
 
 def _block_matrix_params(shape: ModelShape) -> int:
-    attention = 2 * shape.d_model * (shape.d_model + shape.kv_heads * shape.head_dim)
-    matrices = 3 if shape.mlp == "swiglu" else 2
-    return attention + matrices * shape.d_model * shape.ff_width
+    """Weights of one block that multiply each token."""
+    mlps = chosen_experts(shape) * _mlp_matrix_params(shape)
+    return _attention_params(shape) + _router_params(shape) + mlps
+
+
+def chosen_experts(shape: ModelShape) -> int:
+    """Return the MLPs of one block that compute a token."""
+    return shape.experts_per_token if shape.num_experts else 1
+
+
+def _attention_params(shape: ModelShape) -> int:
+    return 2 * shape.d_model * (shape.d_model + shape.kv_heads * shape.head_dim)
+
+
+def _router_params(shape: ModelShape) -> int:
+    return shape.num_experts * shape.d_model
+
+
+def _mlp_matrix_params(shape: ModelShape) -> int:
+    """Of one expert, or of the only MLP."""
+    return (3 if shape.mlp == "swiglu" else 2) * shape.d_model * shape.ff_width
 
 
 def _norm_params(shape: ModelShape) -> int:
@@ -166,7 +231,8 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> float:
     H·Q = d_model: a matrix multiply costs 2 FLOPs per weight and token forward and 4 backward;
     attention multiplies Q by K and the scores by V, 4·d·T forward. N counts the weights that are
     multiplied: the matrices of the blocks and the head (also when it is tied to the embedding),
-    but no embedding lookup, norm or bias. Attention is counted in full, not halved for causality.
+    but no embedding lookup, norm or bias; of experts those chosen for a token. Attention is counted
+    in full, not halved for causality.
     """
     matrices = shape.num_layers * _block_matrix_params(shape) + shape.vocab_size * shape.d_model
     return 6.0 * matrices + 12.0 * shape.num_layers * shape.d_model * seq_len
@@ -175,6 +241,13 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> float:
 def block_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     """Return the FLOPs of one block's forward per token; see `flops_per_token`."""
     return 2.0 * _block_matrix_params(shape) + 4.0 * shape.d_model * seq_len
+
+
+def again_flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """Return the FLOPs per token of one block's forward when backward runs it again: without the
+    MLP's last product, whose output nothing needs; the router's weights need that of experts."""
+    last = 0 if shape.num_experts else shape.ff_width * shape.d_model
+    return block_flops_per_token(shape, seq_len) - 2.0 * last
 
 
 def _gpt(layers: int, d_model: int, heads: int, vocab_size: int) -> ModelShape:

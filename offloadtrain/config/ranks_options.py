@@ -92,6 +92,11 @@ def contradictions(
         )
     if model.tie_embeddings:
         yield f"{asked} would divide tied embeddings: set model.tie_embeddings = false"
+    if model.num_experts and model.router_aux_loss_coef:
+        yield (
+            f"{asked} passes on no load-balancing loss of experts (model.num_experts = "
+            f"{model.num_experts}): set model.router_aux_loss_coef = 0"
+        )
     if samples:
         yield (
             f"{asked} and train.sample_tokens: no process holds the whole model. Set "

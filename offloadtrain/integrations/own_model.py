@@ -1,6 +1,6 @@
 """Our own transformer as a class of transformers: which one has its shape, and under what names.
 
-    rotary, RMSNorm, SwiGLU        Llama
+    rotary, RMSNorm, SwiGLU        Llama; with two or more experts per token Mixtral
     rotary, RMSNorm, GELU          Arcee
     rotary, LayerNorm, SwiGLU      StableLM, without biases in linear layers
     rotary, LayerNorm, GELU        Starcoder2
@@ -32,7 +32,10 @@ _CLASSES = {
     ("learned", "layernorm", "gelu"): "GPT2",
 }
 
+_MIXTRAL_EXPERTS = {"up": "gate_up_proj", "down": "down_proj"}
+
 _PARTS = {
+    "mlp.router": "mlp.gate",
     "attention_norm": "input_layernorm",
     "attention.out": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
@@ -76,6 +79,8 @@ def class_name(shape: ModelShape) -> str:
     """
     parts = f"{shape.positions} positions with {shape.norm} and {shape.mlp}"
     name = _CLASSES.get((shape.positions, shape.norm, shape.mlp))
+    if shape.num_experts:
+        return _class_with_experts(shape, name, parts)
     if name is None:
         raise NoClassError(f"no class of transformers has {parts}")
     if name == "StableLm" and shape.bias:
@@ -86,6 +91,18 @@ def class_name(shape: ModelShape) -> str:
             f"{shape.num_kv_heads})"
         )
     return name
+
+
+def _class_with_experts(shape: ModelShape, name: str | None, parts: str) -> str:
+    if name == "Llama" and shape.experts_per_token > 1 and not shape.bias:
+        return "Mixtral"
+    biases = " and biases" if shape.bias else ""
+    raise NoClassError(
+        f"no class of transformers has {parts}{biases} and experts with experts_per_token = "
+        f"{shape.experts_per_token}: Mixtral has rotary positions, rmsnorm and swiglu without "
+        "biases, and divides the probabilities of a token's experts by their sum, which trains no "
+        "router of one expert"
+    )
 
 
 def empty_model(shape: ModelShape, *, end_of_document: int | None) -> Any:
@@ -132,8 +149,19 @@ def _llama_keys(shape: ModelShape, name: str) -> dict[str, Any]:
         keys |= {"residual_dropout": shape.dropout, "embedding_dropout": shape.dropout}
     else:
         keys |= {"rms_norm_eps": shape.norm_eps, "head_dim": shape.head_dim}
-        keys |= {"attention_bias": shape.bias, "mlp_bias": shape.bias}
+        keys |= _expert_keys(shape) if shape.num_experts else _bias_keys(shape)
     return keys | {"rope_parameters": rotary}
+
+
+def _bias_keys(shape: ModelShape) -> dict[str, Any]:
+    return {"attention_bias": shape.bias, "mlp_bias": shape.bias}
+
+
+def _expert_keys(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_local_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+    }
 
 
 def _gpt2_keys(shape: ModelShape) -> dict[str, Any]:
@@ -189,6 +217,8 @@ def _to_llama(shape: ModelShape, name: str, value: Tensor) -> Iterator[tuple[str
         keys = shape.kv_heads * shape.head_dim
         for letter, rows in zip("qkv", value.split([shape.d_model, keys, keys]), strict=True):
             yield f"{path}.self_attn.{letter}_proj.{kind}", rows
+    elif part == "mlp.experts":
+        yield f"{path}.mlp.experts.{_MIXTRAL_EXPERTS[kind]}", value
     elif part == "mlp.up" and shape.mlp == "swiglu":
         for new, rows in zip(("gate", "up"), value.chunk(2), strict=True):
             yield f"{path}.mlp.{new}_proj.{kind}", rows

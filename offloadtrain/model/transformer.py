@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.chunked_loss import linear_cross_entropy
+from offloadtrain.model.experts import Experts, MixtureOfExperts
+from offloadtrain.model.layers import Embedding, Linear, activated
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.rotary import RotaryTables, rotate
 
@@ -94,19 +96,42 @@ class Transformer(nn.Module):
         if self.shape.positions == "rotary":
             rotary = self.positions(seq_len, positions_BT)
         bias = None if positions_BT is None else document_bias(positions_BT, x_BTD.dtype)
+        balances: list[Tensor] = []
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotary, bias)
+            found = block(x_BTD, rotary, bias)
+            if self.shape.num_experts:
+                x_BTD, balance = found
+                balances.append(balance)
+            else:
+                x_BTD = found
+        self._check_stage()
         if self.head is None:
             return x_BTD
         x_BTD = self.norm(x_BTD)
-        if targets_BT is not None and self.chunked_loss is not None:
+        if targets_BT is None:
+            return cast(Tensor, self.head(x_BTD))
+        loss = self._loss(x_BTD, targets_BT, divisor)
+        if balances and torch.is_grad_enabled():  # validation measures cross-entropy alone
+            loss = loss + self.shape.router_aux_loss_coef * torch.stack(balances).sum()
+        return loss
+
+    def _loss(self, x_BTD: Tensor, targets_BT: Tensor, divisor: float | None) -> Tensor:
+        if self.chunked_loss is not None:
             # Validation measures cross-entropy alone.
             terms = self.chunked_loss if torch.is_grad_enabled() else LossTerms()
             return cast(Tensor, self.head(x_BTD, targets_BT, divisor, terms))
         logits_BTV: Tensor = self.head(x_BTD)
-        if targets_BT is None:
-            return logits_BTV
         return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), divisor)
+
+    def _check_stage(self) -> None:
+        """Raises ValueError for a stage of a pipeline whose load-balancing loss would be lost."""
+        alone = self.embedding is not None and self.head is not None
+        if self.shape.num_experts and self.shape.router_aux_loss_coef and not alone:
+            raise ValueError(
+                f"router_aux_loss_coef = {self.shape.router_aux_loss_coef}, and the model is a "
+                "stage of a pipeline, which passes on no load-balancing loss: set "
+                "model.router_aux_loss_coef = 0"
+            )
 
     def _embedded(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
         x_BTD: Tensor = self.embedding(tokens_BT)
@@ -145,6 +170,9 @@ class Transformer(nn.Module):
                 _draw_normal(module.weight, std, generator)
                 if isinstance(module, Linear) and module.bias is not None:
                     module.bias.zero_()
+            elif isinstance(module, Experts):
+                _draw_normal(module.up, _INIT_STD, generator)
+                _draw_normal(module.down, residual_std, generator)
 
         return init
 
@@ -152,7 +180,8 @@ class Transformer(nn.Module):
         for block in self.blocks:
             block = cast(TransformerBlock, block)
             yield block.attention.out.weight
-            yield block.mlp.down.weight
+            if isinstance(block.mlp, Mlp):
+                yield block.mlp.down.weight
 
 
 class TransformerBlock(nn.Module):
@@ -163,16 +192,20 @@ class TransformerBlock(nn.Module):
         self.attention_norm = _norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = _norm(shape)
-        self.mlp = Mlp(shape)
+        self.mlp = MixtureOfExperts(shape) if shape.num_experts else Mlp(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (B, T, D); with experts, their load-balancing loss beside it."""
         mixed_BTD = self.attention(self.attention_norm(x_BTD), rotary, bias_B1TT)
         x_BTD = x_BTD + self.dropout(mixed_BTD)
-        x_BTD = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
-        return x_BTD
+        found = self.mlp(self.mlp_norm(x_BTD))
+        if isinstance(self.mlp, MixtureOfExperts):
+            mixed_BTD, balance = found
+            return x_BTD + self.dropout(mixed_BTD), balance
+        return cast(Tensor, x_BTD + self.dropout(found))
 
 
 class Attention(nn.Module):
@@ -224,7 +257,7 @@ def document_bias(positions_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """GELU (tanh form, as GPT-2), or SwiGLU (arXiv:2002.05202): `up` is gate above value."""
+    """GELU or SwiGLU between two matrices; with SwiGLU `up` is gate above value."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -234,20 +267,7 @@ class Mlp(nn.Module):
         self.down = Linear(width, shape.d_model, bias=shape.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        up = self.up(x_BTD)
-        if self.gated:
-            gate_BTF, value_BTF = up.chunk(2, dim=-1)
-            hidden_BTF = F.silu(gate_BTF) * value_BTF
-        else:
-            hidden_BTF = F.gelu(up, approximate="tanh")
-        return cast(Tensor, self.down(hidden_BTF))
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` whose weights are drawn by `Transformer.init_weights` only."""
-
-    def reset_parameters(self) -> None:
-        """Leave the memory uninitialised, and torch's global generator untouched."""
+        return cast(Tensor, self.down(activated(self.up(x_BTD), gated=self.gated)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +298,6 @@ class Head(Linear):
             label_smoothing=terms.label_smoothing,
             z_loss=terms.z_loss,
         )
-
-
-class Embedding(nn.Embedding):
-    """`nn.Embedding` whose weights are drawn by `Transformer.init_weights` only."""
-
-    def reset_parameters(self) -> None:
-        """Leave the memory uninitialised, and torch's global generator untouched."""
 
 
 def _norm(shape: ModelShape) -> nn.Module:

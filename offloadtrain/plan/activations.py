@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offloadtrain.config.loss_parts import classes_of_part
-from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.model_shape import ModelShape, mlp_params
 from offloadtrain.plan.microbatch import Activations
 from offloadtrain.plan.placement import Placement
 
 _ROWS_BYTES_CPU, _ROWS_BYTES_GPU = 4 << 20, 64 << 20
 """Bytes of the fp32 rows of logits that the loss processes at a time."""
+
+_CHOICE_BYTES = 3 * 8 + 2 * 4
+"""Of one choice of a token: its expert, its row, the row's choice; a probability and a weight."""
 
 
 def activations(placed: Placement, *, on_cpu: bool) -> Activations:
@@ -59,30 +62,43 @@ def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
 def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
     """Yield (activations, gradients of weights) of one layer at each operation of its backward."""
     model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
-    width, hidden = weight * model.d_model, weight * model.ff_width
+    width = weight * model.d_model
     norm = _norm(model, weight, on_cpu)
     attention = _attention(model, placed.config.data.seq_len, weight, on_cpu)
-    gated = model.mlp == "swiglu"
     qkv = weight * (model.num_heads + 2 * model.kv_heads) * model.head_dim
     half = norm + attention  # the rest after the MLP
-    mlp = norm + hidden * (4 if gated else 2)
     wide = 4 * model.d_model if model.norm == "rmsnorm" and on_cpu else 0  # fp32 temporaries
     masks = _dropouts(model, weight, on_cpu)
-    matrices = model.d_model * weight
-    down, up = matrices * model.ff_width, matrices * model.ff_width * (2 if gated else 1)
-    out, into = matrices * model.d_model, model.d_model * qkv
-    whole = half + mlp + masks
-    yield tokens * (whole + width + hidden), down
-    yield tokens * (whole - hidden + width + 3 * hidden - (0 if gated else hidden)), down
-    if gated:
-        yield tokens * (whole - 2 * hidden + width + 4 * hidden), down
-    yield tokens * (half + norm + masks + 2 * width + (2 if gated else 1) * hidden), down + up
-    yield tokens * (half + norm + 3 * width + 2 * wide), down + up
-    yield tokens * (half + 2 * width), down + up + out
+    for per_token, gradients in _walk_of_mlp(model, weight):
+        yield tokens * (half + norm + masks + per_token), gradients
+    made = weight * mlp_params(model)
+    out, into = width * model.d_model, model.d_model * qkv
+    yield tokens * (half + norm + 3 * width + 2 * wide), made
+    yield tokens * (half + 2 * width), made + out
     turned = 12 * model.d_model if model.positions == "rotary" else qkv
-    yield tokens * (half + 2 * width + qkv + turned), down + up + out
-    yield tokens * (norm + 2 * width + qkv), down + up + out + into
-    yield tokens * (norm + 3 * width + 2 * wide), down + up + out + into
+    yield tokens * (half + 2 * width + qkv + turned), made + out
+    yield tokens * (norm + 2 * width + qkv), made + out + into
+    yield tokens * (norm + 3 * width + 2 * wide), made + out + into
+
+
+def _walk_of_mlp(model: ModelShape, weight: int) -> Iterator[tuple[int, int]]:
+    """Yield the same of the MLP, its activations per token."""
+    width, hidden, count = weight * model.d_model, weight * model.ff_width, 1
+    gated, saved = model.mlp == "swiglu", _saved_of_mlp(model, weight)
+    if model.num_experts:
+        count = model.experts_per_token
+        wide = 4 * count * model.d_model  # products with the router's weights are fp32
+        yield saved + width + (0 if weight == 4 else 4 * model.d_model) + 2 * wide, 0
+        saved -= count * width  # what the weights have multiplied
+        width *= count
+    down = weight * max(model.num_experts, 1) * model.d_model * model.ff_width
+    up, hidden = (2 if gated else 1) * down, count * hidden
+    residual = weight * model.d_model if model.num_experts else 0
+    yield saved + residual + width + hidden, down
+    yield saved - hidden + residual + width + 3 * hidden - (0 if gated else hidden), down
+    if gated:
+        yield saved - 2 * hidden + residual + width + 4 * hidden, down
+    yield saved - (4 if gated else 2) * hidden + 2 * width + (2 if gated else 1) * hidden, down + up
 
 
 def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
@@ -106,10 +122,21 @@ def saved_per_token(shape: ModelShape, seq_len: int, weight: int, on_cpu: bool) 
     parts = (
         2 * _norm(shape, weight, on_cpu),
         _attention(shape, seq_len, weight, on_cpu),
-        weight * shape.ff_width * (4 if shape.mlp == "swiglu" else 2),
+        _saved_of_mlp(shape, weight),
         _dropouts(shape, weight, on_cpu),
     )
     return sum(parts)
+
+
+def _saved_of_mlp(shape: ModelShape, weight: int) -> int:
+    """The hidden activations; with experts of each that a token chose, beside what they read and
+    returned, and what the router says."""
+    hidden = weight * shape.ff_width * (4 if shape.mlp == "swiglu" else 2)
+    if not shape.num_experts:
+        return hidden
+    router = 4 * shape.num_experts
+    chosen = 2 * weight * shape.d_model + hidden + _CHOICE_BYTES
+    return router + shape.experts_per_token * chosen
 
 
 def _norm(shape: ModelShape, weight: int, on_cpu: bool) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
-from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.model_shape import ModelShape, chosen_experts
 from offloadtrain.config.offload import PRECISIONS, Precision
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.microbatch import AttentionKind, BlockCost, Work
@@ -85,7 +85,9 @@ class _Traffic:
         dropout: per d_model, of the two residual branches.
         scores: per score, of attention that writes them: scale, mask, softmax, dropout and the
             reads and writes of both products.
-        launches: operations.
+        experts: per d_model and expert of a token: rows sorted by expert and back, and their
+            weighted sum, in fp32.
+        launches, routing: operations; those of a router and its experts besides.
     """
 
     hidden: tuple[float, float]
@@ -94,7 +96,9 @@ class _Traffic:
     rotary: tuple[float, float]
     dropout: tuple[float, float]
     scores: tuple[float, float]
+    experts: tuple[float, float]
     launches: tuple[int, int]
+    routing: tuple[int, int]
 
 
 _EAGER = _Traffic(
@@ -104,7 +108,9 @@ _EAGER = _Traffic(
     rotary=(8, 8),
     dropout=(12, 6),
     scores=(12.5, 13.5),
+    experts=(11, 16),
     launches=(30, 60),
+    routing=(25, 30),
 )
 _FUSED = _Traffic(
     hidden=(6, 10),
@@ -113,7 +119,9 @@ _FUSED = _Traffic(
     rotary=(2, 2),
     dropout=(0.5, 0.5),
     scores=(6.5, 8.5),
+    experts=(7, 9),
     launches=(10, 20),
+    routing=(15, 15),
 )
 _TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
 
@@ -139,8 +147,15 @@ def block_seconds(
     backward = tokens * (2 * work.matrices + work.attention[1] + work.moved[1])
     if kernels.level == "fused":  # launched as a graph
         return Seconds(forward, backward)
-    launched = [1e-6 * machine.launch_us * count for count in _TRAFFIC[kernels.level].launches]
+    launched = [1e-6 * machine.launch_us * count for count in _launches(shape, kernels)]
     return Seconds(max(forward, launched[0]), max(backward, launched[1]))
+
+
+def _launches(shape: ModelShape, kernels: Kernels) -> tuple[int, int]:
+    """Return the operations of a block's forward, and of its backward."""
+    traffic = _TRAFFIC[kernels.level]
+    more = traffic.routing if shape.num_experts else (0, 0)
+    return traffic.launches[0] + more[0], traffic.launches[1] + more[1]
 
 
 def again_seconds(
@@ -152,9 +167,12 @@ def again_seconds(
     kernels: Kernels,
 ) -> float:
     """Return the time of one block's forward when backward runs it again: up to the input of its
-    last product, beyond which nothing is needed."""
+    last product, beyond which nothing is needed; of experts up to its output."""
     work = _Block(shape, seq_len, machine, precision, kernels)
-    product = _product_s(machine, precision, kernels, shape.ff_width / kernels.split, shape.d_model)
+    product = 0.0
+    if not shape.num_experts:
+        sides = shape.ff_width / kernels.split, shape.d_model
+        product = _product_s(machine, precision, kernels, *sides)
     added = 3 * shape.d_model * ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
     return tokens * (work.matrices + work.attention[0] + work.moved[0] - product - added)
 
@@ -225,11 +243,15 @@ class _Block:
 
     @property
     def matrices(self) -> float:
-        """Forward of the four or five products; a split divides outputs, then inputs."""
+        """Forward of the four or five products; a split divides outputs, then inputs. Those of
+        experts take as long as a product of all their rows with one weight."""
         shape, split = self.shape, self.kernels.split
         d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
         up = 2 * width if shape.mlp == "swiglu" else width
-        sides = ((d, (d + 2 * kv) / split), (d / split, d), (d, up / split), (width / split, d))
+        sides = [(d, (d + 2 * kv) / split), (d / split, d)]
+        sides += [(d, up / split), (width / split, d)] * chosen_experts(shape)
+        if shape.num_experts:
+            sides.append((d, shape.num_experts))
         how = self.machine, self.precision, self.kernels
         return sum(_product_s(*how, *each) for each in sides)
 
@@ -261,7 +283,10 @@ class _Block:
         shape, traffic = self.shape, _TRAFFIC[self.kernels.level]
         d, split = shape.d_model, self.kernels.split
         mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
-        count = traffic.hidden[way] * d + mlp[way] * shape.ff_width / split
+        chosen = chosen_experts(shape)
+        count = traffic.hidden[way] * d + mlp[way] * chosen * shape.ff_width / split
+        if shape.num_experts:
+            count += traffic.experts[way] * chosen * d
         if shape.positions == "rotary":
             turned = _ROTARY_FP32 if self.kernels.rotary_fp32 else traffic.rotary
             count += turned[way] * (d + shape.kv_heads * shape.head_dim) / split

@@ -71,7 +71,8 @@ def num_tensors(config: Config) -> int:
     if config.stage is None or config.stage.is_first:
         return own
     tables = 2 if config.model.positions == "learned" else 1
-    return own + tables + config.stage.first_layer * sum(map(len, _layer(config.model).values()))
+    of_layer = sum(map(len, _layer(config.model).values())) + (2 if config.model.num_experts else 0)
+    return own + tables + config.stage.first_layer * of_layer
 
 
 @lru_cache(maxsize=16)
@@ -98,6 +99,9 @@ def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
         layer = {f"blocks.{number}.{name}": sizes for name, sizes in sizes_of.items()}
         listed = shape.num_layers > 1
         modules = {name: _named(name, sizes, listed=listed) for name, sizes in layer.items()}
+        if shape.num_experts:
+            experts = f"blocks.{number}.mlp.experts"
+            modules[experts] = _experts(experts, shape)
         if not listed:  # every module is its own block
             yield from (PartShape(name, params, leaf=True) for name, params in modules.items())
         else:
@@ -126,15 +130,29 @@ def _named(
 def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
     """Return module of a layer → sizes of its parameters."""
     heads = (shape.num_heads + 2 * shape.kv_heads) * shape.head_dim
-    up = shape.ff_width * (2 if shape.mlp == "swiglu" else 1)
-    return {
+    found = {
         "attention_norm": _norm(shape),
         "attention.qkv": _linear(shape, shape.d_model, heads),
         "attention.out": _linear(shape, shape.d_model, shape.d_model),
         "mlp_norm": _norm(shape),
-        "mlp.up": _linear(shape, shape.d_model, up),
+    }
+    if shape.num_experts:
+        return found | {"mlp.router": [(shape.num_experts, shape.d_model)]}
+    return found | {
+        "mlp.up": _linear(shape, shape.d_model, _up_width(shape)),
         "mlp.down": _linear(shape, shape.ff_width, shape.d_model),
     }
+
+
+def _up_width(shape: ModelShape) -> int:
+    return shape.ff_width * (2 if shape.mlp == "swiglu" else 1)
+
+
+def _experts(module: str, shape: ModelShape) -> tuple[ParamShape, ...]:
+    """The matrices of all experts of a layer, which lie behind its router."""
+    up = (shape.num_experts, _up_width(shape), shape.d_model)
+    down = (shape.num_experts, shape.d_model, shape.ff_width)
+    return ParamShape(f"{module}.up", up), ParamShape(f"{module}.down", down)
 
 
 def _norm(shape: ModelShape) -> list[tuple[int, ...]]:

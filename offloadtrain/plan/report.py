@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offloadtrain.config.batch_split import explain
+from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
@@ -51,6 +52,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "precision": plan.job.offload.precision,
         "optimizer": plan.job.optim.name,
         "params": plan.job.num_params,
+        "active_params": plan.job.num_active,
         "batch_tokens": plan.job.batch_tokens,
         "streamed_blocks": len(spec.streamed),
         "state_on_device": device_share(spec),
@@ -87,6 +89,15 @@ def _of_hf(plan: Plan) -> str:
     )
 
 
+def _of_experts(job: Config) -> str:
+    """Say how many parameters FLOPs are counted by, if not by all."""
+    shape = job.model
+    if job.num_active is None or not shape.num_experts:
+        return ""
+    chosen = f"{shape.experts_per_token} of {shape.num_experts} experts"
+    return f"{format_count(job.num_active)} active per token ({chosen}), "
+
+
 def _of_blocks(plan: Plan) -> str:
     """Describe the layers: of a traced model, as the engine has partitioned it."""
     if plan.placed.trace is None:
@@ -113,7 +124,7 @@ def _head(plan: Plan) -> str:
     train = job.train
     lines = [
         f"{job.name} on {plan.name}: {ranks}{hosts}, {job.offload.precision}, {job.optim.name}",
-        f"{format_count(job.num_params)} parameters, {_of_blocks(plan)}; "
+        f"{format_count(job.num_params)} parameters, {_of_experts(job)}{_of_blocks(plan)}; "
         f"{format_count(job.batch_tokens)} tokens per step "
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, sqrt
 
-from offloadtrain.config.model_shape import block_flops_per_token, flops_per_token
+from offloadtrain.config.model_shape import again_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.device_time import (
     Kernels,
@@ -311,8 +311,7 @@ class Costs:
         if self.placed.traced is not None:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        # Not the last product: see `again_seconds`.
-        layer = block_flops_per_token(model, seq_len) - 2.0 * model.ff_width * model.d_model
+        layer = again_flops_per_token(model, seq_len)
         return self._tokens * layer * sum(map(self._recomputes, self._blocks))
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:

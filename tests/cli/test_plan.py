@@ -70,6 +70,28 @@ def test_json_sums_up(capsys: Captured) -> None:
     assert step["seconds"] == pytest.approx(step["busy_s"]["compute"] + waited)
 
 
+def test_experts_count_in_bytes_and_those_of_a_token_in_flops(capsys: Captured) -> None:
+    """A step takes the FLOPs of a model with two experts that all tokens use."""
+    told = []
+    for experts in (2, 8):
+        asked = ["demo_experts", "--machine", "cpu2", "--set", f"model.num_experts={experts}"]
+        assert plan(*asked, "--json") == 0
+        told.append(found(capsys))
+    few, many = told
+    assert few["params"] == few["active_params"]
+    router = 4 * 6 * 192  # of four layers, for six more experts
+    assert many["active_params"] == few["active_params"] + router
+    assert many["params"] == few["params"] + 4 * 6 * 3 * 192 * 256 + router
+    for owner in ("master weights", "exp_avg"):
+        grown = many["host_bytes"][owner] - few["host_bytes"][owner]
+        assert grown == 4 * (many["params"] - few["params"])
+    flops = [one["step"]["tflops"] * one["step"]["seconds"] * 1e12 for one in told]
+    assert flops[1] - flops[0] == pytest.approx(6 * router * many["batch_tokens"])
+    assert plan("demo_experts", "--machine", "cpu2") == 0
+    shown = capsys.readouterr().out
+    assert "5.41M parameters, 1.88M active per token (2 of 8 experts)" in shown
+
+
 def test_what_does_not_fit_says_what_does(capsys: Captured) -> None:
     arguments = ["demo", "--machine", "v100_32gb", "--gpu-memory", "2GiB", *SMALL]
     assert plan(*arguments) == 4

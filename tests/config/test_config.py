@@ -617,6 +617,8 @@ def _configs(draw: st.DrawFn) -> Config:
                 num_heads=st.just(12),
                 num_kv_heads=st.sampled_from((0, 4)),
                 max_seq_len=st.integers(seq_len, 10**5),
+                num_experts=st.sampled_from((0, 2, 8)),
+                experts_per_token=st.integers(1, 2),
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,8 +47,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def model_of(seed: int = 1) -> Transformer:
-    return Transformer(SHAPE, seed=seed)
+def model_of(seed: int = 1, experts: int = 0) -> Transformer:
+    """`experts`: without the load-balancing loss, which no stage passes on."""
+    return Transformer(replace(SHAPE, num_experts=experts, router_aux_loss_coef=0.0), seed=seed)
 
 
 Told = dict[str, Any]
@@ -60,7 +62,11 @@ def of_step(report: ot.StepReport | None, losses: Tensor) -> tuple[Any, ...]:
 
 
 def one_process(
-    groups: bool = False, synchronized: int = 0, skipped: int = 0, **options: Any
+    groups: bool = False,
+    synchronized: int = 0,
+    skipped: int = 0,
+    experts: int = 0,
+    **options: Any,
 ) -> Told:
     """A run of one process, or of all ranks as replicas; what it has come to.
 
@@ -68,7 +74,7 @@ def one_process(
         synchronized: the step behind which all updates are waited for.
         skipped: the step that is skipped.
     """
-    model, replicas = model_of(), dist.get_world_size()
+    model, replicas = model_of(experts=experts), dist.get_world_size()
     optimizer = ot.offload(
         model,
         ot.AdamW(lr=1e-2),
@@ -107,13 +113,18 @@ def decay(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def piped(
-    stages: int, schedule: str = "1f1b", groups: bool = False, proof: bool = False, **options: Any
+    stages: int,
+    schedule: str = "1f1b",
+    groups: bool = False,
+    proof: bool = False,
+    experts: int = 0,
+    **options: Any,
 ) -> Told:
     """The same run on this process's stage."""
     mesh = init_device_mesh(
         "cpu", (stages, dist.get_world_size() // stages), mesh_dim_names=("pp", "dp")
     )
-    model, lanes = model_of(), RecordingLanes(SequentialLanes())
+    model, lanes = model_of(experts=experts), RecordingLanes(SequentialLanes())
     with on_lanes(lanes) if proof else nullcontext():
         pipeline = ot.pipeline(
             model,
@@ -170,6 +181,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"update": "delayed", "clip_norm": 0.3}),
     (4, 1, {"clip_norm": 0.3, "state": "split16"}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
+    (2, 1, {"clip_norm": 0.3, "experts": 4, "activation": "recompute"}),
 ]
 MORE: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"precision": "fp32", "groups": True, "state_on": "device"}),

@@ -121,6 +121,11 @@ def test_a_job_goes_on_in_other_stages(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        pytest.param(
+            {"model.num_experts": 4},
+            "set model.router_aux_loss_coef = 0",
+            marks=pytest.mark.slow,
+        ),
         ({"model.num_layers": 3}, "each stage needs 2 layers; set it to at most 1"),
         ({"model.tie_embeddings": "true"}, "set model.tie_embeddings = false"),
         ({"train.sample_tokens": 5}, "no process holds the whole model"),

@@ -156,6 +156,22 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
     ranks(2, compare, "chain", precision, lanes=lanes, zero_stage=stage, steps=steps)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"zero_stage": 2, "accum": 2, "activation": "recompute"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"zero_stage": 3, "lanes": "threads"}, marks=pytest.mark.slow),
+        {"zero_stage": 3, "working": "host", "activation": "recompute"},
+    ],
+)
+def test_stages_with_experts(ranks: Run, options: dict[str, Any]) -> None:
+    """Each rank routes its own tokens, and none waits for the choice of another."""
+    ranks(2, compare, "experts", **options)
+
+
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("lanes", ["in order", "threads"])

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.model.transformer import Transformer
+
 WIDTH = 24
 VOCAB = 37
 
@@ -175,6 +178,30 @@ class Skipping(Chain):
         return self.head(self.norm(x))
 
 
+class Experts(nn.Module):
+    """Blocks that return a tensor and a term of the loss; weights of three axes, of which a token
+    uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = ModelShape(
+            vocab_size=VOCAB,
+            num_layers=3,
+            d_model=WIDTH,
+            num_heads=2,
+            d_ff=40,
+            max_seq_len=16,
+            num_experts=5,
+        )
+        self.gpt = Transformer(shape)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens[:, :-1], tokens[:, 1:])
+
+
 MODELS = {
     "chain": Chain,
     "tied": lambda: Chain(tied=True),
@@ -187,6 +214,7 @@ MODELS = {
     "skipping": Skipping,
     "two heads": TwoHeads,
     "detached": Detached,
+    "experts": Experts,
 }
 STREAMED = sorted(set(MODELS) - {"detached"})
 """Those that read no weight before they call a module that owns it, or one around that."""
@@ -199,6 +227,8 @@ def batches(count: int, seed: int = 0) -> list[Tensor]:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Next-token cross-entropy in fp32."""
+    """Next-token cross-entropy in fp32, or the model's own loss."""
+    if isinstance(model, Experts):
+        return model.loss(tokens)
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

@@ -21,6 +21,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"tie_embeddings": True},
     "gpt with dropout": GPT | {"dropout": 0.1},
     "llama": {"num_kv_heads": 2},
+    "switch": {"num_experts": 4, "experts_per_token": 1},
+    "gpt with experts": GPT | {"num_experts": 8},
 }
 SIZES = {
     # d_model, layers, vocabulary, sequence, batch: what is largest there
@@ -63,14 +65,23 @@ def ratio(config: Config) -> float:
 @pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "switch" else []) for name in SHAPES],
+)
 def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None:
     config = sized(shape, size, offload__precision="fp32", offload__activation=policy)
     assert ratio(config) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("size", ["tokens", "logits"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "num_experts" in shape else [])
+        for name, shape in SHAPES.items()
+    ],
+)
 def test_within_five_percent_in_bf16(shape: str, size: str) -> None:
     """Where activations are most of it: beside them the CPU's 16-bit matrix products take scratch
     memory of a weight's size, which a plan does not count."""
@@ -105,5 +116,6 @@ def test_more_of_anything_needs_more() -> None:
     deeper = replace(base, model=replace(base.model, num_layers=7))
     wider = replace(base, model=replace(base.model, d_model=128))
     longer = replace(base, train=replace(base.train, micro_batch=5))
-    for more in (deeper, wider, longer):
+    routed = replace(base, model=replace(base.model, num_experts=4))
+    for more in (deeper, wider, longer, routed):
         assert activations(place(more), on_cpu=False).total > before

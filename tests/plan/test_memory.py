@@ -87,6 +87,7 @@ MODELS = st.fixed_dictionaries(
         "mlp": st.sampled_from(["swiglu", "gelu"]),
         "norm": st.sampled_from(["rmsnorm", "layernorm"]),
         "positions": st.sampled_from(["rotary", "learned"]),
+        "num_experts": st.sampled_from([0, 0, 2, 5]),
     }
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear as linear_of
 
@@ -21,6 +21,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.integrations import export
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
+from offloadtrain.model.experts import MixtureOfExperts
 from offloadtrain.model.rotary import RotaryTables
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train import convert_to_torch
@@ -40,6 +41,7 @@ SHAPES = {
     "stablelm": replace(SMALL, norm="layernorm", num_kv_heads=1),
     "starcoder2": replace(SMALL, norm="layernorm", mlp="gelu", d_ff=40),
     "starcoder2, biases": replace(SMALL, norm="layernorm", mlp="gelu", bias=True),
+    "mixtral": replace(SMALL, num_experts=5, experts_per_token=3, d_ff=44, num_kv_heads=2),
     "gpt2": replace(GPT2, tie_embeddings=True),
     "gpt2, no biases": replace(GPT2, bias=False, norm_eps=1e-3),
 }
@@ -82,7 +84,7 @@ def divide_products(model: Transformer) -> None:
         kv = attention.kv_heads * attention.head_dim
         sides = [attention.num_heads * attention.head_dim, kv, kv]
         parts = [(attention.qkv, sides)]
-        if mlp.gated:
+        if not isinstance(mlp, MixtureOfExperts) and mlp.gated:
             parts.append((mlp.up, [mlp.up.out_features // 2] * 2))
         for linear, rows in parts:
             linear.register_forward_hook(in_parts(rows))
@@ -127,10 +129,18 @@ REFUSED = {
     "learned positions with layernorm and swiglu": replace(GPT2, mlp="swiglu"),
     "biases in all linear layers": replace(SMALL, norm="layernorm", bias=True),
     r"grouped heads \(num_kv_heads = 2\)": replace(GPT2, num_kv_heads=2),
+    "experts with experts_per_token = 1": replace(SMALL, num_experts=4, experts_per_token=1),
+    "rmsnorm and swiglu and biases and experts": replace(SMALL, num_experts=4, bias=True),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=[pytest.mark.slow] if shape.bias and shape.num_experts else [])
+        for what, shape in REFUSED.items()
+    ],
+)
 def test_a_shape_without_a_class_is_refused_by_name(what: str) -> None:
     with pytest.raises(NoClassError, match=what):
         class_name(REFUSED[what])
@@ -157,6 +167,25 @@ def test_a_run_becomes_a_folder_of_transformers(
         assert words(text)["input_ids"] == list(text.encode())
         assert words.decode(list(text.encode())) == text
     assert model.generation_config.eos_token_id == 0
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
+    """Its folder has the names of Mixtral's published checkpoints, and its masters."""
+    asked = ("model.num_experts=4", "model.dropout=0", "train.steps=2", "train.grad_accum_steps=1")
+    path, out = tmp_path / "run", tmp_path / "out"
+    assert run(small_job(tmp_path, *asked), path) == 0
+    assert run(small_job(tmp_path, *asked, "train.steps=4"), path, resume="auto") == 0
+    assert main(["export", str(path), str(out), "--dtype", "fp32"]) == 0
+    with safe_open(out / "model.safetensors", "pt") as saved:
+        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    run_of = open_saved(path)
+    masters = dict(renamed(run_of.job.model, run_of.weights()))
+    assert model.state_dict().keys() == masters.keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, masters[name]), name
 
 
 def test_a_folder_with_something_in_it_is_left_alone(

@@ -1,0 +1,167 @@
+"""MLPs of which a router chooses for each token: Switch Transformer with one, GShard with two.
+
+[Note: Experts]
+Every token gets all experts that it chose: none has a capacity, and no token is dropped. Tokens are
+sorted by expert, so that each expert multiplies one range of rows: as one grouped product, or where
+the device has none, as a product per expert.
+
+Nothing here adds to one address from two places, neither forward nor backward: rows are permuted,
+and the experts of a token are summed in the order of its choice. The same inputs therefore give the
+same bits on every run, also when recompute runs a block again.
+
+Shape suffixes: N tokens, D d_model, E experts, K experts per token, M = N · K rows of experts, U
+outputs of `up`, F ff_width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.model.layers import Linear, activated
+
+_GROUPED_BYTES = 16
+"""Grouped products read rows of a multiple of these bytes."""
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, and the experts that it weighs."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.chosen = shape.experts_per_token
+        self.router = Linear(shape.d_model, shape.num_experts, bias=False)
+        self.experts = Experts(shape)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of each token's experts, (B, T, D), and the load-balancing loss,
+        fp32: 1 where all experts are chosen alike, and at most the number of experts.
+
+        A token's weights are the router's probabilities of its experts. Those of two experts or
+        more are divided by their sum; one expert keeps its own, through which the router learns.
+        """
+        x_ND = x_BTD.flatten(0, 1)
+        probs_NE = torch.softmax(self.router(x_ND).float(), dim=-1)
+        weights_NK, experts_NK = probs_NE.topk(self.chosen, dim=-1)
+        if self.chosen > 1:
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        order_M = experts_NK.flatten().argsort(stable=True)
+        ends_E = _ends(experts_NK.flatten()[order_M], probs_NE.shape[1])
+        place_M = torch.empty_like(order_M)
+        place_M.scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+        rows_MD = x_ND[:, None].expand(-1, self.chosen, -1).reshape(-1, x_ND.shape[1])
+        found_MD = self.experts(_permuted(rows_MD, order_M, place_M), ends_E)
+        found_NKD = _permuted(found_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
+        mixed_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)
+        return mixed_ND.view_as(x_BTD), _balance(probs_NE, ends_E, self.chosen)
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, each a tensor: `up` (E, U, D) is gate above value with SwiGLU,
+    `down` (E, D, F)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gated = shape.mlp == "swiglu"
+        outputs = (2 if self.gated else 1) * shape.ff_width
+        self.up = nn.Parameter(torch.empty(shape.num_experts, outputs, shape.d_model))
+        self.down = nn.Parameter(torch.empty(shape.num_experts, shape.d_model, shape.ff_width))
+
+    def forward(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        """Return (M, D).
+
+        Args:
+            rows_MD: sorted by expert.
+            ends_E: int32, the row behind the last one of each expert.
+        """
+        hidden_MF = activated(grouped_linear(rows_MD, self.up, ends_E), gated=self.gated)
+        return grouped_linear(hidden_MF, self.down, ends_E)
+
+
+def grouped_linear(rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tensor:
+    """Return each row times the transposed matrix of its expert, (M, U).
+
+    Args:
+        rows_MD: sorted by expert; the dtype of the weights.
+        ends_E: int32, the row behind the last one of each expert.
+    """
+    if has_grouped_products(weight_EUD):
+        return F.grouped_mm(rows_MD, weight_EUD.transpose(1, 2), offs=ends_E)
+    return cast(Tensor, _ByExpert.apply(rows_MD, weight_EUD, ends_E))  # type: ignore[no-untyped-call]
+
+
+def has_grouped_products(weight_EUD: Tensor) -> bool:
+    """Return whether torch multiplies groups of rows by these weights: from torch 2.10, on the CPU
+    and on GPUs of compute capability 8.0, and matrices whose sides are multiples of 16 bytes."""
+    sides = (side * weight_EUD.itemsize % _GROUPED_BYTES for side in weight_EUD.shape[1:])
+    if not hasattr(F, "grouped_mm") or any(sides):
+        return False
+    device = weight_EUD.device
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class _ByExpert(torch.autograd.Function):
+    """`grouped_linear` in a product per expert. Reads the ranges from the device, which waits."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_MD, weight_EUD)
+        ctx.ranges = _ranges(ends_E)
+        out_MU = rows_MD.new_empty(len(rows_MD), weight_EUD.shape[1])
+        for expert, (lo, hi) in enumerate(ctx.ranges):
+            torch.mm(rows_MD[lo:hi], weight_EUD[expert].T, out=out_MU[lo:hi])
+        return out_MU
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MU: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_MD, weight_EUD = ctx.saved_tensors
+        grad_MD, grad_EUD = torch.empty_like(rows_MD), torch.empty_like(weight_EUD)
+        for expert, (lo, hi) in enumerate(ctx.ranges):
+            torch.mm(grad_MU[lo:hi], weight_EUD[expert], out=grad_MD[lo:hi])
+            # Of an expert without tokens: zeros.
+            torch.mm(grad_MU[lo:hi].T, rows_MD[lo:hi], out=grad_EUD[expert])
+        return grad_MD, grad_EUD, None
+
+
+def _ranges(ends_E: Tensor) -> list[tuple[int, int]]:
+    ends: list[int] = ends_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
+        ctx.save_for_backward(place_M)
+        return rows_MD.index_select(0, order_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
+        (place_M,) = ctx.saved_tensors
+        return grad_MD.index_select(0, place_M), None, None
+
+
+def _permuted(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
+    """Return the rows in another order, of which `place_M` is the inverse. torch's own indexing
+    does not know that no row comes twice: its backward adds, atomically on a GPU."""
+    return cast(Tensor, _Permuted.apply(rows_MD, order_M, place_M))  # type: ignore[no-untyped-call]
+
+
+def _ends(sorted_M: Tensor, experts: int) -> Tensor:
+    """Return for each expert how many rows it and those before it have, (E,), int32."""
+    numbers_E = torch.arange(experts, device=sorted_M.device)
+    return torch.searchsorted(sorted_M, numbers_E, right=True, out_int32=True)
+
+
+def _balance(probs_NE: Tensor, ends_E: Tensor, chosen: int) -> Tensor:
+    """Return E · sum over E of (share of the rows) · (mean probability): equations 4 to 6 of Switch
+    Transformer (arXiv:2101.03961), with shares of N · K rows as in GShard's top-2."""
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    share_E = counts_E.float() / (probs_NE.shape[0] * chosen)
+    return probs_NE.shape[1] * (share_E * probs_NE.mean(0)).sum()

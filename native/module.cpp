@@ -132,6 +132,8 @@ void zero(Address memory, std::int64_t bytes) {
 
 // Sums of squares of the parameters [first, last), to squares[id]: segments in parallel, then added in
 // order. `segment(slot, done, count)` is that of `count` elements of a parameter from its element `done` on.
+// Few elements are the caller's alone, however many parameters they are of: to wake a worker, and to wait
+// for it, takes longer.
 template <typename Segment>
 void by_parameter(const Slot* first, const Slot* last, Address squares, const Segment& segment) {
   struct Piece {
@@ -139,7 +141,9 @@ void by_parameter(const Slot* first, const Slot* last, Address squares, const Se
     std::int64_t done, count;
   };
   std::vector<Piece> pieces;
+  std::int64_t elements = 0;
   for (const Slot* slot = first; slot != last; ++slot) {
+    elements += slot->numel;
     for (std::int64_t done = 0; done < slot->numel; done += kSegment) {
       pieces.push_back({slot, done, std::min(kSegment, slot->numel - done)});
     }
@@ -150,7 +154,8 @@ void by_parameter(const Slot* first, const Slot* last, Address squares, const Se
       partial[i] = segment(*pieces[i].slot, pieces[i].done, pieces[i].count);
     }
   };
-  running_pool()->run(static_cast<std::int64_t>(pieces.size()), kGrain / kSegment, body);
+  const auto count = static_cast<std::int64_t>(pieces.size());
+  running_pool()->run(count, elements <= kSquaredAlone ? count : kGrain / kSegment, body);
   std::size_t next = 0;
   for (const Slot* slot = first; slot != last; ++slot) {
     double sum = 0.0;

@@ -184,13 +184,15 @@ class Functions:
     def _norm_gathered(self, op: Launch) -> Operation:
         """See [Note: Measured in the gather] in `step.gradients`."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
-        silent = {slot.index for slot in bucket.slots} - {slot.index for slot, _ in delivered}
+        silent: set[int] = set()
+        if len(delivered) < len(bucket.slots):
+            silent = {slot.index for slot in bucket.slots} - {slot.index for slot, _ in delivered}
 
         def measure(squares: Tensor) -> None:
             if silent:
                 squares[list(silent)] = 0.0
             # In the dtype that goes down, which is the parameters', and nearly always autograd's.
-            dense = [(s.index, _dense(s, grad).to(bucket.dtype)) for s, grad in delivered]
+            dense = [(slot.index, _dense(slot, grad, bucket.dtype)) for slot, grad in delivered]
             kernels.sum_squares_each(dense, squares)
 
         return measure
@@ -277,9 +279,10 @@ class Functions:
         return write if op.owner else writer.finish
 
 
-def _dense(slot: Slot, grad: Tensor) -> Tensor:
-    """Return a gradient in the order of its parameter's memory."""
-    return grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
+def _dense(slot: Slot, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in the order of its parameter's memory, and of this dtype."""
+    dense = grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
+    return dense if dense.dtype is dtype else dense.to(dtype)
 
 
 def _add(staged: Tensor, grad: Tensor) -> None:

@@ -288,6 +288,21 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     lanes.close()
 
 
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.COMM])
+@timely
+def test_an_event_behind_a_wait_alone(lanes: LoggedLanes, lane: Lane) -> None:
+    """Nothing is launched between them: the event stands for the wait."""
+    opened = threading.Event()
+    lanes.launch(Lane.LOAD, "slow", lambda: opened.wait(10))
+    lanes.wait(lane, lanes.record(Lane.LOAD), "in turn")
+    behind: Any = lanes.record(lane)
+    assert not behind.issued.is_set()
+    time.sleep(0.02)
+    assert not behind.issued.is_set()
+    opened.set()
+    lanes.host_wait(behind, "the wait")
+
+
 @timely
 def test_nothing_runs_after_a_failure(gpu: Gpu) -> None:
     lanes, gate = LoggedLanes(gpu), Gate()

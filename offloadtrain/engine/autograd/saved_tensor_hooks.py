@@ -155,9 +155,12 @@ class WhileStreaming:
     def unpack(self) -> Tensor:
         # Blocks whose forward came later give up their pins: the loads below need slots.
         self._residency.passed(self._clock)
-        # Before the block's own use, since it may run other blocks again, which need slots too.
-        with self._residency.unpacking():
+        if type(self._packed) is tuple:
             tensor = _unpack(self._packed)
+        # Before the block's own use, since it may run other blocks again, which need slots too.
+        else:
+            with self._residency.unpacking():
+                tensor = _unpack(self._packed)
         for reading in self._readings:
             reading.begin()
         return tensor

@@ -71,6 +71,8 @@ class CudaLanes(Lanes):
         begin = partial(_bind, device)
         self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
+        self._awaited: dict[Lane, list[StreamEvent]] = {lane: [] for lane in on_threads}
+        """What the next task of a lane with a thread waits for."""
         self._queues: dict[Lane, HostLane] = {
             Lane.HOST: self._host,
             **{lane: PythonHostLane(self._failure, begin, lane) for lane in DISK_LANES},
@@ -101,7 +103,7 @@ class CudaLanes(Lanes):
         elif worker is None:
             self._run_on_stream(lane, name, fn, operands)
         else:
-            worker.put(lambda: self._run_on_stream(lane, name, fn, operands))
+            self._put(lane, worker, lambda: self._run_on_stream(lane, name, fn, operands))
 
     def record(self, lane: Lane) -> LaneEvent:
         # Closed lanes run nothing, but compute is the user's: weights still leave the device.
@@ -121,6 +123,9 @@ class CudaLanes(Lanes):
         if worker is None:
             self._issue(event, lane)
         else:
+            # Behind the waits too: whoever waits for this event counts on them.
+            if self._awaited[lane]:
+                self._put(lane, worker, lambda: None)
             worker.put(lambda: self._issue(event, lane), always=True)
         return event
 
@@ -132,8 +137,9 @@ class CudaLanes(Lanes):
         # this thread goes on launching.
         if lane in self._queues:
             self._queue_waits(self._queues[lane], event)
+        # Queued with the next launch, which it holds back: one task wakes the thread, not two.
         elif worker is not None:
-            worker.put(lambda: self._stream_wait(lane, event))
+            self._awaited[lane].append(event)
         # Compute: this thread blocks until it is issued, the stream until it happens: all exposed.
         elif lane is Lane.COMPUTE and not event.has_happened():
             began = self._timing_event(Lane.COMPUTE)
@@ -146,6 +152,24 @@ class CudaLanes(Lanes):
         else:
             self._block_until_issued(event)
             self._stream_wait(lane, event)
+
+    def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:
+        """Queue a task of a lane with a thread behind the waits since the last one."""
+        awaited = self._awaited[lane]
+        if not awaited:
+            # From here on the queue owns the operands; this thread goes on to launch.
+            worker.put(task)
+            return
+        self._awaited[lane] = []
+
+        def behind() -> None:
+            for event in awaited:
+                self._stream_wait(lane, event)
+            # A lane that failed has set the flag too: nothing runs behind it.
+            if self._failure.error is None:
+                task()
+
+        worker.put(behind)
 
     def _queue_waits(self, queue: HostLane, event: StreamEvent) -> None:
         # On the queue's thread: for a copy, it blocks on the CUDA event itself.
@@ -248,7 +272,7 @@ class CudaLanes(Lanes):
             run()
         else:
             # In the queue like any write: behind the lane's earlier uses, in front of later ones.
-            worker.put(run)
+            self._put(lane, worker, run)
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._compute_stream() if lane not in self._streams else self._streams[lane]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -106,10 +107,11 @@ def test_the_last_microbatch_is_squared_as_it_is_added(
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parameters_that_lie_apart(dtype: torch.dtype, backend: Backend) -> None:
-    """As autograd leaves them: the bits of one flat buffer, and no other element written."""
-    values = [gradient(numel, dtype) for numel in (1, 4096, 2049, 100_003, 31)]
+    """As autograd leaves them: the bits of one flat buffer, and no other element written; also of
+    so few elements that one thread takes them all."""
     ids = [3, 0, 5, 1, 4]
-    for chosen in threaded(backend):
+    for chosen, last in product(threaded(backend), (100_003, 50_003)):
+        values = [gradient(numel, dtype) for numel in (1, 4096, 2049, last, 31)]
         squares = torch.full((6,), -1.0, dtype=torch.float64)
         with kernels.use(chosen):
             kernels.sum_squares_each(list(zip(ids, values, strict=True)), squares)

@@ -240,7 +240,10 @@ def test_a_device_that_fails_anywhere_costs_no_step(tmp_path: Path, request: Any
     assert outcomes["before"] and outcomes["behind"]
 
 
-@pytest.mark.parametrize("mode", ["exact", "streamed", "early"])
+@pytest.mark.parametrize(
+    "mode",
+    ["exact", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("streamed", "early"))],
+)
 def test_no_gradient_of_a_decided_step_is_still_on_the_device(tmp_path: Path, mode: str) -> None:
     """Copies run as late as the program allows: what a decided step does not wait for is lost."""
     case = Case(mode, "fp32", 1, "late")

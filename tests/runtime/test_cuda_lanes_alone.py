@@ -288,7 +288,7 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     lanes.close()
 
 
-@pytest.mark.parametrize("lane", [Lane.H2D, Lane.COMM])
+@pytest.mark.parametrize("lane", [Lane.H2D, pytest.param(Lane.COMM, marks=pytest.mark.slow)])
 @timely
 def test_an_event_behind_a_wait_alone(lanes: LoggedLanes, lane: Lane) -> None:
     """Nothing is launched between them: the event stands for the wait."""

@@ -188,10 +188,13 @@ def _within(small: Change, large: Change) -> bool:
 def _fewer_tokens(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
-    """Return the change to the largest single microbatch that fits, a power of two per rank."""
-    train = job.train
+    """Return the change to the largest single microbatch that fits, a power of two per rank.
+
+    From the smallest on: where that one does not fit, no other has to be traced.
+    """
+    train, largest = job.train, list[Change]()
     most = (train.micro_batch * train.grad_accum_steps - 1) // ranks
-    for sequences in (ranks << power for power in reversed(range(most.bit_length()))):
+    for sequences in (ranks << power for power in range(most.bit_length())):
         keys: dict[str, Any] = {"train.micro_batch": sequences}
         if train.global_batch_tokens:
             keys["train.global_batch_tokens"] = sequences * job.data.seq_len
@@ -199,9 +202,11 @@ def _fewer_tokens(
         if not train.global_batch_tokens:
             keys["train.grad_accum_steps"] = 1
         found = list(_candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace))
-        if fitting := [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]:
-            return fitting
-    return []
+        fitting = [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]
+        if not fitting:
+            break
+        largest = fitting
+    return largest
 
 
 SHORTEST = 128

@@ -254,9 +254,19 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_makes_it_fit() -> None:
+def test_nothing_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
+    tried, candidates = [], suggest._candidates
+
+    def counted(job: Config, *args: Any, **kwargs: Any) -> Any:
+        tried.append((job.train.micro_batch, job.train.grad_accum_steps, job.data.seq_len))
+        return candidates(job, *args, **kwargs)
+
+    monkeypatch.setattr(suggest, "_candidates", counted)
     (closest,) = nearest(small(), "test", tiny, 1)
+    whole = [sizes for sizes in tried[1:] if sizes[2] == small().data.seq_len]
+    # Once as it is, once with its loss in parts: more sequences than do not fit take no trace.
+    assert whole == [(1, 1, small().data.seq_len)] * 2
     assert not closest.plan.fits
     assert closest.plan.missing_bytes < planned(small(), tiny).missing_bytes
     assert "The least of all" in report.text(planned(small(), tiny), [closest])

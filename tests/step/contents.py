@@ -145,6 +145,9 @@ class Contents:
         assert source.hi - source.lo == target.hi - target.lo
         value = self.one(source)
         if isinstance(value, Gradient):
+            # Zeros in place of a gradient that never came are written at once, and go in pieces.
+            if not value.sent and value.lo <= op.lo < op.hi <= value.hi:
+                value = replace(value, lo=op.lo, hi=op.hi)
             assert (
                 (value.bucket, value.lo, value.hi) == (op.owner, op.lo, op.hi)
                 and value.summed

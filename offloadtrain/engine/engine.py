@@ -62,6 +62,7 @@ class Engine:
         self._forward_order: list[Block] | None = None
         self._forward_hooks = forward_hooks
         forward_hooks.on_root = gradients.end_micro_step
+        forward_hooks.on_blocks = gradients.forward_begins
         self._config = program.spec.config
         self._blocks = blocks
         self._by_name = {block.name: block for block in blocks}

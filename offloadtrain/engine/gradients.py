@@ -4,10 +4,12 @@
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
 when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()`
 the first delivery opens the micro-step, and the next forward of the model or `step()` ends it.
-Where backwards follow each other without a forward in between, `optimizer.end_micro_step()` must.
-A gradient not delivered by then is zero. A block whose parameters have all delivered is sent at
-once. If one of them delivers again in the same micro-step (reentrant recompute), the later gradient
-is added to the earlier one, and from then on the block is sent only at the end of its micro-steps.
+Where another microbatch is due, the forward of a block that has delivered ends it, too: a loss may
+be computed past the model's own call (`model.loss(batch)`). Where backwards follow each other
+without a forward in between, `optimizer.end_micro_step()` must. A gradient not delivered by then is
+zero. A block whose parameters have all delivered is sent at once. If one of them delivers again in
+the same micro-step (reentrant recompute), the later gradient is added to the earlier one, and from
+then on the block is sent only at the end of its micro-steps.
 
 [Note: Whose turn]
 Several ranks must launch their reduce-scatters in one order, whatever each of them is ready for
@@ -159,6 +161,13 @@ class Gradients:
     def _in_last(self) -> bool:
         """True if the micro-step in progress is the last of the step."""
         return self.micro_steps + 1 == self._grad_accum_steps
+
+    def forward_begins(self, blocks: Sequence[Block]) -> None:
+        """A forward outside of any backward reads these blocks. If one has delivered, it is that of
+        the next microbatch."""
+        if self.open and not self._in_last:
+            if any(self._deliveries[block].arrived for block in blocks):
+                self.end_micro_step()
 
     def end_micro_step(self) -> None:
         """End the micro-step: gradients not delivered by now are zero. Ignored if none is open."""

@@ -127,6 +127,12 @@ def test_plain_backward_is_the_same() -> None:
     compare("unusual", "bf16", accum=1, clip=0.5, explicit=False)
 
 
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_plain_backward_of_a_loss_past_the_models_call(working: str) -> None:
+    """`model.loss(batch)`: each microbatch is a micro-step, summed in fp32 and not in bf16."""
+    compare("experts", "bf16", accum=3, explicit=False, working=working)
+
+
 @pytest.mark.parametrize("name", ["chain", "tied"])
 def test_backwards_without_a_forward_in_between(name: str) -> None:
     """As the stages of a pipeline run them: each is a micro-step, summed in fp32."""

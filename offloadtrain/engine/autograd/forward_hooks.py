@@ -63,6 +63,8 @@ class ForwardHooks:
         whose forward runs again in backward. `offloader`: takes their inputs."""
         self.on_root: Callable[[], None] = lambda: None
         """Called when a forward of the model begins that is not part of a backward."""
+        self.on_blocks: Callable[[Sequence[Block]], None] = lambda blocks: None
+        """Called when such a forward of any module begins, with the blocks that it reads."""
         self._model = model
         self._lanes = lanes
         self._residency = residency
@@ -94,6 +96,7 @@ class ForwardHooks:
             hooked.handles = True
             if module is self._model:
                 self._enter_root()
+            self.on_blocks(hooked.waits)
         blocks = tuple(hooked.waits)
         # Compute waits for these blocks only; uploads and loads of later ones run beside forward.
         self._use(blocks)

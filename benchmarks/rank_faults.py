@@ -133,6 +133,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hang-timeout", type=float, default=HANG_S, help="of faults, in seconds")
     parts.add_to(parser)
     options = parser.parse_args(arguments)
+    # Under nohup it is ignored, and a run inherits that: it would outlive the SIGHUP of its case.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         job = job_file(Path(folder))
         settings = [

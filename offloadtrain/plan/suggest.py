@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from typing import Any
 
 from offloadtrain.config.job import Config
@@ -188,25 +190,32 @@ def _within(small: Change, large: Change) -> bool:
 def _fewer_tokens(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
-    """Return the change to the largest single microbatch that fits, a power of two per rank.
+    """Return the change to the largest single microbatch that fits, a power of two per rank."""
+    most = (job.train.micro_batch * job.train.grad_accum_steps - 1) // ranks
 
-    From the smallest on: where that one does not fit, no other has to be traced.
-    """
-    train, largest = job.train, list[Change]()
-    most = (train.micro_batch * train.grad_accum_steps - 1) // ranks
-    for sequences in (ranks << power for power in range(most.bit_length())):
-        keys: dict[str, Any] = {"train.micro_batch": sequences}
-        if train.global_batch_tokens:
-            keys["train.global_batch_tokens"] = sequences * job.data.seq_len
-        one = applied(job, keys | {"train.grad_accum_steps": 1})
-        if not train.global_batch_tokens:
-            keys["train.grad_accum_steps"] = 1
-        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace))
-        fitting = [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]
-        if not fitting:
-            break
-        largest = fitting
-    return largest
+    @cache
+    def fitting(power: int) -> list[Change]:
+        return _one_microbatch(job, ranks << power, name, machine, ranks, trace)
+
+    powers = range(most.bit_length())
+    # Where the smallest does not fit, no other has to be traced.
+    if not powers or not fitting(0):
+        return []
+    return fitting(bisect_left(powers, True, lo=1, key=lambda power: not fitting(power)) - 1)
+
+
+def _one_microbatch(
+    job: Config, sequences: int, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return what fits with one microbatch of so many sequences for each step."""
+    keys: dict[str, Any] = {"train.micro_batch": sequences}
+    if job.train.global_batch_tokens:
+        keys["train.global_batch_tokens"] = sequences * job.data.seq_len
+    one = applied(job, keys | {"train.grad_accum_steps": 1})
+    if not job.train.global_batch_tokens:
+        keys["train.grad_accum_steps"] = 1
+    found = _candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace)
+    return [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]
 
 
 SHORTEST = 128
@@ -218,28 +227,37 @@ def _smaller_pieces(
 ) -> list[Change]:
     """Return the changes to one sequence per rank, its loss in parts, one slot for streamed blocks,
     and the longest sequence that fits; or the one change that lacks least."""
-    every: list[Change] = []
-    length = job.data.seq_len
-    while length >= min(SHORTEST, job.data.seq_len):
-        keys = {
-            "train.micro_batch": ranks,
-            "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
-            "train.grad_accum_steps": 1,
-            "train.chunked_loss": True,
-            "offload.device_slots": 1,
-            "data.seq_len": length,
-        }
-        changed = {key: value for key, value in keys.items() if value != _value(job, key)}
-        one = applied(job, changed)
-        if "train.global_batch_tokens" in changed:
-            changed.pop("train.grad_accum_steps", None)
-        found = list(_candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace))
-        found = [Change(changed | two.keys, two.plan) for two in found]
-        if fitting := [two for two in found if two.plan.fits]:
-            return fitting
-        every += found
+    lengths, length = [job.data.seq_len], job.data.seq_len // 2
+    while length >= SHORTEST:
+        lengths.append(length)
         length //= 2
-    return sorted(every, key=lambda two: two.plan.missing_bytes)[:1]
+    # Where the shortest does not fit, no other has to be traced.
+    shortest = _one_sequence(job, lengths[-1], name, machine, ranks, trace)
+    if not any(two.plan.fits for two in shortest):
+        return sorted(shortest, key=lambda two: two.plan.missing_bytes)[:1]
+    longer = (_one_sequence(job, one, name, machine, ranks, trace) for one in lengths[:-1])
+    fitting = ([two for two in found if two.plan.fits] for found in chain(longer, [shortest]))
+    return next(found for found in fitting if found)
+
+
+def _one_sequence(
+    job: Config, length: int, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the changes to steps of one sequence of this length per rank, in small pieces."""
+    keys = {
+        "train.micro_batch": ranks,
+        "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
+        "train.grad_accum_steps": 1,
+        "train.chunked_loss": True,
+        "offload.device_slots": 1,
+        "data.seq_len": length,
+    }
+    changed = {key: value for key, value in keys.items() if value != _value(job, key)}
+    one = applied(job, changed)
+    if "train.global_batch_tokens" in changed:
+        changed.pop("train.grad_accum_steps", None)
+    found = _candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace)
+    return [Change(changed | two.keys, two.plan) for two in found]
 
 
 def _candidates(

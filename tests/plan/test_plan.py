@@ -264,9 +264,8 @@ def test_nothing_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(suggest, "_candidates", counted)
     (closest,) = nearest(small(), "test", tiny, 1)
-    whole = [sizes for sizes in tried[1:] if sizes[2] == small().data.seq_len]
-    # Once as it is, once with its loss in parts: more sequences than do not fit take no trace.
-    assert whole == [(1, 1, small().data.seq_len)] * 2
+    # One sequence, then the shortest in the smallest pieces: more than these take no trace.
+    assert tried[1:] == [(1, 1, small().data.seq_len), (1, 1, suggest.SHORTEST)]
     assert not closest.plan.fits
     assert closest.plan.missing_bytes < planned(small(), tiny).missing_bytes
     assert "The least of all" in report.text(planned(small(), tiny), [closest])

@@ -18,7 +18,7 @@ from tests.tui.recordings import Timed, plain, ranks, unlucky, write
 GPUS = {"gpu": 1, "gpus": 4}
 """Recordings that are generated runs of the 13B job, and their ranks."""
 
-GENERATED_STEPS = 60
+GENERATED_STEPS = 2000
 Screens = dict[str, str]
 """What each screen shows, by its name."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui.app import PANELS
 
-from tests.tui.conftest import GPUS, THEMES, Screens
+from tests.tui.conftest import GENERATED_STEPS, GPUS, THEMES, Screens
 
 SCREENS = Path(__file__).parent / "screens"
 CASES = [
@@ -52,3 +52,15 @@ def test_a_screen_looks_as_it_did(
             SCREENS.mkdir(exist_ok=True)
             known.write_text(shown)
         assert shown == known.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["80x24", "120x40", "200x60"])
+def test_a_long_log_of_four_gpus_opened_whole_shows_the_newest_step_of_each(
+    screens: Callable[..., Screens], size: str
+) -> None:
+    shown = screens("gpus", size)
+    for screen in PANELS:
+        assert f"{GENERATED_STEPS}/{GENERATED_STEPS}" in shown[screen], screen
+    rows = [line.split()[:2] for line in shown["ranks"].splitlines()]
+    assert all([str(rank), str(GENERATED_STEPS)] in rows for rank in range(GPUS["gpus"]))

@@ -27,6 +27,7 @@ extern const Kernels kAvx512;
 namespace {
 
 constexpr std::int64_t kGrain = 16384;  // elements: below it a second thread costs more than it does
+constexpr std::int64_t kBytes = 16 * kGrain;  // bytes: the same for memory that is only copied or filled
 constexpr std::int64_t kSquaredAlone = 4 * kGrain;  // elements: the same for sums of squares, which read only
 
 // Where this thread's kernel calls go instead of running, between begin() and end().

@@ -116,7 +116,7 @@ void cast(Address source, Address target, int dtype, std::int64_t n) {
 
 void copy(Address source, Address target, std::int64_t bytes) {
   submit([=] {
-    running_pool()->run(bytes, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    running_pool()->run(bytes, kBytes, [&](std::int64_t lo, std::int64_t hi) {
       std::memcpy(at<char>(target) + lo, at<const char>(source) + lo, static_cast<std::size_t>(hi - lo));
     });
   });
@@ -124,7 +124,7 @@ void copy(Address source, Address target, std::int64_t bytes) {
 
 void zero(Address memory, std::int64_t bytes) {
   submit([=] {
-    running_pool()->run(bytes, kGrain, [&](std::int64_t lo, std::int64_t hi) {
+    running_pool()->run(bytes, kBytes, [&](std::int64_t lo, std::int64_t hi) {
       std::memset(at<char>(memory) + lo, 0, static_cast<std::size_t>(hi - lo));
     });
   });

@@ -153,7 +153,7 @@ def _state(part: Mapping[str, Any], stage: int) -> _State:
     if isinstance(adam, Mapping):
         groups = adam.get("param_groups")
         table = adam.get("state", {})
-        entries = [table[number] for number in sorted(table)]
+        entries = [table[index] for index in sorted(table)]
     else:  # of elastic checkpoints: one entry per group
         entries = adam if isinstance(adam, list) else []
     if not isinstance(masters, list) or len(entries) != len(masters):

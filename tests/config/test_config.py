@@ -157,7 +157,10 @@ BAD_VALUES = [
         "optim.schedule = 'cosin' must be one of cosine, linear, constant; did you mean cosine?",
     ),
     ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
-    ("optim.name=lamb", "optim.name = 'lamb' must be one of adamw, adam, lion, sgd, adagrad, muon"),
+    (
+        "optim.name=shampoo",
+        "optim.name = 'shampoo' must be one of adamw, adam, lion, sgd, adagrad, lamb, muon",
+    ),
     (
         "offload.state=int4",
         "offload.state = 'int4' is not one of 'fp32', 'split16', 'int8'; did you mean int8?",
@@ -552,6 +555,7 @@ _USED = {
     "lion": {"betas"},
     "sgd": {"momentum", "dampening"},
     "adagrad": {"eps", "lr_decay"},
+    "lamb": {"betas", "eps", "max_norm"},
     "muon": {"betas", "eps", "muon_momentum", "adjust_lr", "adamw_lr"},
 }
 

@@ -486,6 +486,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sgd": {"optim__name": "sgd", "optim__momentum": 0.0},
     "momentum": {"optim__name": "sgd", "offload__state": "int8"},
     "adagrad": {"optim__name": "adagrad"},
+    "lamb": {"optim__name": "lamb"},
     "muon": {"optim__name": "muon"},
     "muon, all decay": {"optim__name": "muon", "optim__decay": "all", "offload__zero_stage": 3},
 }

@@ -282,7 +282,8 @@ class Costs:
             how = self.machine, self._precision, KERNELS
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        where = self._tokens, self.machine, self._precision, KERNELS
+        kernels = replace(KERNELS, causal=model.is_causal)
+        where = self._tokens, self.machine, self._precision, kernels
         layer = block_seconds(model, seq_len, *where)
         head = head_seconds(model, *where) if self._has_head else Seconds(0.0, 0.0)
         again_s = again_seconds(model, seq_len, *where)

@@ -41,6 +41,7 @@ def assert_equal(one: Batch, other: Batch) -> None:
         assert found is not None and expected is not None and torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_shares_are_those_of_bert() -> None:
     samples = np.arange(3000)
     tokens = np.broadcast_to(np.arange(512), (3000, 512))

@@ -54,7 +54,7 @@ def run_steps(rule: ot.LAMB, state: Any, layout: kernels.Layout, steps: int) -> 
     return grads
 
 
-@pytest.mark.parametrize("rule", [LAMB, CAPPED, ot.LAMB()], ids=["", "capped", "default"])
+@pytest.mark.parametrize("rule", [LAMB, CAPPED], ids=["", "capped"])
 def test_a_step_is_the_papers(rule: ot.LAMB, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against fp64, after 5 steps: a few roundings of fp32 per step and element."""
     monkeypatch.setattr(lamb, "_PIECE", 1024)
@@ -98,7 +98,7 @@ def test_every_kernel_gives_the_same_bits() -> None:
 
 
 @needs_fma_in_torch
-@pytest.mark.parametrize("name", ["clipped", "speculative", "streamed"])
+@pytest.mark.parametrize("name", ["clipped", "speculative"])
 def test_few_steps_have_the_bits_of_resident(name: str) -> None:
     accum = OPTIONS[name].get("grad_accum_steps", 1)
     run, optimizer, model = pair(LAMB, LambRun, **OPTIONS[name])

@@ -30,6 +30,7 @@ def encoder_job(folder: Path, *overrides: str) -> Config:
     return small_job(folder, *ENCODER, *overrides)
 
 
+@pytest.mark.slow
 def test_it_learns_and_goes_on_with_the_same_bits(
     tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +59,9 @@ STREAMED = ("offload.working=host", "offload.activation=recompute")
 
 
 @needs_fma_in_torch
-@pytest.mark.parametrize("placed", [(), STREAMED], ids=["", "streamed"])
+@pytest.mark.parametrize(
+    "placed", [STREAMED, pytest.param((), marks=pytest.mark.slow)], ids=["streamed", "resident"]
+)
 def test_offloaded_has_the_bits_of_resident(tmp_path: Path, placed: tuple[str, ...]) -> None:
     """Three steps of two microbatches, against a loop over torch's AdamW."""
     plain = ("model.dropout=0.0", "optim.decay=all", "offload.clip_norm=0.5")

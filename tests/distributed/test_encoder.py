@@ -31,7 +31,8 @@ def rows(micro_batch: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_microbatches_and_ranks_make_the_step_of_one_large_batch(
     ranks: Run, tmp_path: Path, name: str
 ) -> None:

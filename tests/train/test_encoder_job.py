@@ -21,7 +21,14 @@ from offloadtrain.train.losses import loss_divisor, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
 from tests.train.conftest import StopAfter
-from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
+from tests.train.small_job import (
+    events_of,
+    history,
+    run,
+    small_job,
+    tensor_hashes,
+    write_text,
+)
 
 ENCODER = ("model.objective=mlm", "model.vocab_size=257", "data.packing=isolated")
 
@@ -116,3 +123,21 @@ def test_what_it_cannot_do_is_told(tmp_path: Path, override: str, said: str) -> 
 def test_the_mask_token_needs_a_row(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.vocab_size = 256 must be at least 257: with"):
         assemble(encoder_job(tmp_path, "model.vocab_size=256"))
+
+
+@pytest.mark.slow
+def test_the_shipped_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text(tmp_path)
+    changes = (
+        f"data.source={tmp_path}/text",
+        f"data.cache={tmp_path}/data",
+        f"runs_dir={tmp_path}/runs",
+        "device.kind=cpu",
+        "train.steps=3",
+        "train.micro_batch=2",
+        "train.eval_batches=1",
+    )
+    sets = [part for change in changes for part in ("--set", change)]
+    assert main(["train", "demo_mlm", *sets]) == 0, capsys.readouterr().err
+    found = (tmp_path / "runs" / "latest").resolve()
+    assert [event.step for event in events_of(found, schema.Step)] == [1, 2, 3]

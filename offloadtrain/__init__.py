@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offloadtrain.engine.pipeline_steps import Pipeline
     from offloadtrain.integrations.pretrained import from_pretrained, save_pretrained
     from offloadtrain.optim import (
+        LAMB,
         SGD,
         Adagrad,
         Adam,
@@ -48,6 +49,7 @@ _HOMES = {
     "ElementwiseRule": "offloadtrain.optim",
     "GradientError": "offloadtrain.engine",
     "HostMemoryError": "offloadtrain.config.errors",
+    "LAMB": "offloadtrain.optim",
     "Lion": "offloadtrain.optim",
     "ModelError": "offloadtrain.engine",
     "Muon": "offloadtrain.optim",
@@ -69,6 +71,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adagrad",
     "Adam",

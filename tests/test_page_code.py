@@ -188,8 +188,8 @@ def monitor(blocks: list[str]) -> None:
 
 
 def optimizers(blocks: list[str]) -> None:
-    lion, muon = blocks
-    for block, first in ((lion, ot.Lion), (muon, ot.Muon)):
+    lion, muon, lamb = blocks
+    for block, first in ((lion, ot.Lion), (muon, ot.Muon), (lamb, ot.LAMB)):
         given: Names = {"ot": ot, "model": llama()}
         run(block, given, **{"clip_norm=1.0": 'clip_norm=1.0, device="cpu"'})
         assert any(isinstance(rule, first) for rule in given["optimizer"]._rules)

@@ -17,6 +17,23 @@ PEERS = ("deepspeed", "torchao", "fsdp2")
 MODES = ("exact", "speculative", "delayed")
 STATES = ("split16", "int8", "fp32")
 SIZES = ("llama-3b", "llama-1.3b", "llama-7b", "gpt-13b")
+BERT = {
+    "num_layers": 24,
+    "d_model": 1024,
+    "num_heads": 16,
+    "vocab_size": 30528,
+    "mlp": "gelu",
+    "norm": "layernorm",
+    "positions": "learned",
+    "bias": True,
+    "tie_embeddings": True,
+    "max_seq_len": 512,
+    "objective": "mlm",
+}
+"""BERT-large as our encoder. DeepSpeed announced 64.4 and 52.7 Tflop/s on a V100, with kernels of
+its own, at these lengths and sequences (`benchmarks/calibration.json`)."""
+TOY_BERT = BERT | {"num_layers": 2, "d_model": 64, "num_heads": 4, "vocab_size": 257}
+BERT_SEQUENCES = {128: 140, 512: 20}
 _RECOMPUTE = 4 / 3
 _START_S = 30.0
 """Of a process that imports torch, takes a GPU and pins memory."""
@@ -142,8 +159,14 @@ def _steps() -> Iterator[tuple[str, tuple[Spec, ...]]]:
     yield "13b", (_thirteen(),)
     streamed = {"state": "int8", "working": "host", "activation": "offload"}
     yield "13b", (_thirteen(micro_batch=16, options=streamed),)
+    for seq_len, micro_batch in BERT_SEQUENCES.items():
+        yield "bert", (_bert(seq_len=seq_len, micro_batch=micro_batch),)
     for spec in _grid():
         yield "grid", (spec,)
+
+
+def _bert(**keys: int) -> Spec:
+    return Spec(size="bert-large", custom=BERT, recompute=False, warm=2, steps=5, **keys)  # type: ignore[arg-type]
 
 
 def _resident(spec: Spec) -> Spec:
@@ -191,5 +214,6 @@ def _toy_steps() -> Iterator[tuple[str, tuple[Spec, ...]]]:
     exact = replace(base, options={"state": "split16"})
     yield "modes", (replace(base, options=speculative), exact)
     yield "13b", (replace(base, grad_accum_steps=2, options={"state": "int8"}),)
+    yield "bert", (replace(_bert(seq_len=32, micro_batch=2), custom=TOY_BERT),)
     for spec in [spec for spec in _grid() if spec.size == SIZES[0]][:3]:
         yield "grid", (replace(spec, size="debug", seq_len=32, micro_batch=2, gpu_memory=0),)

@@ -333,7 +333,22 @@ def _of_several_sections(config: Config) -> Iterator[str]:
         yield (
             f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = {train.steps}"
         )
+    if config.hf is None and not model.is_causal:
+        yield from _of_an_encoder(config)
     if data.seq_len > model.max_seq_len:
         yield (
             f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = {model.max_seq_len}"
+        )
+
+
+def _of_an_encoder(config: Config) -> Iterator[str]:
+    if config.data.packing == "padded":
+        yield (
+            'data.packing = "padded" does not go with model.objective = "mlm", whose attention to '
+            'both sides would see what pads; use "isolated", which packs documents without padding'
+        )
+    if config.train.sample_tokens:
+        yield (
+            f"train.sample_tokens = {config.train.sample_tokens} must be 0 with model.objective = "
+            '"mlm": an encoder continues no text'
         )

@@ -1,4 +1,4 @@
-"""Model shapes: the numbers that define a decoder-only transformer, and the named sizes.
+"""Model shapes: the numbers that define a transformer, and the named sizes.
 
 Standard library only, so that the configuration and the planner can read shapes without torch.
 `offloadtrain.model.transformer` builds the module that a shape describes.
@@ -14,6 +14,7 @@ from typing import Literal, get_args
 Positions = Literal["rotary", "learned"]
 Norm = Literal["rmsnorm", "layernorm"]
 Mlp = Literal["swiglu", "gelu"]
+Objective = Literal["causal", "mlm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class ModelShape:
         dropout: probability, after the embedding, in attention and on both residual branches.
         rope_theta: base of the rotary angles.
         norm_eps: added to the variance.
+        objective: "causal": attention to earlier tokens, and each token is predicted from those;
+            "mlm": an encoder: attention to both sides, and hidden tokens are predicted from all
+            others (masked language modelling). The last row of the embedding is the mask token.
     """
 
     vocab_size: int
@@ -63,6 +67,16 @@ class ModelShape:
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    objective: Objective = "causal"
+
+    @property
+    def is_causal(self) -> bool:
+        return self.objective == "causal"
+
+    @property
+    def mask_token(self) -> int:
+        """Stands for a hidden token: above every token of the data."""
+        return self.vocab_size - 1
 
     @property
     def head_dim(self) -> int:
@@ -117,7 +131,7 @@ def _range_problems(shape: ModelShape) -> list[str]:
 
 
 def _choice_problems(shape: ModelShape) -> list[str]:
-    choices = {"positions": Positions, "norm": Norm, "mlp": Mlp}
+    choices = {"positions": Positions, "norm": Norm, "mlp": Mlp, "objective": Objective}
     return [
         f"{key} = {getattr(shape, key)!r} is not one of {', '.join(get_args(choice))}"
         for key, choice in choices.items()

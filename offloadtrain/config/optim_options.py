@@ -17,10 +17,11 @@ class OptimConfig:
     Attributes:
         name: of the update rule.
         lr: at its highest; under muon, of its matrices.
-        betas: of adamw, adam and lion; under muon, of its adamw.
-        eps: of adamw, adam and adagrad; under muon, of its adamw.
+        betas: of adamw, adam, lion and lamb; under muon, of its adamw.
+        eps: of adamw, adam, adagrad and lamb, whose authors use 1e-6; under muon, of its adamw.
         momentum, dampening, nesterov: of sgd, which keeps a buffer unless `momentum` is 0.
         lr_decay: of adagrad: step t uses lr / (1 + (t - 1) * lr_decay), on top of the schedule.
+        max_norm: of lamb: bounds the norm of a tensor in its trust ratio; 0: no bound.
         muon_momentum: of muon; nesterov's, always.
         adjust_lr: of muon: "original": lr times sqrt(max(1, rows / columns)); "match_rms_adamw": lr
             times 0.2 * sqrt(max(rows, columns)).
@@ -33,7 +34,7 @@ class OptimConfig:
         min_lr_ratio: where the schedule ends, as a share of `lr`.
     """
 
-    name: Literal["adamw", "adam", "lion", "sgd", "adagrad", "muon"] = "adamw"
+    name: Literal["adamw", "adam", "lion", "sgd", "adagrad", "lamb", "muon"] = "adamw"
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -41,6 +42,7 @@ class OptimConfig:
     dampening: float = 0.0
     nesterov: bool = False
     lr_decay: float = 0.0
+    max_norm: float = 0.0
     muon_momentum: float = 0.95
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
     adamw_lr: float = 3e-4
@@ -52,12 +54,13 @@ class OptimConfig:
 
 
 _KEYS_OF_RULES = {
-    "betas": ("adamw", "adam", "lion", "muon"),
-    "eps": ("adamw", "adam", "adagrad", "muon"),
+    "betas": ("adamw", "adam", "lion", "lamb", "muon"),
+    "eps": ("adamw", "adam", "adagrad", "lamb", "muon"),
     "momentum": ("sgd",),
     "dampening": ("sgd",),
     "nesterov": ("sgd",),
     "lr_decay": ("adagrad",),
+    "max_norm": ("lamb",),
     "muon_momentum": ("muon",),
     "adjust_lr": ("muon",),
     "adamw_lr": ("muon",),

@@ -58,6 +58,7 @@ RULES: dict[str, _Rule] = {
     "optim.momentum": _NOT_NEGATIVE,
     "optim.dampening": ((lambda value: value <= 1), "at most 1"),
     "optim.lr_decay": _NOT_NEGATIVE,
+    "optim.max_norm": _NOT_NEGATIVE,
     "optim.muon_momentum": _SHARE,
     "optim.adamw_lr": _POSITIVE,
     "optim.weight_decay": _NOT_NEGATIVE,

@@ -22,6 +22,9 @@ A token is not counted by the loss if the file's mask says so, if it pads, or if
 may be seen. Its target is then IGNORED. Batches hold different numbers of counted tokens, so the
 loss of a step has to be divided by the number in all its batches, on all ranks: `counted` tells it
 before the first of them is taken, without communication, as every rank knows every sample.
+
+With `masking` a target is not the next token but the one that stood at its own place, and only the
+chosen places count. Then "padded" is of no use: attention to both sides would see what pads.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.data_options import IGNORED, Packing
+from offloadtrain.data.masking import CHOSEN, Masking
 from offloadtrain.data.permutation import Permutation
 from offloadtrain.data.tokens import DataError, TokenFile
 
@@ -51,7 +55,8 @@ class Batch(NamedTuple):
     """Windows: all int64 on the CPU, (B, T), contiguous.
 
     Attributes:
-        targets_BT: the token after each, or IGNORED.
+        targets_BT: the token after each, or with masking the one that is predicted in its place; or
+            IGNORED.
         positions_BT: the place of each token in its document, from 0 where the document or the
             window begins; None: attention is over the whole window.
     """
@@ -80,6 +85,7 @@ class Batches:
         rank: int = 0,
         world: int = 1,
         shuffle: bool = True,
+        masking: Masking | None = None,
     ) -> None:
         """Start at sample 0.
 
@@ -91,12 +97,16 @@ class Batches:
             shuffle: False, for evaluation, leaves out seed and offset: each epoch is the same and
                 visits the windows in even strides over the whole file, so that the first few
                 batches are a fair sample of it.
+            masking: hides tokens, to be predicted from all others; None: each is predicted from
+                those before it. Not with "padded".
 
         Raises:
             DataError: the file is shorter than one window, or lacks what `packing` needs.
         """
         if batch < 1 or seq_len < 1 or not 0 <= rank < world:
             raise ValueError(f"batch={batch}, seq_len={seq_len}, rank={rank}, world={world}")
+        if packing == "padded" and masking is not None:
+            raise ValueError("packing = 'padded' and masking: what pads would be seen")
         if packing != "padded" and len(tokens) < seq_len + 1:
             raise DataError(
                 f"{tokens.path} holds {len(tokens)} tokens, less than one window of "
@@ -104,13 +114,14 @@ class Batches:
             )
         self._tokens, self._batch, self._seq_len, self._seed = tokens, batch, seq_len, seed
         self._rank, self._world, self._packing = rank, world, packing
+        self._masking = masking
         self._ends = None if packing == "stream" else tokens.document_ends()
         self._grid: _Shuffled | _Spread | _Documents
         if packing == "padded":
             self._grid = _Documents(len(tokens.document_ends()), shuffle)
         else:
             self._grid = (_Shuffled if shuffle else _Spread)(len(tokens), seq_len)
-        self.all_count = packing == "stream" and tokens.counted is None
+        self.all_count = packing == "stream" and tokens.counted is None and masking is None
         self._position = 0
 
     @property
@@ -144,16 +155,19 @@ class Batches:
         samples = position + self._rank + self._world * np.arange(self._batch)
         index_BS = self._indices(samples)
         window_BS = self._tokens.tokens[index_BS].astype(np.int64)
-        targets_BT = window_BS[:, 1:].copy()
-        if not self.all_count:
-            targets_BT[~self._counted(index_BS)] = IGNORED
+        tokens_BT, targets_BT = window_BS[:, :-1].copy(), window_BS[:, 1:].copy()
+        if self._masking is not None:
+            chosen_BT, targets_BT = self._counted(index_BS, samples), tokens_BT.copy()
+            hidden_BT = self._masking.hidden(tokens_BT, self._seed, samples)
+            tokens_BT[chosen_BT], targets_BT[~chosen_BT] = hidden_BT[chosen_BT], IGNORED
+        elif not self.all_count:
+            targets_BT[~self._counted(index_BS, samples)] = IGNORED
         positions_BT = None
         if self._packing == "isolated":
             index_BT = index_BS[:, :-1]
             begins_BT = np.maximum(self._begins(index_BT), index_BT[:, :1])
             positions_BT = torch.from_numpy(index_BT - begins_BT)
-        tokens_BT = torch.from_numpy(window_BS)[:, :-1].contiguous()
-        return Batch(tokens_BT, torch.from_numpy(targets_BT), positions_BT)
+        return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT), positions_BT)
 
     def counted(self, calls: int) -> int:
         """Return how many targets the next `calls` calls of all ranks count together."""
@@ -162,7 +176,7 @@ class Batches:
             return total * self._seq_len
         samples = self._position + np.arange(total)
         pieces = np.array_split(samples, -(-total * self._seq_len // _COUNTED_AT_ONCE))
-        return sum(int(self._counted(self._indices(piece)).sum()) for piece in pieces)
+        return sum(int(self._counted(self._indices(piece), piece).sum()) for piece in pieces)
 
     def _indices(self, samples: Indices) -> Indices:
         """Return where in the file each token of each window is, (N, S). What pads a document has
@@ -175,8 +189,10 @@ class Batches:
         index_NS = begins_N[:, None] + np.arange(self._seq_len + 1)
         return np.minimum(index_NS, self._ends[starts_N][:, None] - 1)
 
-    def _counted(self, index_NS: Indices) -> Mask:
-        """Return which targets the loss counts, (N, T)."""
+    def _counted(self, index_NS: Indices, samples: Indices) -> Mask:
+        """Return which targets of these samples the loss counts, (N, T)."""
+        if self._masking is not None:
+            return self._chosen(self._masking, index_NS[:, :-1], samples)
         index_NT = index_NS[:, 1:]
         counted_NT = np.ones(index_NT.shape, dtype=bool)
         if self._tokens.counted is not None:
@@ -186,6 +202,13 @@ class Batches:
         elif self._packing == "isolated":
             counted_NT &= index_NT > self._begins(index_NT)
         return counted_NT
+
+    def _chosen(self, masking: Masking, index_NT: Indices, samples: Indices) -> Mask:
+        """Return which tokens are hidden, (N, T): none that the file's mask leaves out."""
+        chosen_NT = masking.chosen(self._seed, samples, self._seq_len)
+        if self._tokens.counted is not None:
+            chosen_NT &= self._tokens.counted[index_NT].astype(bool)
+        return chosen_NT
 
     def _begins(self, index_NT: Indices) -> Indices:
         """Return where the document of each token begins."""
@@ -231,7 +254,8 @@ class Batches:
 
     def _identity(self) -> dict[str, Any]:
         header = self._tokens.header
-        return {
+        masked = {"masked": CHOSEN} if self._masking is not None else {}
+        return masked | {
             "tokens": header.count,
             "content": header.content,
             "seq_len": self._seq_len,

@@ -52,13 +52,13 @@ class Permutation:
         low, high = x & low_mask, x >> self._low_bits
         for turn, key in enumerate(self._keys):
             if turn % 2:
-                high = high ^ (_mix(low, key) & high_mask)
+                high = high ^ (mix(low, key) & high_mask)
             else:
-                low = low ^ (_mix(high, key) & low_mask)
+                low = low ^ (mix(high, key) & low_mask)
         return (high << self._low_bits) | low
 
 
-def _mix(x: UInt64s, key: np.uint64) -> UInt64s:
+def mix(x: UInt64s, key: np.uint64 | UInt64s) -> UInt64s:
     """Hash to 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     x = x ^ key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -100,7 +100,7 @@ def offload(
     Args:
         model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
             with `param_init_fn`: then a full copy of the model never exists.
-        rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad`, `Muon` or your own
+        rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad`, `LAMB`, `Muon` or your own
             (docs/extending.md); default AdamW().
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.

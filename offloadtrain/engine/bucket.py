@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.local_part import LocalPart, is_distributed, local
-from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
@@ -238,20 +238,22 @@ def pack(
     rule: AnyRule | None = None,
 ) -> Bucket:
     """Lay parameters out one after the other, each aligned, and divide the whole into shards;
-    matrices that are updated whole, so that none is divided.
+    those that the rule needs whole, so that none is divided.
 
     Args:
         state: the format of 16-bit buckets.
         rule: the one that updates them; None for frozen ones.
     """
     given = list(params)
-    sizes, whole = [local(param).numel() for _, param in given], isinstance(rule, MatrixRule)
-    offsets, numel = placed(sizes, ranks.size) if whole else _in_order(sizes, ranks.size)
+    sizes = [local(param).numel() for _, param in given]
+    lay_out = placed if keeps_whole(rule) else _in_order
+    offsets, numel = lay_out(sizes, ranks.size)
     slots = [
         Slot.of(full_name, p, order[p], at)
         for at, (full_name, p) in sorted(zip(offsets, given, strict=True), key=lambda one: one[0])
     ]
-    matrices = [MatrixSpec(slot.offset, *slot.shape) for slot in slots] if whole else []
+    of_matrices = isinstance(rule, MatrixRule)
+    matrices = [MatrixSpec(slot.offset, *slot.shape) for slot in slots] if of_matrices else []
     spec = BucketSpec(
         name,
         numel,
@@ -261,6 +263,7 @@ def pack(
         ranks.size,
         () if rule is None else rule.moments,
         tuple(matrices),
+        keeps_whole(rule) and not of_matrices,
     )
     return Bucket(spec, group, dtype, tuple(slots), *ranks.shard(numel))
 

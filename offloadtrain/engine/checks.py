@@ -16,7 +16,7 @@ from torch import nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import is_distributed, local
-from offloadtrain.optim import AnyRule, MatrixRule, Rule
+from offloadtrain.optim import AnyRule, MatrixRule, Rule, keeps_whole
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.formats import FORMATS
 
@@ -31,7 +31,8 @@ class ModelError(OffloadTrainError):
 
 
 _RULES = (
-    "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad, ot.Muon and your own "
+    "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad, ot.LAMB, ot.Muon "
+    "and your own "
     "(docs/extending.md)"
 )
 _OF_A_RULE = (
@@ -204,9 +205,9 @@ def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks) -> None:
                 "whose axis 'tp' is that of parallelize_module. Shards of data parallelism are the "
                 "engine's own (zero_stage): do not wrap the model in FSDP"
             )
-        if isinstance(rule, MatrixRule):
+        if keeps_whole(rule):
             raise ModelError(
-                f"parameter '{name}' is a part of a matrix, and {type(rule).__name__} updates "
+                f"parameter '{name}' is a part of a tensor, and {type(rule).__name__} updates "
                 "whole ones: use ot.AdamW"
             )
 

@@ -77,6 +77,12 @@ def class_name(shape: ModelShape) -> str:
     Raises:
         NoClassError: naming what no class has.
     """
+    if not shape.is_causal:
+        raise NoClassError(
+            'no class of transformers is an encoder as model.objective = "mlm" trains: theirs '
+            "normalise behind each branch or have other parts. offloadtrain convert RUN OUT "
+            "--to torch writes the weights of a run under adamw or adam by their own names"
+        )
     parts = f"{shape.positions} positions with {shape.norm} and {shape.mlp}"
     name = _CLASSES.get((shape.positions, shape.norm, shape.mlp))
     if shape.num_experts:

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import ConfigError
 from offloadtrain.model.generate import generate
 from offloadtrain.model.transformer import Transformer
 
@@ -84,6 +85,16 @@ class OwnModel:
         return cast(Tensor, found)
 
     def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
+        """See `LanguageModel.generate`.
+
+        Raises:
+            ConfigError: it is an encoder.
+        """
+        if not self.module.shape.is_causal:
+            raise ConfigError(
+                'a model with model.objective = "mlm" predicts hidden tokens from both sides, and '
+                "continues no text: offloadtrain eval measures it"
+            )
         return generate(
             self.module,
             tokens_BT,

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2 and Llama shapes from one `ModelShape`.
+"""A transformer, decoder or encoder: GPT-2 and Llama shapes from one `ModelShape`.
 
 Shape suffixes: B batch, T time, D d_model, V vocab_size, F ff_width, N query heads,
 K key/value heads, H head_dim, P = H/2 rotary pairs.
@@ -78,8 +78,8 @@ class Transformer(nn.Module):
         Args:
             tokens_BT: int64, T at most `shape.max_seq_len`; of a later stage of a pipeline, the
                 stage before it's output, (B, T, D).
-            targets_BT: int64, the token that follows each of `tokens_BT`; with a divisor,
-                `loss.IGNORED` where the loss does not count it.
+            targets_BT: int64, the token that follows each of `tokens_BT`, or with objective "mlm"
+                stood in its place; with a divisor, `loss.IGNORED` where the loss does not count it.
             positions_BT: int64, the place of each token in its document; a document begins where it
                 is 0, and attention does not cross that. Default: each row is one document.
             divisor: of the sum of losses; default: B · T, so that the loss is the mean.
@@ -95,7 +95,11 @@ class Transformer(nn.Module):
         rotary: Rotary | None = None
         if self.shape.positions == "rotary":
             rotary = self.positions(seq_len, positions_BT)
-        bias = None if positions_BT is None else document_bias(positions_BT, x_BTD.dtype)
+        bias = (
+            None
+            if positions_BT is None
+            else document_bias(positions_BT, x_BTD.dtype, causal=self.shape.is_causal)
+        )
         balances: list[Tensor] = []
         for block in self.blocks:
             found = block(x_BTD, rotary, bias)
@@ -209,7 +213,8 @@ class TransformerBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; N / K query heads share one key/value head (arXiv:2305.13245).
+    """Attention, causal or to both sides; N / K query heads share one key/value head
+    (arXiv:2305.13245).
 
     One matrix holds the rows of queries, keys and values, in this order.
     """
@@ -218,7 +223,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.kv_heads = shape.num_heads, shape.kv_heads
         self.head_dim = shape.head_dim
-        self.dropout = shape.dropout
+        self.dropout, self.causal = shape.dropout, shape.is_causal
         width = (self.num_heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(shape.d_model, width, bias=shape.bias)
         self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
@@ -237,21 +242,23 @@ class Attention(nn.Module):
             v_BKTH,
             attn_mask=bias_B1TT,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=bias_B1TT is None,
+            is_causal=self.causal and bias_B1TT is None,
             enable_gqa=self.kv_heads != self.num_heads,
         )
         return cast(Tensor, self.out(mixed_BNTH.transpose(1, 2).flatten(2)))
 
 
-def document_bias(positions_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores of causal attention within documents, (B, 1, T, T): 0
-    where a token sees another, else -inf.
+def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
+    """Return what is added to the scores of attention within documents, (B, 1, T, T): 0 where a
+    token sees another, else -inf.
 
     Made once and shared by all layers: as a boolean mask, each would keep a converted copy for
     backward.
     """
     document_BT = (positions_BT == 0).cumsum(1)
-    seen_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    seen_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    if causal:
+        seen_BTT = seen_BTT.tril()
     bias_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=positions_BT.device)
     return bias_BTT.masked_fill_(~seen_BTT, float("-inf"))[:, None]
 

@@ -8,15 +8,25 @@ Start at `rule.UpdateRule`; `kernel_rule.KernelRule` has what those that ship sh
 
 from offloadtrain.optim.adagrad import Adagrad
 from offloadtrain.optim.adam import Adam, AdamW
+from offloadtrain.optim.lamb import LAMB
 from offloadtrain.optim.lion import Lion
 from offloadtrain.optim.loss_scaler import LossScaleError, LossScaler
 from offloadtrain.optim.muon import Muon
-from offloadtrain.optim.rule import AnyRule, ElementwiseRule, MatrixRule, Rule, UpdateRule, rule_of
+from offloadtrain.optim.rule import (
+    AnyRule,
+    ElementwiseRule,
+    MatrixRule,
+    Rule,
+    UpdateRule,
+    keeps_whole,
+    rule_of,
+)
 from offloadtrain.optim.sgd import SGD
 from offloadtrain.runtime.kernels import Draw, RegisteredFormat, StateCodec, register_state_format
 from offloadtrain.step.formats import Field, StateFormat
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adagrad",
     "Adam",
@@ -35,6 +45,7 @@ __all__ = [
     "StateCodec",
     "StateFormat",
     "UpdateRule",
+    "keeps_whole",
     "register_state_format",
     "rule_of",
 ]

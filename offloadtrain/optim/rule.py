@@ -202,6 +202,12 @@ def rule_of(rule: AnyRule, group: Mapping[str, Any]) -> AnyRule:
     return rule
 
 
+def keeps_whole(rule: AnyRule | None) -> bool:
+    """Tell whether the rule needs every parameter whole, in the shard of one rank: a `MatrixRule`,
+    or an `UpdateRule` with `whole_tensors = True`."""
+    return isinstance(rule, MatrixRule) or getattr(rule, "whole_tensors", False)
+
+
 class ElementwiseRule(CodecRule, ABC):
     """A rule in plain torch: what a frozen dataclass of hyperparameters needs beside `moments` and
     `update_fp32`. Any state format.

@@ -26,6 +26,7 @@ _MOMENTS = {
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "adagrad": ("sum",),
+    "lamb": ADAM_MOMENTS,
     "muon": ("momentum_buffer",),
 }
 
@@ -193,8 +194,10 @@ def _bucket(
     """`whole`: of matrices that are updated as such."""
     numels = [prod(param.sizes) for param in params]
     numel, matrices = padded(numels, ranks), []
-    if whole:
+    of_lamb = config.optim.name == "lamb" and params[0].trained
+    if whole or of_lamb:
         offsets, numel = placed(numels, ranks)
+    if whole:
         matrices = [MatrixSpec(at, *one.sizes) for at, one in zip(offsets, params, strict=True)]
     return BucketSpec(
         name,
@@ -205,6 +208,7 @@ def _bucket(
         ranks,
         _moments(config.optim, params, whole=whole),
         tuple(sorted(matrices)),
+        of_lamb,
     )
 
 

@@ -172,7 +172,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         stage=stage,
         offload=False,
         recompute=job.offload.activation != "keep",
-        kernels=KERNELS,
+        kernels=replace(KERNELS, causal=job.model.is_causal),
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
     rate = tokens / step_times(run, machine, IDEAL).step
@@ -196,7 +196,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batches=micro_batches,
         stages=gpus,
         recompute=job.offload.activation != "keep",
-        kernels=KERNELS,
+        kernels=replace(KERNELS, causal=job.model.is_causal),
     )
     found = row(schedule, pipe, machine)
     needed = found.weights_bytes + found.state_bytes + found.activation_bytes

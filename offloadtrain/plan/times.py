@@ -199,6 +199,11 @@ CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
 which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
 by `tests/plan/test_state_share.py`."""
 
+MEASURED_BYTES = 60.0
+"""Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
+all but state and gradient, which come from memory. With them the ratio to AdamW's time is 3.6
+(`python -m benchmarks.lamb_speed` measures it)."""
+
 _NEWTON_SCHULZ_STEPS = 5
 """Those of Muon in a job."""
 
@@ -277,7 +282,8 @@ class Costs:
             how = self.machine, self._precision, KERNELS
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        where = self._tokens, self.machine, self._precision, KERNELS
+        kernels = replace(KERNELS, causal=model.is_causal)
+        where = self._tokens, self.machine, self._precision, kernels
         layer = block_seconds(model, seq_len, *where)
         head = head_seconds(model, *where) if self._has_head else Seconds(0.0, 0.0)
         again_s = again_seconds(model, seq_len, *where)
@@ -392,12 +398,15 @@ class Costs:
         rules than Adam, which was measured, by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         moved = self._traffic(Kind.ADAM, bucket)
+        moved += MEASURED_BYTES if bucket.whole_tensors else 0
         if measured and bucket.update_tier is Tier.HOST and not bucket.matrices:
             of_adam = bucket.format.traffic_per_param(
                 ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
             )
             return 1e9 * measured * (of_adam / moved) / self._sharers
-        if bucket.state_tier is Tier.DEVICE and bucket.moments != ADAM_MOMENTS:
+        if bucket.state_tier is Tier.DEVICE and (
+            bucket.moments != ADAM_MOMENTS or bucket.whole_tensors
+        ):
             moved = CODEC_BYTES.get(bucket.format.name, moved)
         return self._memory(bucket.update_tier) / moved
 
@@ -421,7 +430,10 @@ class Costs:
             case Kind.PUBLISH:
                 return 2 * weight
         if not bucket.matrices:
-            return bucket.format.traffic_per_param(bucket.moments, weight, gradient)
+            moved = bucket.format.traffic_per_param(bucket.moments, weight, gradient)
+            if bucket.whole_tensors:  # read once more, for the norms of tensors
+                moved += bucket.format.bytes_per_param(bucket.moments, weight) + gradient
+            return moved
         # Matrices: their moments and, in bf16, the direction; then masters and new weights.
         masters = bucket.format.bytes_per_param((), weight)
         if kind is Kind.DIRECTION:

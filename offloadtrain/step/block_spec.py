@@ -44,6 +44,8 @@ class BucketSpec:
         ranks: the number of ranks that share it.
         moments: the state that its update rule keeps besides the master weights.
         matrices: of a rule that needs them whole; each in the shard of one rank.
+        whole_tensors: of a rule that measures each tensor before it updates it; each in the shard
+            of one rank.
         state_tier: where the state lies.
         gradient_on_disk: the gradient is in a file, and on the host only while a slot holds it.
     """
@@ -56,6 +58,7 @@ class BucketSpec:
     ranks: int = 1
     moments: tuple[str, ...] = ()
     matrices: tuple[MatrixSpec, ...] = ()
+    whole_tensors: bool = False
     state_tier: Tier = Tier.HOST
     gradient_on_disk: bool = False
 

@@ -28,7 +28,7 @@ from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.token_files import check_tokenizers, open_on_ranks
+from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
 from offloadtrain.train.update_rules import decay_groups, update_rule
 
@@ -121,6 +121,7 @@ def assemble(
             seed=config.train.seed,
             rank=mesh.replicas.rank,
             world=mesh.replicas.size,
+            masking=masking_of(job, train_tokens),
         ),
         train_tokens=train_tokens,
         val_tokens=val_tokens,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
+from offloadtrain.data.masking import Masking
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.source import HUB, PYTHON_STDLIB
 from offloadtrain.data.tokenizer import tokenizer
@@ -81,11 +82,30 @@ def open_tokens(
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
 
 
+def masking_of(config: Config, tokens: TokenFile) -> Masking | None:
+    """Return what hides tokens of a file in a job of an encoder; None: a decoder."""
+    if config.hf is not None or config.model.is_causal:
+        return None
+    return Masking(config.model.mask_token, tokens.header.vocab_size)
+
+
 def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
+    if config.hf is None and not config.model.is_causal:
+        _check_mask_token(config, tokens)
     if tokens.header.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
             f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
+        )
+
+
+def _check_mask_token(config: Config, tokens: TokenFile) -> None:
+    if tokens.header.vocab_size > config.model.mask_token:
+        raise ConfigError(
+            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
+            f"model.vocab_size = {config.model.vocab_size} must be at least "
+            f'{tokens.header.vocab_size + 1}: with model.objective = "mlm" its last row is the '
+            "mask token"
         )
 
 

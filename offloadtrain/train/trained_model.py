@@ -20,6 +20,7 @@ from offloadtrain.integrations import causal_lm
 from offloadtrain.model.language_model import LanguageModel, Sampling
 from offloadtrain.train.losses import loss_of, to_device
 from offloadtrain.train.saved_run import SavedRun, is_run, language_model, open_saved
+from offloadtrain.train.token_files import masking_of
 
 SEQ_LEN_MOST = 1024
 """Tokens per sequence in the evaluation of a folder, which names no length that it was trained
@@ -187,7 +188,14 @@ def evaluate(
     tokens, model = TokenFile(data), trained.model
     _check(trained, tokens, seq_len)
     verify(tokens)
-    batches = Batches(tokens, batch=batch, seq_len=seq_len, packing=trained.packing, shuffle=False)
+    batches = Batches(
+        tokens,
+        batch=batch,
+        seq_len=seq_len,
+        packing=trained.packing,
+        shuffle=False,
+        masking=None if trained.saved is None else masking_of(trained.saved.job, tokens),
+    )
     wanted = min(batches.windows, -(-most_tokens // seq_len) or batches.windows)
     width = seq_len * tokens.tokens.itemsize
     total, counted, done = 0.0, 0, 0

@@ -43,6 +43,7 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.token_files import masking_of
 
 if TYPE_CHECKING:
     from offloadtrain.train.pipelined import PipelinedModel
@@ -313,6 +314,7 @@ class Trainer:
             rank=ranks.rank,
             world=ranks.size,
             shuffle=False,
+            masking=masking_of(self.config, self.val_tokens),
         )
         count = self._local.train.eval_batches
         count = max(1, min(count, batches.windows // (batch * ranks.size)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +28,14 @@ def update_rule(config: Config) -> optim.AnyRule:
             momentum=chosen.muon_momentum,
             adjust_lr_fn=chosen.adjust_lr,
             rest=rest,
+        )
+    if chosen.name == "lamb":
+        return optim.LAMB(
+            lr=chosen.lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+            max_norm=chosen.max_norm or math.inf,
         )
     rule: type[Any] = _RULES[chosen.name]
     made: optim.UpdateRule = rule(

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadtrain.config import job as jobs
+from offloadtrain.config.data_options import Packing
 from offloadtrain.config.job import (
     OFFLOAD,
     Config,
@@ -157,7 +158,10 @@ BAD_VALUES = [
         "optim.schedule = 'cosin' must be one of cosine, linear, constant; did you mean cosine?",
     ),
     ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
-    ("optim.name=lamb", "optim.name = 'lamb' must be one of adamw, adam, lion, sgd, adagrad, muon"),
+    (
+        "optim.name=shampoo",
+        "optim.name = 'shampoo' must be one of adamw, adam, lion, sgd, adagrad, lamb, muon",
+    ),
     (
         "offload.state=int4",
         "offload.state = 'int4' is not one of 'fp32', 'split16', 'int8'; did you mean int8?",
@@ -552,6 +556,7 @@ _USED = {
     "lion": {"betas"},
     "sgd": {"momentum", "dampening"},
     "adagrad": {"eps", "lr_decay"},
+    "lamb": {"betas", "eps", "max_norm"},
     "muon": {"betas", "eps", "muon_momentum", "adjust_lr", "adamw_lr"},
 }
 
@@ -607,6 +612,10 @@ def _configs(draw: st.DrawFn) -> Config:
         "partition_activations": st.just(False),
     }
     chunked = draw(st.booleans())
+    packing = draw(st.sampled_from(get_args(Packing)))
+    samples = draw(st.integers(0, 3))
+    of_encoders = ("mlm",) if packing != "padded" and not samples else ()
+    data["packing"] = st.just(packing)
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -619,6 +628,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 max_seq_len=st.integers(seq_len, 10**5),
                 num_experts=st.sampled_from((0, 2, 8)),
                 experts_per_token=st.integers(1, 2),
+                objective=st.sampled_from(("causal", *of_encoders)),
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
@@ -647,6 +657,8 @@ def _configs(draw: st.DrawFn) -> Config:
                 chunked_loss=st.just(chunked),
                 label_smoothing=st.floats(0, 0.99) if chunked else st.just(0.0),
                 z_loss=st.floats(0, 10) if chunked else st.just(0.0),
+                sample_tokens=st.just(samples),
+                sample_prompt=_PATHS | _NONE if samples else _NONE,
             )
         ),
     )

@@ -203,16 +203,18 @@ def without_mesh() -> str:
     return told(lambda: ot.offload(model, device="cpu", process_group=group))
 
 
-def with_muon() -> str:
+def with_rule(rule: Any) -> str:
     model, mesh = Llama(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for layer in model.layers:
         parallelize_module(layer, mesh, plan())
-    return told(lambda: ot.offload(model, ot.Muon(), device="cpu", mesh=mesh))
+    return told(lambda: ot.offload(model, rule, device="cpu", mesh=mesh))
 
 
 @pytest.mark.slow
 def test_parts_without_their_mesh_are_refused(ranks: Run) -> None:
     for said in ranks(2, without_mesh):
         assert "'layers.0.attention.q.weight' is a DTensor on 2 ranks, and 1 hold" in said, said
-    for said in ranks(2, with_muon):
-        assert "is a part of a matrix, and Muon updates whole ones" in said, said
+    for rule in (ot.Muon(), ot.LAMB()):
+        for said in ranks(2, with_rule, rule):
+            expected = f"is a part of a tensor, and {type(rule).__name__} updates whole ones"
+            assert expected in said, said

@@ -215,6 +215,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
     ),
     kept=st.sampled_from([[], ["*norm*"], ["blocks.*"], ["*"]]),
     decay=st.sampled_from(["matrices", "all"]),
+    rule=st.sampled_from(["adamw", "lamb"]),
     accum=st.integers(1, 2),
     ranks=st.sampled_from([1, 2, 3, 8]),
 )
@@ -223,6 +224,7 @@ def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
     options: dict[str, Any],
     kept: list[str],
     decay: str,
+    rule: str,
     accum: int,
     ranks: int,
 ) -> None:
@@ -231,7 +233,7 @@ def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
         options["zero_stage"] = 3
     keys = {f"offload__{key}": value for key, value in options.items()}
     keys |= {"train__grad_accum_steps": accum * ranks, "device__kind": "auto"}
-    config = job(shape, optim__decay=decay, **keys)
+    config = job(shape, optim__decay=decay, optim__name=rule, **keys)
     config = replace(config, offload=replace(config.offload, keep_fp32=tuple(kept)))
     plan = make(config, "h100", find("h100")[1], ranks)
     ledger = laid_out(plan)

@@ -485,6 +485,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sgd": {"optim__name": "sgd", "optim__momentum": 0.0},
     "momentum": {"optim__name": "sgd", "offload__state": "int8"},
     "adagrad": {"optim__name": "adagrad"},
+    "lamb": {"optim__name": "lamb"},
     "muon": {"optim__name": "muon"},
     "muon, all decay": {"optim__name": "muon", "optim__decay": "all", "offload__zero_stage": 3},
 }
@@ -675,3 +676,14 @@ def test_layers_that_are_alike_are_extrapolated_exactly(
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-6)
     assert found.busy_s == pytest.approx(exact.busy_s) and found.exposed_s.keys() <= {*exact.busy_s}
     assert found.exposed == pytest.approx(exact.exposed, rel=1e-6)
+
+
+def test_an_encoder_computes_all_scores_and_holds_the_same() -> None:
+    """Flash attention of a decoder skips half of the scores."""
+    job = small()
+    decoder, encoder = (
+        planned(replace(job, model=replace(job.model, objective=one))) for one in ("causal", "mlm")
+    )
+    assert (encoder.device, encoder.host) == (decoder.device, decoder.host)
+    busy = [plan.prediction.busy_s["compute"] for plan in (decoder, encoder)]
+    assert busy[0] < busy[1] < 2 * busy[0]

@@ -111,6 +111,7 @@ __all__ = [
     "first_touch",
     "master_of",
     "native_lane",
+    "pieces",
     "place",
     "read_master",
     "register_state_format",

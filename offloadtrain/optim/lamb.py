@@ -1,0 +1,153 @@
+"""LAMB on the host: AdamW whose rate is scaled for each parameter tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from offloadtrain.optim.adam import Adam
+from offloadtrain.optim.kernel_rule import KernelRule
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import Layout
+from offloadtrain.step.formats import StateFormat
+
+_PIECE = 1 << 18
+"""Elements whose direction is tried at once, in the cache; whole segments of the norm and blocks of
+the formats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LAMB(Adam):
+    """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2), with Adam's bias correction.
+
+    The direction r of a tensor w is Adam's, plus `weight_decay` times w. Its rate is lr times the
+    trust ratio min(|w|, max_norm) / |r|, which is 1 where either norm is 0. The step is AdamW's at
+    that rate, to the bit.
+
+    Attributes:
+        lr: step size relative to a tensor's norm, > 0.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment, > 0.
+        weight_decay: of the direction, >= 0.
+        max_norm: bounds the norm of a tensor in its trust ratio, > 0; infinity: no bound.
+    """
+
+    eps: float = 1e-6
+    weight_decay: float = 1e-2
+    max_norm: float = math.inf
+
+    decoupled: ClassVar[bool] = True
+    whole_tensors: ClassVar[bool] = True
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super(LAMB, self).check(group)
+        if not group["max_norm"] > 0.0:
+            raise ValueError(f"max_norm = {group['max_norm']} is not a number above 0")
+
+    def calls_only_kernels(self, format: StateFormat) -> bool:
+        """False: the rate of a tensor is known when its norms have been measured."""
+        return False
+
+    def update(
+        self,
+        format: StateFormat,
+        state: tuple[Tensor, ...],
+        grad: Tensor,
+        working: Tensor | None,
+        layout: Layout,
+        *,
+        group: Mapping[str, Any],
+        step: int,
+        grad_scale: float,
+        seed: int,
+        out: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        """See `UpdateRule.update`; each parameter of the layout is whole."""
+        fields, end = format.fields(self.moments), 0
+        measured = _Measured(self, format, state, min(_PIECE, grad.numel()))
+        given: dict[str, Any] = {"step": step, "grad_scale": grad_scale, "seed": seed}
+        for offset, numel, id, _ in layout.rows():
+            lo, hi = offset, offset + numel
+            own = kernels.cut(fields, state, lo, hi)
+            ratio = measured.trust_ratio(own, grad[lo:hi], id, group, given)
+            super(LAMB, self).update(
+                format,
+                own,
+                grad[lo:hi],
+                None if working is None else working[lo:hi],
+                Layout.of_one(numel, id),
+                group={**group, "lr": group["lr"] * ratio},
+                out=None if out is None else kernels.cut(fields, out, lo, hi),
+                **given,
+            )
+            if working is not None:
+                working[end:lo].zero_()  # what is no parameter's
+            end = hi
+        if working is not None:
+            working[end:].zero_()
+
+
+class _Measured:
+    """Memory in which directions are tried, a piece of a tensor at a time."""
+
+    def __init__(
+        self, rule: LAMB, format: StateFormat, state: tuple[Tensor, ...], numel: int
+    ) -> None:
+        """`numel`: elements of the largest piece."""
+        self._rule, self._format, self._fields = rule, format, format.fields(rule.moments)
+        self._state = tuple(map(torch.empty_like, kernels.cut(self._fields, state, 0, numel)))
+        self._values = torch.empty(3, numel, device=state[0].device)
+
+    def trust_ratio(
+        self,
+        state: tuple[Tensor, ...],
+        grad: Tensor,
+        id: int,
+        group: Mapping[str, Any],
+        given: Mapping[str, Any],
+    ) -> float:
+        """Return that of one parameter, whose state stays.
+
+        Args:
+            given: step, grad_scale and seed, see `UpdateRule.update`.
+        """
+        squares = [0.0, 0.0]
+        for lo, hi in kernels.pieces(grad.numel(), size=_PIECE):
+            layout = Layout([0], [hi - lo], [id], [lo])
+            own = kernels.cut(self._fields, state, lo, hi)
+            master, tried, direction = (row[: hi - lo] for row in self._values)
+            self._read(own, master)
+            self._read(self._try(own, grad[lo:hi], layout, group, given), tried)
+            torch.mul(master, group["weight_decay"], out=direction).sub_(tried)
+            # On a GPU this waits for the update lane, whose thread launches nothing else meanwhile.
+            for number, values in enumerate((master, direction)):
+                squares[number] += kernels.sum_squares(values)
+        if not all(squares):
+            return 1.0
+        return min(math.sqrt(squares[0]), float(group["max_norm"])) / math.sqrt(squares[1])
+
+    def _try(
+        self,
+        state: tuple[Tensor, ...],
+        grad: Tensor,
+        layout: Layout,
+        group: Mapping[str, Any],
+        given: Mapping[str, Any],
+    ) -> tuple[Tensor, ...]:
+        """Return state whose masters are Adam's direction, negative: AdamW at lr = 1 and without
+        decay, of weights of zero."""
+        tried = kernels.cut(self._fields, self._state, 0, grad.numel())
+        masters = len(self._format.master)
+        torch._foreach_zero_(tried[:masters])  # in every format memory of zeros is zero
+        torch._foreach_copy_(tried[masters:], state[masters:])
+        trial = {**group, "lr": 1.0, "weight_decay": 0.0}
+        KernelRule.update(self._rule, self._format, tried, grad, None, layout, group=trial, **given)
+        return tried
+
+    def _read(self, state: tuple[Tensor, ...], target: Tensor) -> None:
+        kernels.read_master(self._format, self._rule.moments, state, target)

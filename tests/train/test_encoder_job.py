@@ -1,0 +1,143 @@
+"""A job of an encoder: it learns, goes on to the bit, has the bits of a resident loop, and is
+planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.cli.main import main
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.data.batches import Batch
+from offloadtrain.events import schema
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.train.build import assemble
+from offloadtrain.train.losses import loss_divisor, loss_of
+from tests.numerics.reference import ResidentRun
+from tests.runtime.kernels.test_adam import needs_fma_in_torch
+from tests.train.conftest import StopAfter
+from tests.train.small_job import (
+    events_of,
+    history,
+    run,
+    small_job,
+    tensor_hashes,
+    write_text,
+)
+
+ENCODER = ("model.objective=mlm", "model.vocab_size=257", "data.packing=isolated")
+
+
+def encoder_job(folder: Path, *overrides: str) -> Config:
+    return small_job(folder, *ENCODER, *overrides)
+
+
+@pytest.mark.slow
+def test_it_learns_and_goes_on_with_the_same_bits(
+    tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = encoder_job(tmp_path, "optim.name=lamb", "optim.max_norm=10", "optim.lr=0.1")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, whole) == 0
+    stop_after(5)
+    assert run(job, parted) == 75
+    stop_after(None)
+    assert run(job, parted, resume=str(parted)) == 0
+    assert history(parted) == history(whole)
+    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+    losses = [event.val_loss for event in events_of(whole, schema.Eval)]
+    assert losses[-1] < losses[0] - 0.5
+
+    (val,) = (tmp_path / "data").rglob("val.bin")
+    assert main(["eval", f"{whole}", "--data", f"{val}", "--device", "cpu"]) == 0
+    assert "loss" in capsys.readouterr().out
+    assert main(["generate", f"{whole}", "--prompt", "1 + "]) == 2
+    assert "continues no text" in capsys.readouterr().err
+    assert main(["export", f"{whole}", f"{tmp_path}/out"]) == 1
+    assert "no class of transformers is an encoder" in capsys.readouterr().err
+
+
+STREAMED = ("offload.working=host", "offload.activation=recompute")
+
+
+@needs_fma_in_torch
+@pytest.mark.parametrize(
+    "placed", [STREAMED, pytest.param((), marks=pytest.mark.slow)], ids=["streamed", "resident"]
+)
+def test_offloaded_has_the_bits_of_resident(tmp_path: Path, placed: tuple[str, ...]) -> None:
+    """Three steps of two microbatches, against a loop over torch's AdamW."""
+    plain = ("model.dropout=0.0", "optim.decay=all", "offload.clip_norm=0.5")
+    context = assemble(encoder_job(tmp_path, *plain, *placed))
+    optimizer, model = (
+        context.optimizer,
+        Transformer(context.local.model, seed=context.local.train.seed),
+    )
+    for group in optimizer.param_groups:
+        group.update(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    resident = ResidentRun(model, torch.bfloat16, clip_norm=0.5)
+    for _ in range(3):
+        divisor = loss_divisor(context.batches, 2, 1)
+        assert divisor is not None and 1 < divisor < 2 * 4 * 32 * 0.3
+        batches = [context.batches.next() for _ in range(2)]
+        # ResidentRun divides by their number.
+        expected = resident.step([(batch, divisor / 2) for batch in batches], by_hand)
+        for batch, loss_of_both in zip(batches, expected, strict=True):
+            loss = loss_of(context.model, batch, divisor)
+            assert loss.item() * 2 == loss_of_both
+            optimizer.backward(loss, divide=False)
+        optimizer.step()
+        assert optimizer.grad_norm == resident.norms[-1]
+    optimizer.synchronize()
+    for name, kept in optimizer.named_state():
+        assert torch.equal(kept["master"], resident.master(name)), name
+    optimizer.close()
+
+
+def by_hand(model: nn.Module, given: Any) -> Tensor:
+    batch, divisor = given
+    assert isinstance(batch, Batch)
+    found: Tensor = model(
+        batch.tokens_BT, batch.targets_BT, positions_BT=batch.positions_BT, divisor=divisor
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.packing=padded", 'data.packing = "padded" does not go with model.objective = "mlm"'),
+        ("train.sample_tokens=5", "train.sample_tokens = 5 must be 0 with model.objective"),
+        ("model.objective=bert", "model.objective = 'bert' must be one of causal, mlm"),
+    ],
+)
+def test_what_it_cannot_do_is_told(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        encoder_job(tmp_path, override)
+
+
+def test_the_mask_token_needs_a_row(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 256 must be at least 257: with"):
+        assemble(encoder_job(tmp_path, "model.vocab_size=256"))
+
+
+@pytest.mark.slow
+def test_the_shipped_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text(tmp_path)
+    changes = (
+        f"data.source={tmp_path}/text",
+        f"data.cache={tmp_path}/data",
+        f"runs_dir={tmp_path}/runs",
+        "device.kind=cpu",
+        "train.steps=3",
+        "train.micro_batch=2",
+        "train.eval_batches=1",
+    )
+    sets = [part for change in changes for part in ("--set", change)]
+    assert main(["train", "demo_mlm", *sets]) == 0, capsys.readouterr().err
+    found = (tmp_path / "runs" / "latest").resolve()
+    assert [event.step for event in events_of(found, schema.Step)] == [1, 2, 3]

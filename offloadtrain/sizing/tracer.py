@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offloadtrain.config.job import Config
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.plan.placement import PlanError
-from offloadtrain.sizing.trace_step import trace_step
+from offloadtrain.sizing.trace_step import TraceError, trace_step
 
 JobLoss = Callable[[nn.Module, Config], Tensor]
 """The loss of a fake model over a microbatch of this job."""
@@ -67,7 +67,8 @@ class Tracer:
         return self._found[key]
 
     def _new(self, config: Config) -> TracedStep:
-        """Raises PlanError for a smaller microbatch than was asked for, which the model refuses."""
+        """Raises PlanError for a smaller microbatch than was asked for, which the model refuses;
+        TraceError for an operation that torch cannot do without values."""
         try:
             return trace_step(
                 self._model,
@@ -77,9 +78,15 @@ class Tracer:
                 packed=self._packed,
             )
         except (ValueError, RuntimeError) as error:
-            if (size := config.train.micro_batch) >= self._asked:
-                raise
-            raise PlanError(f"a microbatch of {size} cannot be traced: {error}") from error
+            if (size := config.train.micro_batch) < self._asked:
+                raise PlanError(f"a microbatch of {size} cannot be traced: {error}") from error
+            if not isinstance(error, RuntimeError):
+                raise  # the model's own
+            raise TraceError(
+                f"{type(self._model).__name__} cannot be traced in {config.offload.precision}; "
+                f"torch says: {str(error).rstrip('.')}. If its forward runs with data, use another "
+                "offload.precision, or another implementation of that part"
+            ) from error
 
 
 def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:

@@ -179,6 +179,7 @@ def test_the_model_stays_as_it_is() -> None:
         (Net(looks=True), torch.ones(8, 32), "asks for the values of a tensor"),
         (Net(), torch.ones(8, 32), "give loss="),
         (Net(), {}, "the batch holds no tensor"),
+        (Net(), torch.ones(8, 31), "cannot be traced in .*; torch says: "),
     ],
 )
 def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, said: str) -> None:

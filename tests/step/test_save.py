@@ -138,7 +138,7 @@ def test_no_update_waits_for_what_the_spill_holds(update: str) -> None:
             assert isinstance(op.who, Launch) and op.who.kind is not Kind.ADAM
 
 
-@pytest.mark.cover(1, 2)
+@pytest.mark.cover(0, 1)
 @CASES
 def test_a_save_writes_every_value_once(update: str, placed: str) -> None:
     spec = made(update, placed)

@@ -191,8 +191,9 @@ def first_frame(folder: Path) -> float:
         screen.close()
 
 
-def large_run(folder: Path) -> tuple[float, float]:
-    """Until the newest step is there, and until the first one is too."""
+def large_run(folder: Path) -> tuple[float, float, float]:
+    """Until the newest step is there, and until the first one is too; and the processor time of
+    both, which other work on the machine changes less."""
     screen = Screen(str(folder))
     try:
         newest = screen.until("step 100000")
@@ -200,7 +201,7 @@ def large_run(folder: Path) -> tuple[float, float]:
         # The line ends with it: state, bar and end are between.
         while "reading" in screen.text().rpartition("step 100000/100000")[2][:WIDTH]:
             time.sleep(0.005)
-        return newest, newest + time.perf_counter() - began
+        return newest, newest + time.perf_counter() - began, screen.cpu_s()
     finally:
         screen.close()
 
@@ -285,6 +286,7 @@ def delays(base: Path) -> list[Figure]:
         Figure("first frame", first, 1.0, "s"),
         Figure("100,000 steps: newest", opened[0], 2.0, "s"),
         Figure("100,000 steps: all", opened[1], 2.0, "s"),
+        Figure("100,000 steps: processor", opened[2], 2.0, "s"),
         Figure("a new step is shown", freshness(run_of(base / "fresh", 50), 51), 0.5, "s"),
         Figure("a kill is shown", death(run_of(base / "doomed", 50)), 1.0, "s"),
     ]

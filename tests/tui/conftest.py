@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import fcntl
+import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -26,18 +27,41 @@ THEMES = ("textual-dark", "textual-light")
 
 
 @pytest.fixture(scope="session")
-def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Screens]:
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function of a recording: the folder of its generated run, made once for all workers
+    of this session. Nobody writes into it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # that of all workers
+
+    @cache
+    def folder(recording: str) -> Path:
+        base = shared / f"generated-{recording}"
+        base.mkdir(exist_ok=True)
+        run = base / "runs/20261121-080000-demo"
+        with open(base / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker makes it: wait until it is whole
+            if not run.exists():
+                run.parent.mkdir()
+                made = generate(
+                    base / "making" / run.name, ranks=GPUS[recording], steps=GENERATED_STEPS
+                )
+                made.rename(run)
+        return run
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def screens(
+    tmp_path_factory: pytest.TempPathFactory, generated: Callable[[str], Path]
+) -> Callable[..., Screens]:
     """Return a function of a recording, a size and a theme; times are in UTC, paths are cut short.
 
     Of a generated run all that is drawn also stands out from what is behind it.
     """
     from tests.tui.test_app import text, watching
     from tests.tui.test_colors import unreadable
-
-    @cache
-    def generated(recording: str) -> Path:
-        base = tmp_path_factory.mktemp("generated")
-        return generate(base / "run", ranks=GPUS[recording], steps=GENERATED_STEPS)
 
     @cache
     def both(recording: str, size: str) -> dict[str, Screens]:
@@ -47,12 +71,12 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Screens]:
             "ranks": ranks(),
             "nothing": [[]],
         }
-        base = tmp_path_factory.mktemp("screens")
-        folder = base / "runs/20261121-080000-demo"
         if recording in GPUS:
-            shutil.copytree(generated(recording), folder)
+            folder = generated(recording)
         else:
+            folder = tmp_path_factory.mktemp("screens") / "runs/20261121-080000-demo"
             write(folder, *logs[recording])
+        base = folder.parent.parent
 
         async def one_by_one() -> dict[str, Screens]:
             found: dict[str, Screens] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtrain_tui.history import History, View, fold
+from offloadtrain_tui import timelines
+from offloadtrain_tui.history import LANES, STEP_FIELDS, History, View, fold
+from offloadtrain_tui.packed import pack
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.timelines import SAMPLED_STEPS
 from offloadtrain_tui.widgets.lanes import union_ms, waits_of
@@ -79,6 +82,35 @@ def test_what_a_step_says() -> None:
     assert view.last("host_ms") == one.busy_ms["host"]
 
 
+def as_number(value: object) -> float:
+    """What a column has for a value of the log's JSON."""
+    if value in ("nan", "inf", "-inf") or (isinstance(value, int | float) and value is not True):
+        return float(value)
+    return math.nan
+
+
+def test_columns_are_what_a_loop_over_the_lines_says() -> None:
+    """Also of values that are missing, null, no numbers, or not finite, and of lanes that a few
+    steps have."""
+    draw, log = random.Random(0), []
+    odd = ("nan", "-inf", None, "fast", [1], 10**300, True)
+    for number in range(1, 400):
+        values = json.loads(lines([(BEGIN_S + number, recordings.step(number, draw))])[0])
+        values["busy_ms"] |= {"comm": 1.0 * number} if number % 50 == 0 else {}
+        values["own_ms"] = None  # a column without a number
+        for name in draw.sample(("loss", "grad_norm", "mfu", "lr", "d2h_bytes"), number % 3):
+            values[name] = draw.choice(odd)
+        if number % 70 == 0:
+            del values["mfu"], values["step_ms"], values["busy_ms"]["h2d"]
+        log.append(values)
+    found = columns(fold([json.dumps(values).encode() for values in log]))
+    for name in STEP_FIELDS:
+        assert found[name] == [repr(as_number(values.get(name))) for values in log], name
+    for lane in LANES:
+        told = [repr(as_number(values["busy_ms"].get(lane))) for values in log]
+        assert found[lane] == told, lane
+
+
 def test_ends_and_starts() -> None:
     told = unlucky()
     history = fold(lines(told))
@@ -132,6 +164,30 @@ def test_only_the_newest_timelines_are_kept() -> None:
     assert history.timelines.of(10) is None
     assert len(history.timelines.of(SAMPLED_STEPS + 49) or []) == 20
     assert View.at(history, BEGIN_S + 60).spans[0].step == 60
+
+
+@pytest.mark.parametrize(("plain_bytes", "compressed"), [(0, 7), (6000, 5), (1 << 19, 0)])
+def test_a_timeline_is_the_same_whether_it_is_compressed_or_not(
+    plain_bytes: int, compressed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a step that a resumed run sampled again. A step's lines have about 2,800 bytes: the
+    limits keep none of them, two, or all; and always the newest."""
+    packed: list[int] = []
+
+    def counted(kept: list[bytes]) -> bytes:
+        packed.append(len(kept))
+        return pack(kept)
+
+    monkeypatch.setattr(timelines, "PLAIN_BYTES", plain_bytes)
+    monkeypatch.setattr(timelines, "pack", counted)
+    history, numbers = History(), (1, 2, 3, 4, 5, 3, 4, 6)
+    for number in numbers:
+        for span in recordings.spans(number):  # one by one, as they are written
+            history.feed_lines(lines([(BEGIN_S + number, span)]))
+            assert (history.timelines.of(number) or [])[-1] == span
+    for number in numbers:
+        assert list(history.timelines.of(number) or []) == list(recordings.spans(number))
+    assert len(packed) == compressed
 
 
 def test_waits_of_compute_name_what_ended_them() -> None:

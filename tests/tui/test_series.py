@@ -13,7 +13,9 @@ from offloadtrain_tui.braille import Canvas, bounds, logarithmic
 from offloadtrain_tui.series import NOTHING, Outline, Series, Smoothed, Window
 
 VALUES = st.lists(
-    st.one_of(st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -math.inf]), st.none()),
+    st.one_of(
+        st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -math.inf, 1.7e308]), st.none()
+    ),
     max_size=700,
 )
 

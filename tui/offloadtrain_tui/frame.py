@@ -20,11 +20,13 @@ async def frame(app: Monitor, screen: str, width: int, height: int) -> tuple[str
 
 
 async def settled(app: Monitor, pilot: Pilot[None]) -> None:
-    """Wait until what was there at the start is read and drawn, for at most ten seconds."""
-    waited_s = 0.0
-    while waited_s < _MOST_S and not app.is_settled:
+    """Wait until what was there at the start is read and drawn: as long as the logs are being read,
+    and for at most ten seconds in which nothing of them is."""
+    read_bytes, waited_s = 0, 0.0
+    while not app.is_settled and waited_s < _MOST_S:
         await asyncio.sleep(_SETTLE_S)
-        waited_s += _SETTLE_S
+        before, read_bytes = read_bytes, app.reader.read_bytes
+        waited_s = 0.0 if read_bytes > before else waited_s + _SETTLE_S
     await pilot.pause()
     app.settle()
     await pilot.pause()

@@ -183,6 +183,11 @@ class RunReader:
             return now_s - self._heard_s
         return now_s - self._first_s if view.history.last_time_s > now_s + _SKEW_S else None
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all ranks' logs that have been read so far."""
+        return sum(tail.read_bytes for tail in list(self._tails.values()))
+
     def close(self) -> None:
         for tail in self._tails.values():
             tail.close()
@@ -263,6 +268,11 @@ class Reader:
     def read_newest(self) -> list[Snapshot]:
         """Return snapshots of everything the thread has read so far."""
         return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all logs that have been read so far; any thread may ask."""
+        return sum(reader.read_bytes for reader in self.readers)
 
     def read_once(self) -> list[Snapshot]:
         """Read everything on this thread."""

@@ -13,7 +13,7 @@ import itertools
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 FACTOR = 16
@@ -28,25 +28,20 @@ NOTHING: Extent = (math.inf, -math.inf)
 class Series:
     """A column of one number per step; NaN if missing."""
 
-    __slots__ = ("_all_finite", "_levels", "values")
+    __slots__ = ("_levels", "values")
 
     def __init__(self) -> None:
         self.values = array("d")
-        self._all_finite = True
         self._levels: list[tuple[array[float], array[float]]] = []
 
     def __len__(self) -> int:
         return len(self.values)
 
     def append(self, value: float | None) -> None:
-        kept = math.nan if value is None else float(value)
-        self._all_finite = self._all_finite and math.isfinite(kept)
-        self.values.append(kept)
+        self.values.append(math.nan if value is None else float(value))
 
     def extend(self, values: Iterable[float]) -> None:
-        fresh = array("d", values)
-        self._all_finite = self._all_finite and all(map(math.isfinite, fresh))
-        self.values.extend(fresh)
+        self.values.extend(values)
 
     def last(self, length: int) -> float | None:
         """Return the newest number of the first `length`; None if there is none."""
@@ -79,11 +74,10 @@ class Series:
             self._grow(level, hi - 1)
             lows, highs = self._levels[level - 1]
             return min(lows[lo:hi]), max(highs[lo:hi])
-        if self._all_finite:
-            chunk = self.values[lo:hi]
-            return min(chunk), max(chunk)
-        finite = [value for value in self.values[lo:hi] if math.isfinite(value)]
-        return (min(finite), max(finite)) if finite else NOTHING
+        found: Sequence[float] = self.values[lo:hi]
+        if not math.isfinite(sum(found)):  # one of them is not, or they are very large
+            found = [value for value in found if math.isfinite(value)]
+        return (min(found), max(found)) if found else NOTHING
 
     def _grow(self, level: int, index: int) -> None:
         while len(self._levels) < level:

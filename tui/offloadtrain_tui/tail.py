@@ -29,6 +29,7 @@ class Tail:
     Attributes:
         dropped: bytes of lines longer than 4 MiB.
         restarts: number of times the file was replaced or truncated.
+        read_bytes: bytes read so far, those of replaced files too.
         refused: why the file is not read (any further), if it is no log.
     """
 
@@ -36,6 +37,7 @@ class Tail:
         self.path = path
         self.dropped = 0
         self.restarts = 0
+        self.read_bytes = 0
         self.refused = ""
         self._fd = -1
         self._inode: tuple[int, int] | None = None
@@ -52,6 +54,7 @@ class Tail:
         while taken < most and (data := os.pread(self._fd, _CHUNK, self._offset)):
             self._offset += len(data)
             taken += len(data)
+            self.read_bytes += len(data)
             *whole, self._torn = (self._torn + data).split(b"\n")
             lines += whole
             self._endless = 0 if whole else self._endless + len(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from functools import cached_property
 
 from offloadtrain.events import schema
@@ -10,6 +10,8 @@ from offloadtrain_tui.packed import pack, unpack
 
 SAMPLED_STEPS = 256
 """Number of newest timelines kept."""
+PLAIN_BYTES = 1 << 19
+"""Bytes of lines that are kept without compression, besides those of the newest step."""
 
 
 class Spans(tuple[schema.LaneSpan, ...]):
@@ -31,34 +33,48 @@ class Spans(tuple[schema.LaneSpan, ...]):
 
 
 class Timelines:
-    """Step → its spans. One thread adds, another one reads."""
+    """Step → its spans. One thread adds, another one reads.
+
+    The lines of the newest steps are kept as they are while they are short; those before them are
+    compressed. Of small models, whose sampled steps come fast, none are.
+    """
 
     def __init__(self) -> None:
         self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
+        self._newest: int | None = None
+        self._open: list[bytes] = []
+        self._plain: deque[tuple[int, int]] = deque()
+        """Steps whose lines are not compressed, with their bytes; the newest is not among them."""
+        self._plain_bytes = 0
         self._shown: list[bytes] | bytes = []
         self._count = 0
         self._spans = Spans()
 
     def add(self, step: int, line: bytes) -> bool:
         """Add a line of the log; return whether it is the first of its step."""
-        newest = next(reversed(self._lines), None)
-        is_new = step != newest  # a resumed run may sample the same step again
-        if is_new:
-            self._begin(step, newest)
-        kept = self._lines[step]
-        assert isinstance(kept, list)
-        kept.append(line)
-        return is_new
-
-    def _begin(self, step: int, before: int | None) -> None:
-        if before is not None:
-            kept = self._lines[before]
-            assert isinstance(kept, list)
-            self._lines[before] = pack(kept)
-        self._lines[step] = []
+        if step == self._newest:
+            self._open.append(line)
+            return False
+        self._close()
+        self._newest, self._open = step, [line]
+        self._lines[step] = self._open  # a resumed run may sample the same step again
         self._lines.move_to_end(step)
         while len(self._lines) > SAMPLED_STEPS:
             self._lines.popitem(last=False)
+        return True
+
+    def _close(self) -> None:
+        """No more lines of the newest step come."""
+        if self._newest is None:
+            return
+        size = sum(map(len, self._open))
+        self._plain.append((self._newest, size))
+        self._plain_bytes += size
+        while self._plain_bytes > PLAIN_BYTES:
+            step, size = self._plain.popleft()
+            self._plain_bytes -= size
+            if isinstance(kept := self._lines.get(step), list):
+                self._lines[step] = pack(kept)
 
     def of(self, step: int) -> Spans | None:
         """Return the timeline of a sampled step; None if it was not sampled, or is too old."""

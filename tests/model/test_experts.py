@@ -122,6 +122,7 @@ def check_each_token(shape: ModelShape) -> None:
     assert found["router.weight"].abs().max() > 1e-3
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 has no grouped products")
 def test_products_by_expert_are_taken_where_no_group_can_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

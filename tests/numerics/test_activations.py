@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.engine.autograd import recompute
 from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
@@ -283,6 +285,7 @@ def test_compiled_blocks_have_the_same_bits(options: dict[str, Any]) -> None:
     assert_same(resident, optimizer, model)
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 compiles each layer anew")
 @pytest.mark.cover(0, levels.ALL)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 @pytest.mark.parametrize("how", ["wrapped", "layer.compile()"])
@@ -346,6 +349,32 @@ def test_an_exception_while_running_again_is_survived(activation: str, working: 
     for tokens in stream[2:]:
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert_same(resident, optimizer, model)
+
+
+def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of torch 2.9 leaves its hooks on whatever follows, as long as the exception lives."""
+    original, seen = recompute.checkpoint, list[BaseException]()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    monkeypatch.setattr(recompute, "checkpoint", watched)
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(Exploding(), activation="recompute", working="host")
+    model.fuse.explode_at = 1
+    with pytest.raises(RuntimeError, match="planted") as raised:
+        loss_of(model, batches(1)[0])
+    assert not seen
+    for tokens in batches(2):
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    assert_same(resident, optimizer, model)
+    assert raised.value.__traceback__ is not None  # it lives
 
 
 def test_evaluation_keeps_nothing() -> None:

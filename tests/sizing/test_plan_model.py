@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
@@ -71,13 +72,19 @@ def test_policies_within_five_percent(name: str, policy: str) -> None:
     assert found == pytest.approx(1.0, abs=0.05)
 
 
+of_groups = pytest.mark.skipif(
+    not hasattr(F, "grouped_mm"),
+    reason="torch 2.9 has no grouped products, whose loop reads values",
+)
+
+
 @pytest.mark.parametrize(
     ("policy", "experts"),
     [
         ("keep", {}),
         ("recompute", {}),
-        pytest.param("keep", {"num_experts": 4}, marks=pytest.mark.slow),
-        ("recompute", {"num_experts": 4}),
+        pytest.param("keep", {"num_experts": 4}, marks=[pytest.mark.slow, of_groups]),
+        pytest.param("recompute", {"num_experts": 4}, marks=of_groups),
     ],
 )
 def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(

@@ -30,19 +30,28 @@ _log = logging.getLogger(__name__)
 
 
 class _Runs:
-    """A forward: the first call runs it, later calls run it again from the state before."""
+    """A forward: the first call runs it, later calls run it again from the state before.
+
+    Attributes:
+        failed: what the first call has raised. It returns instead: some releases of torch (2.9)
+            leave checkpoint's hooks on all that follows where the forward inside it raises.
+    """
 
     def __init__(self, run: Callable[..., Any], inputs: Rewind) -> None:
         self._run = run
         self._inputs = inputs
         self._ran = False
+        self.failed: BaseException | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
             with self._inputs.again():
                 return self._run(*args, **kwargs)
         self._ran = True
-        return self._run(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except BaseException as error:
+            self.failed = error
 
 
 class Written:
@@ -89,6 +98,11 @@ class Recomputed:
         run = _Runs(self._run, inputs)
         copies = self._changes.copies(modules)
         found = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        if run.failed is not None:
+            try:
+                raise run.failed
+            finally:
+                run.failed = None  # its traceback holds this frame: a cycle, of activations too
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
         return found

@@ -9,6 +9,8 @@ import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
 
+from offloadtrain.train.second_stop import SecondStop
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
 _IMPORT_WAIT_S = 0.05
@@ -43,6 +45,7 @@ class StopRequests:
         self.requested: str | None = None
         self.wants_checkpoint = False
         self._aborts, self._quiet, self._deferred = aborts, quiet, False
+        self._second: SecondStop | None = None
         self._waits_for_import = False
         self._waiting: threading.Timer | None = None
         self._before: dict[int, object] = {}
@@ -70,6 +73,7 @@ class StopRequests:
             numbers = [n for n in _STOPS if n != signal.SIGHUP or not ignored]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_checkpoint)
+            self._second = SecondStop(numbers, _end_at_once) if self._aborts else None
             # A launcher has blocked them until here.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
@@ -83,15 +87,14 @@ class StopRequests:
         self._look_no_more()
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]
+        if self._second is not None:
+            self._second.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # os.write, not print: the signal may have come in the middle of a print.
         again, self._waits_for_import = self._waits_for_import, False
         if self.requested and not again:
-            if self._aborts:
-                _write("ended at once; the last checkpoint is intact")
-                os._exit(1)
-            return
+            return  # SecondStop has seen it too
         self.requested = signal.Signals(number).name
         if not self._deferred:
             self._end_building(number, frame)
@@ -106,6 +109,8 @@ class StopRequests:
 
         def look_again() -> None:
             self._waits_for_import = True
+            if self._second is not None:
+                self._second.repeated += 1
             # As a signal: a call that blocks is woken.
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
@@ -132,6 +137,11 @@ def _imports(frame: FrameType | None) -> bool:
 
 def told_early(error: StoppedEarlyError) -> str:
     return f"{error}: stopped before the first step; the same command starts again"
+
+
+def _end_at_once() -> None:
+    _write("ended at once; the last checkpoint is intact")
+    os._exit(1)
 
 
 def _write(note: str) -> None:

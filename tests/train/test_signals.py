@@ -58,6 +58,51 @@ def test_a_terminal_that_is_gone_does_not_spoil_the_stop(monkeypatch: pytest.Mon
     assert ended == [1]
 
 
+def test_a_second_stop_ends_while_the_main_thread_waits_in_c() -> None:
+    """No handler runs there: not even the first stop is noted."""
+    code = """
+import ctypes
+from offloadtrain.train.signals import StopRequests
+lock = ctypes.CDLL(None).pthread_mutex_lock
+mutex = ctypes.create_string_buffer(64)
+with StopRequests() as stop:
+    stop.defer()
+    lock(mutex)
+    print("waits", flush=True)
+    lock(mutex)  # by itself, for ever
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # another one: two alike may arrive as one
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "ended at once" in err
+
+
+def test_signals_of_a_forked_child_are_not_those_of_its_parent() -> None:
+    """A data loader ends its workers by SIGTERM."""
+    code = """
+import os, signal
+from offloadtrain.train.signals import StopRequests
+with StopRequests() as stop:
+    stop.defer()
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(stop.requested)
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "None\n"
+
+
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_before_the_first_step_ends_building(number: int) -> None:
     with StopRequests() as stop, pytest.raises(StoppedEarlyError, match="SIG"):

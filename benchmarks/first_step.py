@@ -49,7 +49,7 @@ LAYERS, WIDTH, INNER, VOCABULARY = 22, 2048, 5632, 32000
 BYTES_PER_PARAMETER = 13  # of the widest state, gradients, and the files in the page cache
 TOKENS = 32
 READ_BYTES = 1 << 24
-TOUCHED_OF_FILES = 5  # times the files' bytes: about what the engine holds
+TOUCHED_OF_FILES = 7  # times the files' bytes: what the engine and the first backward hold
 PHASES = {
     "_deferred": "model without weights",
     "map_memory": "memory: mapped and touched",

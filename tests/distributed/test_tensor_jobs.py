@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import explain, replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
@@ -21,14 +24,17 @@ from offloadtrain.model.own_draws import own_draws
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import text
+from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import PartError, Range, share_of
+from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
 from offloadtrain.train import dry_run
 from offloadtrain.train.build import assemble
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.layout import Entry
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from offloadtrain.train.checkpoint.saved_weights import saved_state
+from offloadtrain.train.losses import loss_of
 from tests.distributed.conftest import Run
 from tests.distributed.rank_faults import HANG_S, Job
 from tests.distributed.test_faults import ended, started
@@ -57,10 +63,23 @@ def whole_state(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Masters and moments of the newest checkpoint of a run, put together."""
     found = checkpoint.newest_good(folder / "checkpoints", lambda path, why: None)
     assert found is not None
+    check_tiled(found.manifest.entries)
     return {
         name: {kind: value.clone() for kind, value in tensors.items()}
         for name, tensors in saved_state(found, AdamW())
     }
+
+
+def check_tiled(entries: Iterable[Entry]) -> None:
+    """Each element of each tensor is there once."""
+    pieces: dict[tuple[str, str], list[Entry]] = {}
+    for one in entries:
+        pieces.setdefault((one.name, one.kind), []).append(one)
+    for which, parts in pieces.items():
+        parts.sort(key=lambda one: one.lo)
+        cuts = [0, *(one.hi for one in parts)]
+        assert [one.lo for one in parts] == cuts[:-1], which
+        assert cuts[-1] == math.prod(parts[0].shape), which
 
 
 def assert_same_state(one: Path, other: Path) -> None:
@@ -148,17 +167,77 @@ def test_a_checkpoint_is_the_same_on_every_mesh(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "parts"), [(2, 2), (4, 2)])
+def test_a_run_in_parts_is_verified_and_exported_like_any(
+    ranks: Run,
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    chosen = WIDE | {"train.steps": 3}
+    ranks(2, trained, tmp_path / "run", data, **chosen, **PARTS)
+    ranks(1, carried, tmp_path / "run", tmp_path / "carried", data, **chosen)
+    assert main(["checkpoints", f"{tmp_path}/run", "--verify"]) == 0
+    exported = []
+    for folder in ("run", "carried"):
+        (path,) = (tmp_path / folder / "checkpoints").iterdir()
+        assert main(["export", f"{path}", f"{tmp_path}/{folder}-out", "--dtype", "fp32"]) == 0
+        exported.append((tmp_path / f"{folder}-out/model.safetensors").read_bytes())
+    assert exported[0] == exported[1]
+
+
+def held_by_all(data: Path, **changes: Any) -> dict[str, Any]:  # noqa: F811
+    """Three steps; the masters of what every part holds whole, and the losses of this rank."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    place = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
+    context = assemble(job_of(data, **changes), ranks=ranks, rank_info=place)
+    optimizer, losses = context.optimizer, []
+    for _ in range(3):
+        loss = loss_of(context.model, context.batches.next(), None)
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+    params = dict(context.model.module.named_parameters())
+    masters = dict(optimizer.master_weights())
+    kept = {name: x.tolist() for name, x in masters.items() if not is_distributed(params[name])}
+    parts = {block.attention.part for block in context.model.module.blocks}
+    assert parts == {ranks.rank % 2}, "attention draws its own dropout"
+    optimizer.close()
+    ranks.close()
+    return {"losses": losses, "kept": kept}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ['"keep"', '"recompute"'])
+def test_parts_do_not_drift_apart(
+    ranks: Run,
+    data: Path,  # noqa: F811
+    activation: str,
+) -> None:
+    """With dropout; replicas of the same part see other batches."""
+    drops = {"model.dropout": 0.2, "offload.activation": activation, "model.bias": "true"}
+    found = ranks(4, held_by_all, data, **WIDE | PARTS | GPT2 | drops)
+    assert found[0] == found[1] and found[2] == found[3]
+    assert found[0]["losses"] != found[2]["losses"] and len(found[0]["kept"]) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "parts", "changes"),
+    [
+        (2, 2, {"offload.update": '"delayed"', "offload.precision": '"fp16"'}),
+        (4, 2, {"offload.zero_stage": 3}),
+    ],
+)
 def test_a_job_in_parts_goes_on(
     ranks: Run,
     tmp_path: Path,
     data: Path,  # noqa: F811
     size: int,
     parts: int,
+    changes: dict[str, Any],
 ) -> None:
     """Stopped after 6 steps and resumed on the same mesh: the run that never stopped, bit for
     bit, with dropout too."""
-    chosen = WIDE | CONSTANT | {"ranks.tensor": parts, "model.dropout": 0.1}
+    chosen = WIDE | CONSTANT | {"ranks.tensor": parts, "model.dropout": 0.1} | changes
     ranks(size, trained, tmp_path / "whole", data, **chosen)
     for steps in (6, 12):
         some = chosen | {"train.steps": steps}
@@ -315,7 +394,7 @@ def divided_job(tmp_path: Path) -> Path:
     write_text(tmp_path)
     steps = {"train.steps": 9, "train.checkpoint_every": 4}
     path = tmp_path / "job.toml"
-    path.write_text(jobs.dump(job_of(tmp_path, **WIDE | PARTS | steps)))
+    path.write_text(jobs.dump(job_of(tmp_path, **WIDE | PARTS | steps | {"model.dropout": 0.1})))
     return path
 
 

@@ -133,14 +133,14 @@ class _Offloaded:
 
 
 class _HostMemory(MetaArena):
-    """Notes the bytes of each block input that would go to the host."""
+    """Notes the bytes of each activation that would go to the host."""
 
-    def __init__(self, ledger: Ledger, meter: Meter) -> None:
+    def __init__(self, ledger: Ledger, meter: Meter, owner: str) -> None:
         super().__init__(ledger)
-        self._meter = meter
+        self._meter, self._owner = meter, owner
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        sizes = (one.nbytes for one in requests if one.owner == "block inputs")
+        sizes = (one.nbytes for one in requests if one.owner == self._owner)
         self._meter.segments[-1].input_sizes += sizes
         return super().map(requests)
 
@@ -150,6 +150,7 @@ def _as_traced(config: OffloadConfig) -> OffloadConfig:
     return OffloadConfig(
         precision=config.precision,
         activation=config.activation,
+        offload_saved_above=config.offload_saved_above,
         keep_fp32=config.keep_fp32,
         cast_inputs=config.cast_inputs,
     )
@@ -167,7 +168,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         place=StagePlace(Stages(ALONE)),
         param_init_fn=None,
         lanes=InertLanes(meter),
-        arena=_HostMemory(ledger, meter),
+        arena=_HostMemory(ledger, meter, config.moved_activations),
         disk=MetaDiskArena(ledger),
         ledger=ledger,
         has_values=False,

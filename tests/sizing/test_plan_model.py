@@ -65,10 +65,11 @@ def test_fifteen_architectures_within_five_percent(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("policy", ["recompute", "offload", "offload_saved"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
 def test_policies_within_five_percent(name: str, policy: str) -> None:
-    found = compare(name, **FP32, activation=policy, working="host")
+    above = {"offload_saved_above": 1 << 12} if policy == "offload_saved" else {}
+    found = compare(name, **FP32, activation=policy, working="host", **above)
     assert found == pytest.approx(1.0, abs=0.05)
 
 

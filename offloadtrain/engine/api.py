@@ -20,6 +20,7 @@ from offloadtrain.engine.checks import (
     check_parts,
     check_rule,
     offloaded,
+    warn_of_no_layers,
 )
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.load_weights import ParamInit
@@ -245,6 +246,8 @@ def attach(
     check_parts(model, rule, ALONE if place is None else place.parts)
     if place is not None:
         check_same_options(chosen, rule, place.stages)
+    if place is None or place.stages.ranks.is_single:
+        warn_of_no_layers(model, chosen, ranks)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
         model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place

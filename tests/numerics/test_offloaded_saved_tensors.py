@@ -169,3 +169,24 @@ def test_the_peak_does_not_grow_with_depth() -> None:
     kept = peak_bytes(36) - peak_bytes(12)
     assert kept >= 24 * 2 * 4096 * 64 * 4
     assert deep - shallow < 0.02 * kept
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"activation": "recompute"}, "activation = 'recompute'"),
+        (
+            {"activation": "offload", "working": "host"},
+            "activation = 'offload' and working = 'host'",
+        ),
+        ({"activation": "offload_saved"}, ""),
+        ({}, ""),
+    ],
+)
+def test_options_for_layers_are_told_where_there_are_none(
+    options: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for model in (UNet(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
+        offloaded(model, **options).close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in messages] == [told] * bool(told)

@@ -337,7 +337,7 @@ def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> 
             request = MemoryRequest(config.moved_activations, nbytes, "uint8")
             check_room(request, ledger, config.host_memory_limit)
             made[number] = arena.map([request])[0]
-        return f"host {config.moved_activations}", made[number]
+        return "host block input", made[number]
 
     return buffer
 

@@ -64,9 +64,9 @@ class ActivationPath:
         self._parts = spec.input_parts
         self._part = part if self._parts > 1 else 0
         self._on_host = spec.config.activation != "recompute" or spec.input_parts == 1
-        of_any_size = spec.config.activation == "offload_saved"
-        self._most_leaving = _LEAVING_SAVED if of_any_size else _LEAVING
-        self._ahead = _SAVED_AHEAD if of_any_size else 1
+        self._stays = spec.config.activation == "offload_saved"
+        self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
+        self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}
         self._last: int | None = None
         self._leaving: deque[Ref] = deque()
@@ -109,7 +109,8 @@ class ActivationPath:
         one = self._saved[number]
         self._fetch(one)
         for before in islice(self._before(one), self._ahead):
-            if not before.taken:  # several operations may have saved what is there by now
+            # A saved tensor that came back stays while its graph lives: others may read it too.
+            if not (self._stays and before.taken):
                 self._fetch(before)
         # Compute waits for this input only: the next one comes beside the block's backward.
         self._order.needs(Lane.COMPUTE, [one.back], "recompute")

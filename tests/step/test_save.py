@@ -53,6 +53,7 @@ def made(update: str, placed: str, ranks: int = 1, **options: Any) -> StepSpec:
 
 
 @CASES
+@pytest.mark.cover(1, levels.ALL)
 def test_a_save_has_no_race(update: str, placed: str) -> None:
     spec = made(update, placed)
     assert prove_operations(spec, driven(spec)) == []
@@ -102,6 +103,7 @@ def _of_writes(op: Wait) -> bool:
 
 
 @CASES
+@pytest.mark.cover(1, levels.ALL)
 def test_only_the_update_of_a_bucket_waits_for_its_write(update: str, placed: str) -> None:
     spec = made(update, placed)
     # In mode "delayed" its upload waits, too, which replaces the weights that are written.

@@ -109,7 +109,7 @@ class ForwardHooks:
         reads = [weights for block in blocks for weights in block.weights]
         # Behind the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
-        offloader = None if again or again_now else self._offloader_of(module)
+        offloader = None if again else self._offloader_of(module)
         # The backward of an embedding reads its indices: it needs no weights, and no slot.
         saved = () if _looks_up(module) else blocks
         outside = self._saved.enter(blocks, saved, again=again or again_now)
@@ -192,8 +192,10 @@ class ForwardHooks:
             self._tracker.__enter__()
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:
-        takes_all = isinstance(self._offloader, SavedOffloader)
-        return self._offloader if takes_all or module in self._recomputed else None
+        if isinstance(self._offloader, SavedOffloader):
+            # What a user's recompute saves inside backward is needed at once.
+            return None if in_backward() else self._offloader
+        return self._offloader if module in self._recomputed else None
 
     def _use(self, blocks: Sequence[Block]) -> None:
         """Pin all blocks, then use them: none may evict another, and all stay while forward

@@ -174,6 +174,7 @@ def _seconds(op: Launch) -> float:
     return usual.get(op.kind, 0.02)
 
 
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("blocks", [0, 4, 9, 20, 200])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_save_stalls_no_longer_than_the_disk_is_slower(update: str, blocks: int) -> None:

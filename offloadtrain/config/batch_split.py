@@ -1,6 +1,8 @@
-"""The split of a job's global batch over ranks, and of its layers over the stages of a pipeline.
+"""The split of a job's global batch over ranks, of its layers over the stages of a pipeline, and of
+their matrices into parts.
 
-A step uses the same samples on any number of ranks.
+A step uses the same samples on any number of ranks. The ranks of all parts are neighbours: rank =
+(stage x replicas + replica) x parts + part.
 """
 
 from __future__ import annotations
@@ -28,12 +30,18 @@ def parse_ranks(flag: str, text: str) -> int:
 
 
 def replicas(config: Config, ranks: int) -> int:
-    """Return how many ranks divide the batch: those of one stage of the pipeline.
+    """Return how many ranks divide the batch: those of one stage of the pipeline, and one part.
 
     Raises:
-        ConfigError: the ranks cannot be divided into the stages.
+        ConfigError: the ranks cannot be divided into the stages, or into the parts.
     """
-    count, rest = divmod(ranks, config.ranks.pipeline)
+    parts = config.ranks.tensor
+    if ranks % (parts * config.ranks.pipeline) and parts > 1:
+        raise ConfigError(
+            f"ranks.tensor = {parts} and {ranks} ranks: the ranks of all parts read one batch, and "
+            f"each part needs one. Start a multiple of {parts} (--nproc), or set ranks.tensor = 1"
+        )
+    count, rest = divmod(ranks // parts, config.ranks.pipeline)
     if rest or not count:
         raise ConfigError(
             f"ranks.pipeline = {config.ranks.pipeline} and {ranks} ranks: each stage needs as many "
@@ -49,9 +57,18 @@ def of_stage(config: Config, index: int) -> Config:
     return replace(config, stage=stage, model=replace(config.model, num_layers=stage.layers))
 
 
+def part_of(config: Config, rank: int) -> str:
+    """Return, for example, "part 1 of 2": what a rank holds of every matrix; "" of all of them."""
+    parts = config.ranks.tensor
+    return "" if parts == 1 else f"part {rank % parts + 1} of {parts}"
+
+
 def roles(config: Config, ranks: int) -> tuple[str, ...]:
-    """Return what each rank is in the pipeline, for messages; nothing without one."""
+    """Return what each rank is in the pipeline or of the matrices, for messages; nothing where all
+    are alike."""
     stages = config.ranks.pipeline
+    if config.ranks.tensor > 1:
+        return tuple(part_of(config, rank) for rank in range(ranks))
     if stages == 1:
         return ()
     each = replicas(config, ranks)
@@ -62,7 +79,7 @@ def shared(config: Config, ranks: int) -> Config:
     """Return the job of one of `ranks` ranks: the same steps of the same tokens, divided.
 
     A rank gets fewer microbatches, or smaller ones if the number is not divisible. The ranks of
-    different stages of a pipeline get the same ones.
+    different stages of a pipeline, and of different parts of matrices, get the same ones.
 
     Raises:
         ConfigError: the sequences of a step are not divisible by the ranks, or the ranks by the
@@ -102,9 +119,12 @@ def shared(config: Config, ranks: int) -> Config:
 def explain(job: Config, part: Config, ranks: int) -> str:
     """Return a sentence that describes the split."""
     before, after = job.train, part.train
-    stages = job.ranks.pipeline
+    stages, parts = job.ranks.pipeline, job.ranks.tensor
     each = "one rank" if ranks == stages else f"{ranks // stages} ranks"
     who = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {each} each"
+    if parts > 1:
+        groups = ranks // parts
+        who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
     return (
         f"{who} share {before.micro_batch * before.grad_accum_steps} sequences per step: "
         f"train.micro_batch {before.micro_batch} -> {after.micro_batch}, "

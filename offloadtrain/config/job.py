@@ -29,7 +29,13 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.hf_section import HF_KEYS, looked_at, read_hf
 from offloadtrain.config.log_options import LogConfig
-from offloadtrain.config.model_shape import SIZES, ModelShape, num_active_params, num_params
+from offloadtrain.config.model_shape import (
+    SIZES,
+    ModelShape,
+    PartOfShape,
+    num_active_params,
+    num_params,
+)
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.overrides import settle
@@ -99,6 +105,11 @@ class Config:
         if not self.train.checkpoint_every or self.offload.state_on in ("device", "disk"):
             of_train["checkpoint_spill"] = 0
         object.__setattr__(self, "offload", replace(self.offload, **of_train))
+
+    @property
+    def rank_shape(self) -> ModelShape:
+        """The shape of what one rank holds of every layer: with tensor parallel a part of it."""
+        return PartOfShape.of(self.model, self.ranks.tensor)
 
     @property
     def num_params(self) -> int:
@@ -330,6 +341,14 @@ def _problems(config: Config) -> Iterator[str]:
         config.model,
         is_own=config.hf is None,
         samples=config.train.sample_tokens > 0,
+    )
+    yield from ranks_options.tensor_contradictions(
+        config.ranks,
+        config.model,
+        is_own=config.hf is None,
+        samples=config.train.sample_tokens > 0,
+        state=config.offload.state,
+        rule=config.optim.name,
     )
     yield from _of_several_sections(config)
     yield from train_options.contradictions(config.train, config.offload)

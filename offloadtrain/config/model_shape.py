@@ -109,6 +109,32 @@ class ModelShape:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOfShape(ModelShape):
+    """What one rank of tensor parallel holds and computes of a shape: its heads and hidden units.
+
+    Attributes:
+        parts: ranks that hold the parts.
+    """
+
+    parts: int = 1
+
+    @classmethod
+    def of(cls, shape: ModelShape, parts: int) -> ModelShape:
+        """Return a part of a shape, whose heads and hidden units the parts divide."""
+        if parts == 1:
+            return shape
+        given = {key: getattr(shape, key) for key in ModelShape.__dataclass_fields__}
+        given["num_heads"] = shape.num_heads // parts
+        given["num_kv_heads"] = shape.kv_heads // parts
+        given["d_ff"] = shape.ff_width // parts
+        return cls(**given, parts=parts)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // (self.num_heads * self.parts)
+
+
 def _range_problems(shape: ModelShape) -> list[str]:
     found = [
         f"{key} = {getattr(shape, key)} must be at least 1"

@@ -1,4 +1,4 @@
-"""The table [ranks] of a job, which divides its model, and one stage of a pipeline."""
+"""The table [ranks] of a job, which divides its model: stages of a pipeline, parts of matrices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ class RanksConfig:
             it, and those of one stage divide the batch.
         schedule: order of microbatches: "1f1b" has at most as many in flight as stages, "gpipe" all
             of them.
+        tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
+            the ranks must be divisible by it, and those of one part divide the batch.
     """
 
     pipeline: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +105,71 @@ def contradictions(
             f"{asked} and train.sample_tokens: no process holds the whole model. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )
+
+
+def tensor_contradictions(
+    ranks: RanksConfig,
+    model: ModelShape,
+    *,
+    is_own: bool,
+    samples: bool,
+    state: str,
+    rule: str,
+) -> Iterator[str]:
+    """Yield a sentence for each thing that tensor parallel cannot do.
+
+    Args:
+        is_own: the model is our transformer.
+        samples: text is generated at the end.
+        state: format of the optimizer's state.
+        rule: name of the update rule.
+    """
+    if ranks.tensor <= 1:
+        return
+    asked = f"ranks.tensor = {ranks.tensor}"
+    if not is_own:
+        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
+        return
+    if ranks.pipeline > 1:
+        yield (
+            f"{asked} and ranks.pipeline = {ranks.pipeline}: a stage holds whole matrices. Set one "
+            "of them to 1"
+        )
+    if model.num_experts:
+        yield (
+            f"{asked} divides no experts (model.num_experts = {model.num_experts}): set "
+            "ranks.tensor = 1"
+        )
+    yield from _undivided(ranks, model)
+    if state not in ("fp32", "split16"):
+        yield (
+            f"{asked} and offload.state = {state!r}: its scales stand for blocks of elements in "
+            "the order of memory, which other parts order differently, so that no other mesh could "
+            'read a checkpoint. Set offload.state = "fp32" or "split16"'
+        )
+    if rule in ("muon", "lamb"):
+        yield (
+            f"{asked} and optim.name = {rule!r}, which updates whole matrices: set "
+            'optim.name = "adamw"'
+        )
+    if samples:
+        yield (
+            f"{asked} and train.sample_tokens: one rank holds parts of the model. Set "
+            "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
+        )
+
+
+def _undivided(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
+    """Yield what the parts do not divide: each holds whole heads, and as many as the others."""
+    counts = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.kv_heads,
+        "model.d_ff": model.ff_width,
+    }
+    for key, count in counts.items():
+        if count % ranks.tensor:
+            yield (
+                f"ranks.tensor = {ranks.tensor} does not divide {key} = {count}: each part holds "
+                f"as many as the others. Set ranks.tensor to a divisor of it, or {key} to a "
+                "multiple"
+            )

@@ -67,7 +67,7 @@ def offload(
     offload_saved_above: int = OFFLOAD_SAVED_ABOVE,
     partition_activations: bool = False,
     process_group: Group | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     zero_stage: int = 0,
     keep_whole: Sequence[str] = (),
     reduction: str = "working",
@@ -218,7 +218,7 @@ def offload(
         return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
     if process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
-    axes = Mesh.of(mesh, on)
+    axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
     place = StagePlace(Stages(axes.stages), parts=axes.parts)
     return attach(model, rule, params, chosen, on, axes.replicas, param_init_fn, place)
 

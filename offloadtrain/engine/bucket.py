@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.engine.local_part import LocalPart, is_distributed, local
+from offloadtrain.engine.local_part import LocalPart, local
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.step.block_spec import BucketSpec, MatrixSpec
 from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import StateFormat, format_for

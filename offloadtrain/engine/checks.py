@@ -15,10 +15,11 @@ from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.local_part import is_distributed, local
+from offloadtrain.engine.local_part import local
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule, keeps_whole
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.step.formats import FORMATS
 
 _log = logging.getLogger(__name__)

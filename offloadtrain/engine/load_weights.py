@@ -20,13 +20,14 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
-from offloadtrain.engine.local_part import LocalPart, local
+from offloadtrain.engine.local_part import LocalPart, local, rebuilt
 from offloadtrain.engine.partition import Part
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
 
 _log = logging.getLogger(__name__)
 
@@ -251,12 +252,18 @@ def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
     # Swapped and not replaced: other modules and parameter groups refer to the same object.
     for param in module.parameters(recurse=False):
         if param.is_meta:
-            real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+            real = nn.Parameter(_with_memory(param), param.requires_grad)
             torch.utils.swap_tensors(param, real)
     module._apply(
         lambda one: torch.empty_like(one, device="cpu") if one.is_meta else one, recurse=False
     )
     param_init_fn(module)
+
+
+def _with_memory(param: nn.Parameter) -> Tensor:
+    """Return a tensor as this one on the host, without values."""
+    held = torch.empty_like(local(param), device="cpu")
+    return rebuilt(param, held) if is_distributed(param) else held
 
 
 def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:

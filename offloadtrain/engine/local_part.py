@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.runtime.tensor_parts import is_distributed
+
 
 class LocalPart:
     """A DTensor parameter, whose `data` is what this rank holds of it."""
@@ -43,11 +45,6 @@ class LocalPart:
         held = self.data.to(device, dtype)
         made = nn.Parameter(rebuilt(self.param, held), self.param.requires_grad)
         torch.utils.swap_tensors(self.param, made)
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Tell whether it is a DTensor, without importing their module."""
-    return hasattr(tensor, "_local_tensor")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -87,6 +87,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         except BaseException:
             self._finalizer()
             raise
+        if place is not None:
+            self._part_ranks = place.parts
         self.model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.runtime.process_group import UNTRAINED
+from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
+from offloadtrain.runtime.tensor_parts import PartError, Range, Share
 from offloadtrain.step.operations import Written
 
 WORKING = "working"
@@ -18,10 +19,55 @@ WORKING = "working"
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of matrices: see [Note: Parts of matrices] in `runtime.tensor_parts`.
+
+    Attributes:
+        ranks: those that hold the other parts. What all of them hold whole, the first one saves.
+        shares: of every DTensor parameter.
+    """
+
+    ranks: Ranks = ALONE
+    shares: Mapping[nn.Parameter, Share] = field(default_factory=dict)
+
+    def share(self, slot: Slot) -> Share:
+        """Return what this rank holds of a parameter."""
+        whole = Share(slot.shape, slot.stride, (Range(0, 0, slot.numel),))
+        return self.shares.get(slot.param, whole)
+
+    def saves(self, slot: Slot) -> bool:
+        """Tell whether this rank saves what it holds of a parameter."""
+        return self.ranks.rank == 0 or self.share(slot).is_part
+
+    def held(self, bucket: Bucket, slot: Slot) -> list[Range]:
+        """Return the ranges of a parameter that are in this rank's shard of a bucket; one that may
+        be empty if there is none."""
+        lo, hi = bucket.piece(slot)
+        ranges = [one.within(lo, hi) for one in self.share(slot).ranges]
+        return [one for one in ranges if one.length] or ranges[:1]
+
+    def check(self, bucket: Bucket, slot: Slot) -> None:
+        """Raises PartError where values stand for blocks of elements that another mesh orders
+        differently."""
+        fields = bucket.format.fields(bucket.spec.moments)
+        if self.share(slot).is_part and any(one.per > 1 for one in fields):
+            raise PartError(
+                f"state = '{bucket.format.name}' of '{slot.name}', a part of a matrix: its scales "
+                "stand for blocks of elements, which another mesh orders differently, so that it "
+                "could not read a checkpoint. Use state = 'fp32' or 'split16'"
+            )
+
+
+WHOLE = Parts()
+"""No parameter is divided."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Elements [lo, hi) of a parameter, in the order of its memory, in a flat buffer.
 
     Attributes:
+        shape, stride: of the whole parameter.
         start, count: the values of the buffer that stand for them.
     """
 
@@ -55,7 +101,7 @@ class FlatState:
 
 @dataclass(frozen=True, slots=True)
 class OwnState:
-    """This rank's part of a parameter: elements [lo, hi).
+    """A range of a parameter that this rank holds: elements [lo, hi).
 
     Attributes:
         stride: of the whole parameter.
@@ -92,47 +138,67 @@ def whole(buffers: Iterable[Tensor]) -> list[tuple[Written, Tensor]]:
     return [(Written(at, 0, flat.numel()), flat) for at, flat in enumerate(buffers)]
 
 
-def flat_states(blocks: Iterable[Block], rank: int, *, in_use: bool) -> Iterator[FlatState]:
+def flat_states(
+    blocks: Iterable[Block], rank: int, *, in_use: bool, parts: Parts = WHOLE
+) -> Iterator[FlatState]:
     """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights.
 
     Args:
         in_use: behind the fields, the weights that forward uses.
+
+    Raises:
+        PartError: a part of a matrix is in a format that only this mesh could read.
     """
     for block in blocks:
         for bucket in block.buckets:
-            for field in bucket.format.fields(bucket.spec.moments):
-                dtype = field.dtype or bucket.spec.dtype
-                yield _flat(bucket, field.name, dtype, field.per, rank)
+            for one in bucket.format.fields(bucket.spec.moments):
+                dtype = one.dtype or bucket.spec.dtype
+                yield _flat(bucket, one.name, dtype, one.per, rank, parts)
             if in_use:
-                yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank)
+                yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank, parts)
         for bucket in block.frozen:
-            yield _flat(bucket, UNTRAINED, bucket.spec.dtype, 1, rank)
+            yield _flat(bucket, UNTRAINED, bucket.spec.dtype, 1, rank, parts)
 
 
-def own_state(bucket: Bucket, slot: Slot) -> OwnState:
-    """View this rank's part of a parameter. At rest only while the lanes are empty."""
+def own_state(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
+    """View what this rank holds of a parameter. At rest only while the lanes are empty."""
     if bucket.state:
         pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
-        fields = {field.name: (view, field.per) for field, view in pieces}
+        fields = {one.name: (view, one.per) for one, view in pieces}
     else:
         fields = {UNTRAINED: (bucket.weights_of(slot), 1)}
-    return OwnState(slot.stride, *bucket.piece(slot), fields)
+    return _own(bucket, slot, fields, parts)
 
 
-def own_weights(bucket: Bucket, slot: Slot) -> OwnState:
+def own_weights(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
     """View this rank's part of the weights that forward uses; see `own_state`."""
-    fields = {WORKING: (bucket.weights_of(slot), 1)}
-    return OwnState(slot.stride, *bucket.piece(slot), fields)
+    return _own(bucket, slot, {WORKING: (bucket.weights_of(slot), 1)}, parts)
 
 
-def _flat(bucket: Bucket, kind: str, dtype: str, per: int, rank: int) -> FlatState:
+def _own(
+    bucket: Bucket, slot: Slot, fields: Mapping[str, tuple[Tensor, int]], parts: Parts
+) -> list[OwnState]:
+    """Cut views of all that this rank holds of a parameter into its ranges."""
+    (first, _), found = bucket.piece(slot), []
+    stride = parts.share(slot).stride
+    for held in parts.held(bucket, slot):
+        lo, hi = held.lo - first, held.lo + held.length - first
+        cut = {kind: (view[lo // per : -(-hi // per)], per) for kind, (view, per) in fields.items()}
+        found.append(OwnState(stride, held.at, held.at + held.length, cut))
+    return found
+
+
+def _flat(bucket: Bucket, kind: str, dtype: str, per: int, rank: int, parts: Parts) -> FlatState:
     pieces = []
-    for slot in bucket.slots:
-        lo, hi = bucket.piece(slot)
-        # A parameter without elements is on every rank; the first one saves it.
-        if lo < hi or (slot.numel == 0 and rank == 0):
-            first = max(slot.offset + lo - bucket.lo, 0) if lo < hi else 0
-            start, end = first // per, -(-(first + hi - lo) // per)
-            pieces.append(Piece(slot.name, slot.shape, slot.stride, lo, hi, start, end - start))
+    for slot in filter(parts.saves, bucket.slots):
+        parts.check(bucket, slot)
+        share = parts.share(slot)
+        for one in parts.held(bucket, slot):
+            # A parameter without elements is on every rank; the first one saves it.
+            if one.length or (slot.numel == 0 and rank == 0):
+                first = slot.offset + one.lo - bucket.lo if one.length else 0
+                start, end = first // per, -(-(first + one.length) // per)
+                at = (one.at, one.at + one.length, start, end - start)
+                pieces.append(Piece(slot.name, share.shape, share.stride, *at))
     pieces.sort(key=lambda piece: piece.start)
     return FlatState(bucket.name, kind, dtype, -(-bucket.shard_numel // per), tuple(pieces))

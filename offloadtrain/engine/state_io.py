@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from offloadtrain.engine import state
 from offloadtrain.engine.block import Block
@@ -13,9 +15,11 @@ from offloadtrain.engine.checks import ParameterGuard
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.saved_state import (
+    WHOLE,
     WORKING,
     FlatState,
     OwnState,
+    Parts,
     StateWriter,
     flat_states,
     own_state,
@@ -23,13 +27,16 @@ from offloadtrain.engine.saved_state import (
     whole,
 )
 from offloadtrain.optim import AnyRule
-from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
+from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Extent, Ranks
+from offloadtrain.runtime.tensor_parts import Share, shares_of
 
 
 class StateIO:
     """The part of `OffloadOptimizer` that checkpoints use."""
 
+    model: nn.Module
     ranks: Ranks
+    _part_ranks: Ranks = ALONE
     _blocks: Sequence[Block]
     _engine: Engine
     _rules: Sequence[AnyRule]
@@ -43,6 +50,17 @@ class StateIO:
         """Yield the entries of `state` without their steps."""
         raise NotImplementedError
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Where what this rank holds of DTensors is in the whole.
+
+        Raises:
+            PartError: of one it cannot be said.
+        """
+        if self._part_ranks.is_single:
+            return WHOLE
+        return Parts(self._part_ranks, shares_of(self.model))
+
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
         parameters in shards yield their weights."""
@@ -54,16 +72,26 @@ class StateIO:
             yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
 
     def extents(self) -> dict[str, Extent]:
-        """Return this rank's part of every trained parameter, and of frozen ones of streamed
-        blocks."""
+        """Return this rank's shard of what it holds of every trained parameter, and of frozen ones
+        of streamed blocks; shapes are those of whole parameters."""
         held = [*self._slots(), *self._frozen_slots()]
-        return {slot.name: Extent(slot.shape, *bucket.piece(slot)) for bucket, slot in held}
+        return {s.name: Extent(self.parts.share(s).shape, *b.piece(s)) for b, s in held}
+
+    @property
+    def saves_untrained(self) -> bool:
+        """This rank saves what is not trained: others hold the same."""
+        return self.ranks.rank == 0 and self._part_ranks.rank == 0
 
     def flat_states(self) -> list[FlatState]:
-        """Describe every buffer that `write_state` writes, in its order."""
+        """Describe every buffer that `write_state` writes, in its order.
+
+        Raises:
+            PartError: a part of a matrix is in a format that only this mesh could read.
+        """
         # After a failure of the device the weights on it are lost: the checkpoint ends the delay.
         in_use = self._is_delayed and not self._engine.salvaged
-        return list(flat_states(self._blocks, self.ranks.rank, in_use=in_use))
+        rank = self.ranks.rank
+        return list(flat_states(self._blocks, rank, in_use=in_use, parts=self.parts))
 
     def write_state(self, writer: StateWriter) -> None:
         """Begin to write the state as it is after the last step; the next steps go on meanwhile.
@@ -91,21 +119,23 @@ class StateIO:
         scaler = self._engine.counter.scaler
         return None if scaler is None else scaler.state_dict()
 
-    def own_states(self) -> dict[str, OwnState]:
-        """Return this rank's part of every parameter of `extents`, to be read or overwritten;
+    def own_states(self) -> dict[str, list[OwnState]]:
+        """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
         `finish_load` makes what was written effective."""
         # The caller reads or writes memory that Adam and uploads in flight still use.
         self.synchronize()
         held = [*self._slots(), *self._frozen_slots()]
-        return {slot.name: own_state(b, slot) for b, slot in held}
+        return {slot.name: own_state(b, slot, self.parts) for b, slot in held}
 
-    def own_weights(self) -> dict[str, OwnState]:
+    def own_weights(self) -> dict[str, list[OwnState]]:
         """Return this rank's part of the weights that forward uses, where they may be older than
         the state's (update mode "delayed"); otherwise nothing. To be overwritten like
         `own_states`: `finish_load` makes it effective."""
         # As in `own_states`; no newer weights wait afterwards.
         self.synchronize()
-        return {s.name: own_weights(b, s) for b, s in self._slots()} if self._is_delayed else {}
+        if not self._is_delayed:
+            return {}
+        return {slot.name: own_weights(b, slot, self.parts) for b, slot in self._slots()}
 
     def load_named_state(
         self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
@@ -118,7 +148,7 @@ class StateIO:
         Args:
             tensors: its state, or `WORKING` alone; of the parameter's shape; or 1-D, of its
                 elements from `lo` on, a multiple of 128, in the order of its memory. Scales: one
-                value per 128 elements.
+                value per 128 elements. Of a DTensor: those of the whole one.
 
         Raises:
             EngineError: for an unknown parameter, a missing tensor or another shape.
@@ -132,6 +162,21 @@ class StateIO:
         found = next(((b, s) for b, s in self._slots() if s.name == name), None)
         if found is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
+        share = self.parts.share(found[1])
+        if not share.is_part:
+            self._load(found, tensors, lo)
+            return
+        flat = _flattened(share, tensors, lo)
+        count = min(tensor.numel() for tensor in flat.values())
+        for own in share.ranges:
+            first, last = max(own.at, lo or 0), min(own.at + own.length, (lo or 0) + count)
+            if first < last:
+                cut = {kind: x[first - (lo or 0) : last - (lo or 0)] for kind, x in flat.items()}
+                self._load(found, cut, own.lo + first - own.at)
+
+    def _load(
+        self, found: tuple[Bucket, Slot], tensors: Mapping[str, Tensor], lo: int | None
+    ) -> None:
         if WORKING in tensors:
             state.load_weights(*found, tensors[WORKING], lo)
         else:
@@ -172,3 +217,24 @@ class StateIO:
     def _frozen_slots(self) -> list[tuple[Bucket, Slot]]:
         """List frozen parameters of streamed blocks: on the device only while in a slot."""
         return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]
+
+
+def _flattened(share: Share, tensors: Mapping[str, Tensor], lo: int | None) -> dict[str, Tensor]:
+    """Return state of a whole parameter, or of elements from `lo` on, as 1-D tensors in the order
+    of its memory.
+
+    Raises:
+        EngineError: they are of different sizes, as where a value stands for several elements.
+    """
+    found = {}
+    for kind, tensor in tensors.items():
+        found[kind] = tensor.reshape(-1)
+        if lo is None and tuple(tensor.shape) == share.shape:
+            found[kind] = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            found[kind].as_strided(share.shape, share.stride).copy_(tensor)
+    if len(sizes := {one.numel() for one in found.values()}) > 1:
+        raise EngineError(
+            f"a part of a tensor of shape {share.shape} cannot be taken out of state with "
+            f"{sorted(sizes)} values, where one stands for several elements: give it in fp32"
+        )
+    return found

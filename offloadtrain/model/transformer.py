@@ -20,6 +20,7 @@ from offloadtrain.model.chunked_loss import linear_cross_entropy
 from offloadtrain.model.experts import Experts, MixtureOfExperts
 from offloadtrain.model.layers import Embedding, Linear, activated
 from offloadtrain.model.loss import cross_entropy
+from offloadtrain.model.own_draws import own_draws
 from offloadtrain.model.rotary import RotaryTables, rotate
 
 Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP, or cos_B1TP, sin_B1TP; fp32
@@ -156,9 +157,16 @@ class Transformer(nn.Module):
         for module in self.modules():
             init(module)
 
-    def initializer(self, seed: int) -> Callable[[nn.Module], None]:
+    def initializer(
+        self, seed: int, keep: Callable[[nn.Module, Tensor], None] | None = None
+    ) -> Callable[[nn.Module], None]:
         """Return the initialiser of one module for `init_weights`, called on `modules()` in
-        order."""
+        order.
+
+        Args:
+            keep: stores a whole drawn weight, fp32 on the host, in its module, which may hold a
+                part of it; None: each holds all of it.
+        """
         generator = torch.Generator().manual_seed(seed)
         residual = {id(weight) for weight in self._residual_weights()}
         residual_std = _INIT_STD / math.sqrt(2 * self.shape.num_layers)
@@ -171,7 +179,11 @@ class Transformer(nn.Module):
             elif isinstance(module, Linear | Embedding) and id(module.weight) not in drawn:
                 drawn.add(id(module.weight))
                 std = residual_std if id(module.weight) in residual else _INIT_STD
-                _draw_normal(module.weight, std, generator)
+                if keep is None or module.weight.is_meta:
+                    _draw_normal(module.weight, std, generator)
+                else:
+                    whole = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
+                    keep(module, whole.normal_(0.0, std, generator=generator))
                 if isinstance(module, Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Experts):
@@ -225,6 +237,8 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.dropout, self.causal = shape.dropout, shape.is_causal
         width = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        self.part: int | None = None
+        """Number of this rank's part of the heads; None: it has all of them."""
         self.qkv = Linear(shape.d_model, width, bias=shape.bias)
         self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
@@ -236,15 +250,17 @@ class Attention(nn.Module):
         q_BNTH, k_BKTH, v_BKTH = qkv_BTMH.transpose(1, 2).split(heads, dim=1)
         if rotary is not None:
             q_BNTH, k_BKTH = rotate(q_BNTH, *rotary), rotate(k_BKTH, *rotary)
-        mixed_BNTH = F.scaled_dot_product_attention(
-            q_BNTH,
-            k_BKTH,
-            v_BKTH,
-            attn_mask=bias_B1TT,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal and bias_B1TT is None,
-            enable_gqa=self.kv_heads != self.num_heads,
-        )
+        drops = self.dropout if self.training else 0.0
+        with own_draws(self.part if drops else None, x_BTD.device):
+            mixed_BNTH = F.scaled_dot_product_attention(
+                q_BNTH,
+                k_BKTH,
+                v_BKTH,
+                attn_mask=bias_B1TT,
+                dropout_p=drops,
+                is_causal=self.causal and bias_B1TT is None,
+                enable_gqa=self.kv_heads != self.num_heads,
+            )
         return cast(Tensor, self.out(mixed_BNTH.transpose(1, 2).flatten(2)))
 
 

@@ -61,7 +61,7 @@ def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
 
 def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
     """Yield (activations, gradients of weights) of one layer at each operation of its backward."""
-    model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
+    model, weight, tokens = placed.config.rank_shape, placed.weight_bytes, _tokens(placed)
     width = weight * model.d_model
     norm = _norm(model, weight, on_cpu)
     attention = _attention(model, placed.config.data.seq_len, weight, on_cpu)
@@ -72,7 +72,7 @@ def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
     for per_token, gradients in _walk_of_mlp(model, weight):
         yield tokens * (half + norm + masks + per_token), gradients
     made = weight * mlp_params(model)
-    out, into = width * model.d_model, model.d_model * qkv
+    out, into = width * model.num_heads * model.head_dim, model.d_model * qkv
     yield tokens * (half + norm + 3 * width + 2 * wide), made
     yield tokens * (half + 2 * width), made + out
     turned = 12 * model.d_model if model.positions == "rotary" else qkv
@@ -105,14 +105,14 @@ def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
     layers, policy = placed.config.model.num_layers, placed.config.offload.activation
     if policy == "keep" or layers == 1:
         return layers * _layer_bytes(placed, on_cpu) * placed.in_flight
-    if policy == "recompute":
+    if policy == "recompute" and placed.spec.input_parts == 1:
         return layers * placed.input_bytes * placed.in_flight
-    return min(layers, 3) * placed.input_bytes  # in flight to or from the host
+    return min(layers, 3) * placed.input_bytes  # in flight to or from the host, or gathered
 
 
 def _layer_bytes(placed: Placement, on_cpu: bool) -> int:
     """Bytes saved by autograd per layer, including its input."""
-    model = placed.config.model
+    model = placed.config.rank_shape
     per_token = saved_per_token(model, placed.config.data.seq_len, placed.weight_bytes, on_cpu)
     return _tokens(placed) * per_token
 

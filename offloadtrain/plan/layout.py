@@ -60,7 +60,7 @@ def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
 def parts_of(config: Config) -> tuple[PartShape, ...]:
     """Return every parameter of the job's model, in registration order; a tied one once."""
     if config.hf is None:
-        return _parts_of_shape(config.model, config.stage)
+        return _parts_of_shape(config.rank_shape, config.stage)
     assert config.hf.parts is not None, "integrations.hf_job.described comes first"
     return config.hf.parts
 
@@ -134,7 +134,7 @@ def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
     found = {
         "attention_norm": _norm(shape),
         "attention.qkv": _linear(shape, shape.d_model, heads),
-        "attention.out": _linear(shape, shape.d_model, shape.d_model),
+        "attention.out": _linear(shape, shape.num_heads * shape.head_dim, shape.d_model),
         "mlp_norm": _norm(shape),
     }
     if shape.num_experts:

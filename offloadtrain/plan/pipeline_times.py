@@ -16,7 +16,8 @@ from statistics import fmean as mean
 
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
-from offloadtrain.plan.times import Costs, Prediction, with_micro_steps
+from offloadtrain.plan.prediction import Prediction
+from offloadtrain.plan.times import Costs, with_micro_steps
 from offloadtrain.step.operations import Lane, Launch
 from offloadtrain.step.pipeline_drive import Schedule, StageTurn, Turn, stage_steps
 from offloadtrain.step.program import Program

@@ -66,7 +66,15 @@ class Placement:
             return ()
         if self.traced is not None:
             return self.traced.block_inputs
-        return (self.input_bytes,) * self.repeated * self.in_flight
+        return self._kept_inputs
+
+    @property
+    def _kept_inputs(self) -> tuple[int, ...]:
+        """Bytes of the parts of inputs that this rank keeps: all of one that the parts do not
+        divide."""
+        rest = self.input_bytes // self.weight_bytes % self.spec.input_parts
+        own = self.input_bytes // (1 if rest else self.spec.input_parts)
+        return (own,) * self.repeated * self.in_flight
 
     @property
     def input_bytes(self) -> int:
@@ -85,7 +93,10 @@ class Placement:
 
     def device(self) -> dict[str, int]:
         """Return owner → bytes of one device, without activations and torch's needs."""
-        return memory.device_owners(self.spec)
+        owners = memory.device_owners(self.spec)
+        if self.spec.input_parts > 1 and not self.block_inputs:
+            owners["block inputs"] = sum(self._kept_inputs)
+        return owners
 
     @property
     def frozen_bytes(self) -> int:
@@ -120,6 +131,7 @@ def place(
             ranks=ranks,
             num_tensors=num_tensors(config),
             available_bytes=available_bytes,
+            parts=config.ranks.tensor,
         )
     except (DeviceMemoryError, OptionError) as error:
         raise PlanError(f"offload.{error}") from None
@@ -134,7 +146,7 @@ def place(
 
 
 def _add(owners: dict[str, int], requests: Iterable[MemoryRequest]) -> None:
-    """Host memory that is requested later."""
+    """Memory that is requested later."""
     for request in requests:
         owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
         padding = request.span_bytes - request.nbytes

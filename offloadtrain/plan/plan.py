@@ -20,8 +20,9 @@ from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.pipeline_times import PipelineTimes, as_part_of, pipeline_times
 from offloadtrain.plan.placement import Placement, PlanError, place
+from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.save_cost import SaveCost, save_cost
-from offloadtrain.plan.times import Prediction, predict
+from offloadtrain.plan.times import predict
 from offloadtrain.step.block_spec import BlockSpec
 from offloadtrain.step.memory import disk_owners, with_second_copies
 from offloadtrain.step.pipeline_drive import Schedule
@@ -62,8 +63,8 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """All ranks, those of other stages of a pipeline too."""
-        return self.placed.spec.ranks * self.job.ranks.pipeline
+        """All ranks, those of other stages of a pipeline and of other parts of matrices too."""
+        return self.placed.spec.ranks * self.job.ranks.pipeline * self.job.ranks.tensor
 
     @property
     def hosts(self) -> int:
@@ -184,8 +185,11 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all ranks, but for buffers."""
+        """Bytes of a checkpoint of all ranks, but for buffers. What the parts of matrices have in
+        common is saved once, but for what lies between them in the layers."""
         blocks = self._all_blocks
+        layers = tuple(block for block in blocks if block.repeated)
+        blocks += layers * (self.job.ranks.tensor - 1)
         buckets = [bucket for block in blocks for bucket in block.buckets]
         trained = sum(
             field.nbytes(bucket.numel, bucket.weight_bytes)
@@ -208,7 +212,8 @@ class Plan:
     def spill_bytes(self) -> int:
         """Bytes of host memory of all ranks for what a save copies."""
         spec = self.placed.spec
-        return spec.ranks * sum(spec.spill_bytes(bucket) for bucket in spec.buckets)
+        of_one = sum(spec.spill_bytes(bucket) for bucket in spec.buckets)
+        return spec.ranks * self.job.ranks.tensor * of_one
 
     @property
     def save(self) -> SaveCost | None:

@@ -47,6 +47,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "machine": plan.name,
         "ranks": plan.ranks,
         "stage": None if plan.placed.config.stage is None else plan.placed.config.stage.name,
+        "tensor_parts": plan.job.ranks.tensor,
         "hosts": plan.hosts,
         "zero_stage": spec.zero_stage,
         "precision": plan.job.offload.precision,
@@ -194,7 +195,7 @@ def _step(plan: Plan) -> str:
             exposed = found.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
-    lines += _stages(plan)
+    lines += [*_stages(plan), *_parts(plan)]
     mfu = ""
     if found.mfu is not None:
         mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -203,7 +204,7 @@ def _step(plan: Plan) -> str:
         f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
     )
     ranks = plan.placed.spec.ranks
-    owned = plan.job.num_trained / ranks
+    owned = sum(bucket.params for bucket in plan.placed.spec.buckets) / ranks
     lines.append(
         f"bus: {format_bytes(found.d2h_bytes)} down, {format_bytes(found.h2d_bytes)} up per step "
         f"and rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
@@ -234,6 +235,18 @@ def _stages(plan: Plan) -> Iterator[str]:
                 f"{format_seconds(link.seconds)} {where}"
             )
         yield line
+
+
+def _parts(plan: Plan) -> Iterator[str]:
+    """Yield a line on what the parts of matrices send each other, which the device waits for."""
+    parts, found = plan.job.ranks.tensor, plan.prediction
+    if parts > 1:
+        where = "inside the host" if parts <= plan.machine.gpus else "between hosts"
+        yield (
+            f"  tensor parallel: each rank holds 1/{parts} of the layers' matrices; sums over the "
+            f"parts send {format_bytes(found.parts_bytes)} per step and rank, "
+            f"{format_seconds(found.parts_s)} {where}"
+        )
 
 
 def _disk(plan: Plan) -> str:

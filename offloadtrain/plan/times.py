@@ -7,6 +7,8 @@ Every launch of the program (`step.program`) gets a duration:
 * d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
 * reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
   are several;
+* tensor parallel: twice that for each of the sums over the parts, which compute waits for: two in a
+  layer's forward, two in its backward, and one when forward runs again;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
   ranks of a host; Adam as measured, if it was, and the first two not faster than measured. Where
   the state is on the device, over the rate of the device's memory;
@@ -20,12 +22,13 @@ Launches of copies and collectives are free, and other lanes do not slow each ot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, sqrt
 
 from offloadtrain.config.model_shape import again_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
+from offloadtrain.plan.among_parts import AmongParts
 from offloadtrain.plan.device_time import (
     Kernels,
     Seconds,
@@ -34,53 +37,15 @@ from offloadtrain.plan.device_time import (
     head_seconds,
     traced_seconds,
 )
-from offloadtrain.plan.disk import DISK_LANES, MICRO_STEPS, DiskLoad, disk_load
+from offloadtrain.plan.disk import DISK_LANES, MICRO_STEPS, disk_load
 from offloadtrain.plan.placement import Placement
+from offloadtrain.plan.prediction import Prediction
 from offloadtrain.step.block_spec import BlockSpec, BucketSpec, MatrixSpec
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
-from offloadtrain.step.simulate import Steady, bound, steady
+from offloadtrain.step.simulate import Steady, steady
 from offloadtrain.step.spec import MATRIX_BYTES, StepSpec
 from offloadtrain.step.tiers import Tier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """One optimizer step in the long run.
-
-    Attributes:
-        busy_s: lane → seconds of work.
-        exposed_s: lane → seconds the device waited for it.
-        tokens_per_s: of all ranks.
-        tflops: of one rank: 6·N + 12·L·d·T per token, recompute not counted.
-        hardware_tflops: of one rank, recompute counted.
-        mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
-        d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
-        dram_bytes: memory traffic of one rank's host work.
-        disk: what one rank asks of its drive.
-    """
-
-    seconds: float
-    busy_s: Mapping[str, float]
-    exposed_s: Mapping[str, float]
-    tokens_per_s: float
-    tflops: float
-    hardware_tflops: float
-    mfu: float | None
-    d2h_bytes: int
-    h2d_bytes: int
-    comm_bytes: int
-    dram_bytes: int
-    disk: DiskLoad
-
-    @property
-    def exposed(self) -> float:
-        return sum(self.exposed_s.values())
-
-    @property
-    def bound(self) -> tuple[float, str]:
-        """The busiest lane, or link that lanes share, and its seconds: no schedule is faster."""
-        return bound(self.busy_s)
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:
@@ -186,9 +151,16 @@ def _prediction(costs: Costs, found: Steady) -> Prediction:
         d2h_bytes=down,
         h2d_bytes=up,
         comm_bytes=sent,
+        parts_bytes=costs.parts.sent_bytes * micro_steps,
+        parts_s=costs.parts.sums * costs.parts.sum_s * micro_steps,
         dram_bytes=round(costs.dram_bytes),
         disk=costs.disk,
     )
+
+
+def _later(computed: Seconds, by_s: float) -> Seconds:
+    """Add the same time to forward and to backward."""
+    return Seconds(computed.forward + by_s, computed.backward + by_s)
 
 
 KERNELS = Kernels(rotary_fp32=True)
@@ -222,9 +194,11 @@ class Costs:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
         self._blocks = {block.name: block for block in self.spec.blocks}
         self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
-        ranks = self.spec.ranks * placed.config.ranks.pipeline
+        self.parts = AmongParts(placed, machine)
+        ranks = self.spec.ranks * placed.config.ranks.pipeline * self.parts.count
         self._local = min(ranks, machine.gpus)
-        """Ranks of a host, those of other stages too: they share its links, memory and cores."""
+        """Ranks of a host, those of other stages and parts too: they share its links, memory and
+        cores."""
         if ranks > machine.gpus and not machine.node_link_gbps:
             raise MachineError(
                 f"{ranks} GPUs were requested, but the machine has {machine.gpus} on its "
@@ -254,6 +228,10 @@ class Costs:
                 return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
             case Kind.MATRIX_DOWN:
                 return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
+            case Kind.KEEP_INPUT | Kind.FETCH_PART:
+                return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
+            case Kind.GATHER_INPUT:
+                return self.parts.gather_s(op.writes[0].nbytes)
             case Kind.COPY:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
@@ -282,10 +260,12 @@ class Costs:
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         kernels = replace(KERNELS, causal=model.is_causal)
-        where = self._tokens, self.machine, self._precision, kernels
-        layer = block_seconds(model, seq_len, *where)
-        head = head_seconds(model, *where) if self._has_head else Seconds(0.0, 0.0)
-        again_s = again_seconds(model, seq_len, *where)
+        where = self._tokens, self.machine, self._precision
+        split = replace(kernels, split=self.parts.count)
+        layer = _later(block_seconds(model, seq_len, *where, split), 2 * self.parts.sum_s)
+        # Whole on every rank.
+        head = head_seconds(model, *where, kernels) if self._has_head else Seconds(0.0, 0.0)
+        again_s = again_seconds(model, seq_len, *where, split) + self.parts.sum_s
         last, found = self.spec.blocks[-1].name, {}
         for block in self.spec.blocks:
             # one layer, whose modules are blocks: its time counts in the last one
@@ -302,8 +282,9 @@ class Costs:
         if self.placed.traced is not None:
             return self.placed.traced.flops - self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        head = 0.0 if self._has_head else 6.0 * model.vocab_size * model.d_model
-        return (flops_per_token(model, seq_len) - head) * self._tokens
+        head = 6.0 * model.vocab_size * model.d_model
+        layers = (flops_per_token(model, seq_len) - head) / self.parts.count
+        return (layers + (head if self._has_head else 0.0)) * self._tokens
 
     @property
     def _has_head(self) -> bool:
@@ -316,7 +297,7 @@ class Costs:
         if self.placed.traced is not None:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        layer = again_flops_per_token(model, seq_len)
+        layer = again_flops_per_token(model, seq_len) / self.parts.count
         return self._tokens * layer * sum(map(self._recomputes, self._blocks))
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
@@ -365,7 +346,7 @@ class Costs:
         each host, shared by its GPUs."""
         ranks, machine = self.spec.ranks, self.machine
         inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
-        nodes = ceil(ranks / machine.gpus)
+        nodes = ceil(ranks * self.parts.count / machine.gpus)
         if nodes == 1:
             return inside
         return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))

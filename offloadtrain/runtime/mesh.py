@@ -3,14 +3,16 @@ matrices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offloadtrain.runtime.process_group import ALONE, Group, Ranks
 
-__all__ = ["AXES", "DeviceMesh", "Mesh"]
+__all__ = ["AXES", "DeviceMesh", "Mesh", "divide_linears"]
 
 AXES = ("pp", "dp", "tp")
 """Stages of a pipeline, replicas, and parts of matrices. The last varies fastest: what exchanges
@@ -30,12 +32,14 @@ class Mesh:
         stages: the ranks that hold the other parts for the same batch, in the order of the model.
         stages_group: for what stages send each other; None: there is one.
         parts: the ranks that hold the other parts of this rank's DTensors.
+        tensor: their axis, for `parallelize_module`; None: there is one part.
     """
 
     replicas: Ranks = ALONE
     stages: Ranks = ALONE
     stages_group: Group | None = None
     parts: Ranks = ALONE
+    tensor: DeviceMesh | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh, device: torch.device) -> Mesh:
@@ -56,13 +60,38 @@ class Mesh:
         stages, host = groups.get("pp"), torch.device("cpu")
         replicas = _hybrid(mesh, device) or Ranks(groups.get("dp"), device)
         parts = Ranks(groups.get("tp"), device)
-        return cls(replicas, Ranks(stages, host), stages, parts)
+        tensor = None if parts.is_single else mesh["tp"]
+        return cls(replicas, Ranks(stages, host), stages, parts, tensor)
 
     @classmethod
-    def make(cls, stages: int, device: torch.device) -> Mesh:
-        """Join all ranks in a pipeline of so many stages, which divide them; a collective."""
-        shape = (stages, Ranks().world_size // stages)
-        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES[:2]), device)
+    def make(cls, stages: int, device: torch.device, parts: int = 1) -> Mesh:
+        """Join all ranks in a pipeline of so many stages, and matrices of so many parts, which
+        divide them; a collective."""
+        shape = (stages, Ranks().world_size // (stages * parts), parts)
+        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES), device)
+
+
+def divide_linears(
+    module: nn.Module, mesh: DeviceMesh, by_rows: Sequence[str], by_columns: Sequence[str]
+) -> None:
+    """Make the weights of linear layers DTensors along a mesh of one axis; each rank takes its part
+    of what it has, and sends nothing.
+
+    Args:
+        by_rows: names of those whose outputs are divided.
+        by_columns: of those whose inputs are; their outputs are sums over the parts.
+    """
+    # Takes a second to import, which others do not need.
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_rows}
+    plan |= {name: RowwiseParallel() for name in by_columns}
+    parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
 def _hybrid(mesh: DeviceMesh, device: torch.device) -> Ranks | None:

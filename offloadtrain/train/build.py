@@ -28,6 +28,7 @@ from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.train.resume import ResumedSettings
+from offloadtrain.train.tensor_parallel import divide_matrices, keep_part
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -132,15 +133,16 @@ def assemble(
 
 
 def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
-    """Divide the ranks into stages of a pipeline and replicas; without a pipeline all are replicas.
+    """Divide the ranks into stages of a pipeline, replicas and parts of matrices; without those all
+    are replicas.
 
     Raises:
         ConfigError: the ranks cannot be divided so.
     """
     replicas(job, ranks.size)
-    if job.ranks.pipeline == 1:
+    if job.ranks.pipeline == job.ranks.tensor == 1:
         return Mesh(replicas=ranks)
-    return Mesh.make(job.ranks.pipeline, device)
+    return Mesh.make(job.ranks.pipeline, device, job.ranks.tensor)
 
 
 def _precision(
@@ -197,8 +199,10 @@ def _offloaded(
     with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
         model = Transformer(shape)
     model.chunked_loss = terms
+    if mesh.tensor is not None:
+        divide_matrices(model, mesh.tensor)
     if config.stage is None:
-        return OwnModel(model), offload_job(model, config, device), None
+        return OwnModel(model), offload_job(model, config, device, mesh), None
     # torch's schedules take seconds to import, which other jobs do not need.
     from offloadtrain.train.pipelined import offload_stage
 
@@ -216,15 +220,23 @@ def empty_model(config: Config) -> torch.nn.Module:
         return Transformer(config.model)
 
 
-def offload_job(model: Transformer, config: Config, device: torch.device) -> OffloadOptimizer:
-    """Offload a model with the options of its job, whose precision is resolved."""
+def offload_job(
+    model: Transformer, config: Config, device: torch.device, mesh: Mesh | None = None
+) -> OffloadOptimizer:
+    """Offload a model with the options of its job, whose precision is resolved.
+
+    Args:
+        mesh: of the ranks; None: all of them are replicas.
+    """
+    divided = mesh is not None and mesh.tensor is not None
     return offload(
         model,
         update_rule(config),
         params=decay_groups(model, config),
         device=device,
         config=config.offload,
-        param_init_fn=model.initializer(config.train.seed),
+        param_init_fn=model.initializer(config.train.seed, keep_part if divided else None),
+        mesh=mesh if divided else None,
     )
 
 

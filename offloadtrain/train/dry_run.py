@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from itertools import zip_longest
+from typing import cast
 
 import torch
 
@@ -18,6 +19,7 @@ from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.stage_modules import cut, divide
+from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -31,6 +33,7 @@ from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.train.build import empty_model
+from offloadtrain.train.tensor_parallel import narrowed
 from offloadtrain.train.update_rules import decay_groups, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
@@ -80,7 +83,11 @@ def laid_out(plan: Plan) -> Ledger:
     rules = [rule_of(rule, group) for group in groups]
     parts = partition(model)
     blocks, _ = make_blocks(parts, model, groups, rules, config.offload, ranks, lanes, first)
-    spec = lay_out(model, blocks, config.offload, ranks, plan.second_copy_budget, first=first)
+    spec = lay_out(
+        *(model, blocks, config.offload, ranks, plan.second_copy_budget),
+        first=first,
+        parts=plan.job.ranks.tensor,
+    )
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena, disk = MetaArena(ledger), MetaDiskArena(ledger)
@@ -92,6 +99,8 @@ def laid_out(plan: Plan) -> Ledger:
 def _stage_of(plan: Plan) -> tuple[torch.nn.Module, int]:
     """Return the planned part of the model on the meta device, and its first parameter's number."""
     model, stage = empty_model(plan.job), plan.placed.config.stage
+    if plan.job.ranks.tensor > 1:
+        narrowed(cast(Transformer, model), plan.job.ranks.tensor)
     if stage is None:
         return model, 0
     names = [[part.name for part in parts] for parts in divide(model, stage.count)]

@@ -88,15 +88,17 @@ class StepStats:
     written: bool
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[float]], *, replicas: int) -> StepStats:
+    def of(cls, rows: Iterable[Sequence[float]], *, replicas: int, parts: int = 1) -> StepStats:
         """Combine (loss, step_ms, comm_ms, stop, asks, saves, written) of each rank.
 
         Args:
             replicas: the first so many ranks have the losses of all; others are further stages of
                 the same batches.
+            parts: so many ranks in a row have the loss of one replica, whose matrices they divide.
         """
         columns = zip(*(map(float, row) for row in rows), strict=True)
         losses, steps, comms, _, asks, saves, written = columns
         least = min(comms)
         own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
-        return cls(sum(losses[:replicas]) / replicas, own, any(asks), any(saves), all(written))
+        of_replicas = losses[: replicas * parts : parts]
+        return cls(sum(of_replicas) / replicas, own, any(asks), any(saves), all(written))

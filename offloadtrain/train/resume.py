@@ -56,7 +56,9 @@ class Opened:
         if self.found is None:
             return None
         state = self.found.state
-        return ResumedSettings(state["precision"], len(state["rng"]), state.get("threads", 0))
+        parts = state["config"].get("ranks", {}).get("tensor", 1)
+        ranks = len(state["rng"]) * (parts if type(parts) is int else 1)
+        return ResumedSettings(state["precision"], ranks, state.get("threads", 0))
 
     def fall_back(self, damage: DamagedCheckpointError, ranks: Ranks) -> None:
         """`found` is damaged: choose the checkpoint before it. Every rank calls this.

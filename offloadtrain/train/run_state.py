@@ -59,7 +59,8 @@ class RunState:
             "spikes": at.spikes,
             "held_out": self._held_out(),
             "tokenizer": self._tokens.tokenizer_id,
-            "rng": self._ranks.gather(at.rng.as_json),
+            # The ranks that hold the parts of matrices draw the same.
+            "rng": self._ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
             "param_groups": hyperparameters,
             "precision": self._precision,
             "threads": torch.get_num_threads(),
@@ -77,10 +78,11 @@ class RunState:
         state, ranks = found.state, self._ranks
         self._batches.load_state_dict(state["data"])
         self._spikes.load_state_dict(state["spikes"])
-        if ranks.rank < len(state["rng"]):
-            rng.restore(state["rng"][ranks.rank])
+        own = ranks.rank // self._config.ranks.tensor
+        if own < len(state["rng"]):
+            rng.restore(state["rng"][own])
         else:  # a new rank: numbers that no other rank draws
-            rng.seed_all(self._config.train.seed + ranks.rank + found.step * ranks.size)
+            rng.seed_all(self._config.train.seed + own + found.step * ranks.size)
 
     def changes(self, found: Checkpoint) -> Iterator[tuple[str, str]]:
         """Yield (code, warning) for what has changed since the checkpoint.

@@ -24,7 +24,8 @@ def set_up_torch(
     Raises:
         ConfigError: the limit on GPU memory cannot be kept.
     """
-    rng.seed_all(config.train.seed + rank_info.rank)  # each rank draws its own dropout
+    # Each rank draws its own dropout, but for those that compute the same batch.
+    rng.seed_all(config.train.seed + rank_info.rank // config.ranks.tensor)
     torch.set_num_threads(_threads(config, device, rank_info, resumed))
     if config.device.threads:
         kernels.set_threads(config.device.threads)

@@ -175,7 +175,8 @@ class Trainer:
         row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
         of_ranks = self._ranks.all_gather_host([*row, self.saving.written])
         self._all_stop = bool(of_ranks[:, 3].any())
-        return StepStats.of(of_ranks, replicas=self._replicas.size)
+        parts = self.config.ranks.tensor
+        return StepStats.of(of_ranks, replicas=self._replicas.size, parts=parts)
 
     def _stops(self, stop: StopRequests) -> bool:
         """Return whether the run ends here: all ranks end after the same step."""

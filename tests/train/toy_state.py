@@ -41,6 +41,10 @@ class ToyState:
             if param.requires_grad
         }
 
+    @property
+    def saves_untrained(self) -> bool:
+        return self._rank == 0
+
     def extents(self) -> dict[str, Extent]:
         shapes = {name: tensors["master"].shape for name, tensors in self.tensors.items()}
         return {name: Extent(tuple(shape), 0, shape.numel()) for name, shape in shapes.items()}
@@ -66,18 +70,20 @@ class ToyState:
     def finish_writing(self) -> None:
         """Everything was written by `write_state`."""
 
-    def own_states(self) -> dict[str, OwnState]:
+    def own_states(self) -> dict[str, list[OwnState]]:
         return {
-            name: OwnState(
-                tensors["master"].stride(),
-                0,
-                tensors["master"].numel(),
-                {kind: (tensor.view(-1), 1) for kind, tensor in tensors.items()},
-            )
+            name: [
+                OwnState(
+                    tensors["master"].stride(),
+                    0,
+                    tensors["master"].numel(),
+                    {kind: (tensor.view(-1), 1) for kind, tensor in tensors.items()},
+                )
+            ]
             for name, tensors in self.tensors.items()
         }
 
-    def own_weights(self) -> dict[str, OwnState]:
+    def own_weights(self) -> dict[str, list[OwnState]]:
         return {}
 
     def load_named_state(

@@ -1,4 +1,5 @@
-"""The ranks screen over a pipeline: stages, their bubbles, and who sets the pace."""
+"""The ranks screen over a pipeline: stages, their bubbles, and who sets the pace; over tensor
+parallel: the parts."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from tests.tui.recordings import BEGIN_S, lines
 STAGES = ("stage 1 of 2 (embedding, layers 0 to 1)", "stage 2 of 2 (layers 2 to 3, head)")
 
 
-def rank(number: int, stage: str, compute_ms: float, exposed_ms: float = 100.0) -> View:
+def rank(
+    number: int, stage: str, compute_ms: float, exposed_ms: float = 100.0, part: str = ""
+) -> View:
     """Thirty steps of a second; 50 ms of each for data."""
     plan = recordings.start().plan | ({"stage": stage} if stage else {})
+    plan |= {"part": part} if part else {}
     told: list[recordings.Timed] = [(BEGIN_S, recordings.start(plan=plan))]
     logs = recordings.ranks(1, steps=30)[0]
     for time_s, event in logs:
@@ -46,3 +50,10 @@ def test_stages_are_shown_and_the_slow_one_is_named() -> None:
 def test_ranks_that_hold_the_whole_model_have_no_stages() -> None:
     views = [rank(0, "", 550.0), rank(1, "", 800.0)]
     assert rank_table(views).columns == RANKS and slow_stage(views) == ""
+
+
+def test_parts_of_matrices_are_shown() -> None:
+    parts = [f"part {number} of 2" for number in (1, 2)]
+    table = rank_table([rank(number, "", 550.0, part=part) for number, part in enumerate(parts)])
+    assert table.columns == (*RANKS, "tensor")
+    assert [row[-1] for row in table.rows] == parts

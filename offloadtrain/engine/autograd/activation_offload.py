@@ -11,10 +11,10 @@ from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.local_part import is_distributed
 from offloadtrain.engine.memory_map import BlockInputs
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.step.program import Program
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
-from offloadtrain.engine.local_part import is_distributed
+from offloadtrain.runtime.tensor_parts import is_distributed
 
 
 class _View:

@@ -33,8 +33,9 @@ from offloadtrain.engine.address_map import AddressMap
 from offloadtrain.engine.autograd.saved_offload import Offloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.engine.local_part import is_distributed, local, rebuilt
+from offloadtrain.engine.local_part import local, rebuilt
 from offloadtrain.engine.residency import Residency
+from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.step.streaming import StreamError
 
 # The public context manager cannot be chained: it hides the outer hooks.

@@ -81,11 +81,15 @@ def _by_name(entries: Iterable[Entry]) -> _Pieces:
 
 
 def _load(
-    found: Checkpoint, pieces: _Pieces, own: Mapping[str, OwnState], optimizer: OffloadedState
+    found: Checkpoint,
+    pieces: _Pieces,
+    own: Mapping[str, Sequence[OwnState]],
+    optimizer: OffloadedState,
 ) -> None:
     """Load what this rank holds of every parameter of `own`."""
-    alike = {name for name, mine in own.items() if _is_alike(pieces[name], mine)}
-    readings = [one for name in sorted(alike) for one in _direct(pieces[name], own[name])]
+    alike = {name for name, mine in own.items() if _is_alike(pieces[name], mine[0])}
+    names = ((name, mine) for name in sorted(alike) for mine in own[name])
+    readings = [one for name, mine in names for one in _direct(pieces[name], mine)]
     read(found.path, readings)
     for name in sorted(own.keys() - alike):
         _convert(found, pieces[name], own[name], optimizer)
@@ -114,28 +118,57 @@ def _direct(entries: Iterable[Entry], own: OwnState) -> Iterator[Reading]:
 
 
 def _convert(
-    found: Checkpoint, entries: Iterable[Entry], own: OwnState, optimizer: OffloadedState
+    found: Checkpoint,
+    entries: Sequence[Entry],
+    own: Sequence[OwnState],
+    optimizer: OffloadedState,
 ) -> None:
     """Load one parameter from another state format or memory order."""
+    if entries[0].stride != own[0].stride:
+        optimizer.load_named_state(entries[0].name, _turned(found, entries, own[0].stride), lo=0)
+        return
     pieces: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
-        if entry.lo < own.hi and own.lo < entry.hi:
+        if any(entry.lo < mine.hi and mine.lo < entry.hi for mine in own):
             pieces.setdefault((entry.lo, entry.hi), []).append(entry)
     for (lo, hi), kinds in pieces.items():
         loaded = {entry.kind: read_whole(found, entry) for entry in kinds}
         whole = (lo, hi) == (0, math.prod(kinds[0].shape))
-        if not whole and kinds[0].stride != own.stride:
-            raise CheckpointError(
-                f"{found.path}: '{kinds[0].name}' was saved in parts, in the memory order "
-                f"{kinds[0].stride}, and has the order {own.stride} here. Load it with the number "
-                "of ranks that saved it, and save it on one"
-            )
         optimizer.load_named_state(kinds[0].name, loaded, lo=None if whole else lo)
+
+
+def _turned(
+    found: Checkpoint, entries: Iterable[Entry], stride: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Read all of one parameter's state, and bring it into another order of memory: 1-D, on the
+    host. Tensor parallel keeps some matrices column by column.
+
+    Raises:
+        CheckpointError: its scales stand for blocks of elements in the order that was saved.
+    """
+    of_kinds: dict[str, list[Entry]] = {}
+    for entry in entries:
+        of_kinds.setdefault(entry.kind, []).append(entry)
+        if entry.count != entry.hi - entry.lo:
+            raise CheckpointError(
+                f"{found.path}: {entry.kind} of '{entry.name}' was saved in the memory order "
+                f"{entry.stride}, in which each value stands for several elements, and the order "
+                f'here is {tuple(stride)}. Load it as it was saved, with offload.state = "fp32", '
+                "and save it"
+            )
+    turned = {}
+    for kind, parts in of_kinds.items():
+        flats = [read_whole(found, one) for one in sorted(parts, key=lambda one: one.lo)]
+        saved = torch.cat([one.as_strided((one.numel(),), (1,)) for one in flats])
+        turned[kind] = torch.empty_like(saved)
+        whole = saved.as_strided(parts[0].shape, parts[0].stride)
+        turned[kind].as_strided(parts[0].shape, stride).copy_(whole)
+    return turned
 
 
 def _check_same_model(
     found: Checkpoint,
-    own: Mapping[str, OwnState],
+    own: Mapping[str, Sequence[OwnState]],
     others: Mapping[str, tuple[int, ...]],
     optimizer: OffloadedState,
     ranks: Ranks,
@@ -144,7 +177,7 @@ def _check_same_model(
     the model may be divided among them."""
     held = {name: tuple(extent.shape) for name, extent in optimizer.extents().items()}
     held |= others
-    trained_own = [name for name, state in own.items() if UNTRAINED not in state.fields]
+    trained_own = [name for name, state in own.items() if UNTRAINED not in state[0].fields]
     of_ranks = ranks.gather((list(held.items()), trained_own))
     mine = {name: tuple(shape) for shapes, _ in of_ranks for name, shape in shapes}
     saved = found.manifest.shapes()

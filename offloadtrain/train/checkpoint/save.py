@@ -49,15 +49,18 @@ class OffloadedState(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share its state; their first one saves what is not trained."""
+        """Those that share its state."""
         ...
+
+    @property
+    def saves_untrained(self) -> bool: ...
 
     def extents(self) -> Mapping[str, Extent]: ...
     def flat_states(self) -> Sequence[FlatState]: ...
     def write_state(self, writer: StateWriter) -> None: ...
     def finish_writing(self) -> None: ...
-    def own_states(self) -> Mapping[str, OwnState]: ...
-    def own_weights(self) -> Mapping[str, OwnState]: ...
+    def own_states(self) -> Mapping[str, Sequence[OwnState]]: ...
+    def own_weights(self) -> Mapping[str, Sequence[OwnState]]: ...
     def load_named_state(
         self, name: str, tensors: Mapping[str, torch.Tensor], *, lo: int | None = None
     ) -> None: ...
@@ -116,7 +119,7 @@ class Save:
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
         self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
-        others = untrained(model, optimizer) if optimizer.ranks.rank == 0 else {}
+        others = untrained(model, optimizer) if optimizer.saves_untrained else {}
         params = dict(model.named_parameters())
         self._frozen = {name: tensor for name, tensor in others.items() if name in params}
         self._regions = lay_out(self._file, optimizer.flat_states(), others)
@@ -234,7 +237,7 @@ def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
 
 def num_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
     """Return the bytes that this rank writes into a checkpoint."""
-    others = untrained(model, optimizer) if optimizer.ranks.rank == 0 else {}
+    others = untrained(model, optimizer) if optimizer.saves_untrained else {}
     regions: Sequence[Region] = lay_out("", optimizer.flat_states(), others)
     return regions[-1].end if regions else 0
 

@@ -1,4 +1,4 @@
-"""6: ranks and GPUs: lag and slowness, and the stages of a pipeline."""
+"""6: ranks and GPUs: lag and slowness, the stages of a pipeline, and the parts of matrices."""
 
 from __future__ import annotations
 
@@ -64,8 +64,12 @@ class Ranks(Panel):
 
 
 def rank_table(views: Sequence[View]) -> Table:
-    """Return a row per rank; the ranks of a pipeline say which stage is theirs, and its bubble."""
+    """Return a row per rank; the ranks of a pipeline say which stage is theirs, and its bubble;
+    those of tensor parallel which part of every matrix they hold."""
     rows = rank_rows(views)
+    if any(map(part_of, views)):
+        divided = [(*row, part_of(view)) for row, view in zip(rows, views, strict=True)]
+        return Table((*RANKS, "tensor"), tuple(divided))
     if not any(map(stage_of, views)):
         return Table(RANKS, tuple(rows))
     staged = [(*row, _bubble(view), stage_of(view)) for row, view in zip(rows, views, strict=True)]
@@ -76,6 +80,12 @@ def stage_of(view: View) -> str:
     """Return, for example, "stage 1 of 2 (embedding, layers 0 to 1)"; "" without a pipeline."""
     found = view.start.plan.get("stage") if view.start else None
     return clean(found, 60) if isinstance(found, str) else ""
+
+
+def part_of(view: View) -> str:
+    """Return, for example, "part 1 of 2": what the rank holds of every matrix; "" of all of it."""
+    found = view.start.plan.get("part") if view.start else None
+    return clean(found, 30) if isinstance(found, str) else ""
 
 
 def bubble(view: View) -> float | None:

@@ -1,0 +1,141 @@
+"""What a rank of tensor parallel holds of a parameter, as ranges of the whole one.
+
+[Note: Parts of matrices]
+A DTensor that `parallelize_module` has made is divided along one dimension. Its part is one range
+of the whole in the order of memory if that dimension varies slowest there. So a matrix that is
+divided by columns is kept column by column (`kept_by_columns`): a checkpoint then names every part
+by one range of elements, as it does the shards of ranks, and any mesh can read it. A matrix may be
+several ones below each other (queries, keys and values; gate and value of an MLP): each of them is
+divided, and a part is as many ranges. Its module says so by `fused_rows`, the rows of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.errors import OffloadTrainError
+
+FUSED_ROWS = "fused_rows"
+"""Attribute of a module whose matrix is several ones below each other: the rows of each."""
+
+
+class PartError(OffloadTrainError):
+    """A part of a parameter that is not a few ranges of the whole."""
+
+
+class Range(NamedTuple):
+    """Elements of a part, in the order of its memory: [lo, lo + length) are [at, at + length) of
+    the whole parameter."""
+
+    lo: int
+    at: int
+    length: int
+
+    def within(self, lo: int, hi: int) -> Range:
+        """Return what of it is in [lo, hi) of the part; it may be empty."""
+        first, last = max(self.lo, lo), min(self.lo + self.length, hi)
+        return Range(first, self.at + first - self.lo, max(last - first, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank holds of a parameter.
+
+    Attributes:
+        shape, stride: of the whole parameter.
+        ranges: in the order of its memory.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    ranges: tuple[Range, ...]
+
+    @property
+    def is_part(self) -> bool:
+        """Other ranks hold the rest of it."""
+        return sum(one.length for one in self.ranges) < math.prod(self.shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of `shape`: (n,), in the order of its memory."""
+        ordered = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
+        ordered.as_strided(self.shape, self.stride).copy_(whole)
+        return torch.cat([ordered[one.at : one.at + one.length] for one in self.ranges])
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Tell whether it is a DTensor, without importing their module."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
+    """Return what this rank holds of a DTensor.
+
+    Args:
+        fused_rows: the rows of each matrix that it is made of; (): it is one.
+
+    Raises:
+        PartError: it is divided in another way than [Note: Parts of matrices] says.
+    """
+    shape, stride = tuple(param.shape), tuple(param.stride())
+    divided = [one.dim for one in param.placements if not one.is_replicate()]
+    if not divided:
+        return Share(shape, stride, (Range(0, 0, math.prod(shape)),))
+    dim, parts = divided[0], param.device_mesh.size()
+    rows = tuple(fused_rows) if fused_rows and dim == 0 else (shape[dim],)
+    slowest = all(stride[dim] >= other for other in stride)
+    if len(param.placements) > 1 or not slowest or any(count % parts for count in rows):
+        raise PartError(
+            f"'{name}' {list(shape)} is divided into {parts} parts along dimension {dim} of the "
+            f"memory order {stride}, so that a part is not a few ranges of it: a checkpoint cannot "
+            "name it. Divide a dimension that the parts divide evenly and that varies slowest in "
+            "memory (runtime.tensor_parts.kept_by_columns)"
+        )
+    return Share(shape, stride, tuple(_ranges(rows, stride[dim], param, parts)))
+
+
+def _ranges(rows: Sequence[int], width: int, param: Any, parts: int) -> Iterator[Range]:
+    """Yield the range of each matrix; `width`: elements of a row."""
+    own, above, at = param.device_mesh.get_local_rank(), 0, 0
+    for count in rows:
+        each = count // parts
+        yield Range(at, (above + own * each) * width, each * width)
+        above, at = above + count, at + each * width
+
+
+def shares_of(model: nn.Module) -> dict[nn.Parameter, Share]:
+    """Return what this rank holds of every DTensor parameter of a model.
+
+    Raises:
+        PartError: as `share_of`.
+    """
+    found: dict[nn.Parameter, Share] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(prefix, recurse=False):
+            if is_distributed(param):
+                found[param] = share_of(name, param, getattr(module, FUSED_ROWS, ()))
+    return found
+
+
+def kept_by_columns(module: nn.Linear) -> None:
+    """Keep a DTensor weight that is divided by columns column by column: the same values."""
+    weight: Any = module.weight
+    local = weight._local_tensor.detach()
+    turned = torch.empty_like(local.t(), memory_format=torch.contiguous_format).t()
+    if not local.is_meta:
+        turned.copy_(local)
+    rows, columns = weight.shape
+    made = type(weight).from_local(
+        turned,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=torch.Size((rows, columns)),
+        stride=(1, rows),
+    )
+    module.weight = nn.Parameter(made, weight.requires_grad)

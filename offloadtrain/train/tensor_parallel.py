@@ -1,0 +1,77 @@
+"""The transformer in parts of its matrices, as Megatron-LM divides them (arXiv:1909.08053).
+
+Matrices into heads and hidden units are divided by rows of the weight, those out of them by
+columns, so that each half of a block sums once over the parts: forward what it adds to the residual
+stream, backward the gradient of its input. Norms, embedding and head are whole on every rank: all
+parts compute them alike, from the same batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
+from offloadtrain.runtime.mesh import DeviceMesh, divide_linears
+from offloadtrain.runtime.tensor_parts import (
+    FUSED_ROWS,
+    is_distributed,
+    kept_by_columns,
+    share_of,
+)
+
+BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
+"""Linear layers of a block, by the dimension of their weight that is divided."""
+
+
+def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
+    """Make the matrices of every block DTensors, of which this rank holds a part.
+
+    Args:
+        mesh: its only axis are the ranks that hold the parts; they divide heads and hidden units.
+    """
+    for one in model.blocks:
+        block = cast(TransformerBlock, one)
+        divide_linears(block, mesh, BY_ROWS, BY_COLUMNS)
+        for name in BY_COLUMNS:
+            kept_by_columns(cast(nn.Linear, block.get_submodule(name)))
+        _tell_of_parts(block, mesh)
+
+
+def _tell_of_parts(block: TransformerBlock, mesh: DeviceMesh) -> None:
+    attention, mlp = block.attention, cast(Mlp, block.mlp)
+    heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
+    setattr(attention.qkv, FUSED_ROWS, tuple(count * attention.head_dim for count in heads))
+    if mlp.gated:
+        rows = mlp.up.weight.shape[0] // 2
+        setattr(mlp.up, FUSED_ROWS, (rows, rows))
+    attention.num_heads //= mesh.size()
+    attention.kv_heads //= mesh.size()
+    attention.part = mesh.get_local_rank()
+
+
+def keep_part(module: nn.Module, whole: Tensor) -> None:
+    """Fill the weight of a module with this rank's part of a whole one, on the host."""
+    weight: Any = module.weight
+    if not is_distributed(weight):
+        weight.copy_(whole)
+        return
+    share = share_of("weight", weight, getattr(module, FUSED_ROWS, ()))
+    held: Tensor = weight._local_tensor
+    held.as_strided((held.numel(),), (1,)).copy_(share.of(whole))
+
+
+def narrowed(model: Transformer, parts: int) -> None:
+    """Make the matrices of every block, on the meta device, as large as a part of them: of the same
+    sizes as `divide_matrices`, without any rank but this one."""
+    for block in model.blocks if parts > 1 else ():
+        for name in (*BY_ROWS, *BY_COLUMNS):
+            linear = cast(nn.Linear, block.get_submodule(name))
+            rows, columns = linear.weight.shape
+            by_rows = name in BY_ROWS
+            sizes = (rows // parts, columns) if by_rows else (rows, columns // parts)
+            linear.weight = nn.Parameter(torch.empty(sizes, device="meta"))
+            if by_rows and linear.bias is not None:
+                linear.bias = nn.Parameter(torch.empty(rows // parts, device="meta"))

@@ -36,7 +36,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
-from offloadtrain.model.piece_sizes import cpu_stands_for
+from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -44,6 +44,7 @@ from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.alike import Run, runs_of
+from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
 from offloadtrain.sizing.inert_lanes import InertLanes
@@ -118,7 +119,8 @@ def _moments(
         held = [param.untyped_storage() for param in copied.parameters()]
         meter.weights = frozenset(one._cdata for one in held)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
-            _run(traced, loss_of)
+            with few_stand_for_all(AlikePieces(meter)):
+                _run(traced, loss_of)
     return moments_of(meter.segments, {one.name for one in traced.blocks if one.repeated})
 
 

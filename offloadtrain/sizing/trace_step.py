@@ -47,6 +47,7 @@ from offloadtrain.sizing.alike import Run, runs_of
 from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
+from offloadtrain.sizing.fused_norm import fused_norms
 from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
 from offloadtrain.sizing.operation_work import Count
@@ -86,7 +87,7 @@ def trace_step(
     """
     check_model(model, may_be_meta=True)
     traced = partial(_moments, model, loss_of, config, packed)
-    with cpu_stands_for(on_cpu=on_cpu):
+    with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
         moments = _extended(traced, runs_of(model)) or traced()
     return _found(moments, [part.name or "root" for part in partition(model)])
 

@@ -145,18 +145,23 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(
-    ("positions", "experts"),
-    [("learned", 0), ("rotary", 0), pytest.param("learned", 8, marks=pytest.mark.slow)],
+    ("positions", "norm", "experts"),
+    [
+        ("learned", "layernorm", 0),
+        ("rotary", "rmsnorm", 0),
+        pytest.param("learned", "rmsnorm", 0, marks=pytest.mark.slow),
+        pytest.param("rotary", "layernorm", 0, marks=pytest.mark.slow),
+        pytest.param("learned", "layernorm", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
-    policy: str, positions: str, experts: int
+    policy: str, positions: str, norm: str, experts: int
 ) -> None:
     """But for the softmax of the loss, which is two operations on a CPU."""
     shape = {"d_model": 1024, "vocab_size": 4096, "num_heads": 8, "max_seq_len": 512}
     shape["num_experts"] = experts
     config = job(
-        GPT | shape | {"norm": "layernorm"},
-        model__positions=positions,
+        GPT | shape | {"norm": norm, "positions": positions},
         offload__precision="bf16",
         offload__activation=policy,
         train__micro_batch=8,
@@ -174,6 +179,8 @@ def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
     assert traced.forward + traced.backward == pytest.approx(
         shaped.forward + shaped.backward, rel=0.08
     )
+    at_once = make(config, name, machine).activations.total
+    assert found.plan.activations.total == pytest.approx(at_once, rel=0.05)
 
 
 class Net(nn.Module):

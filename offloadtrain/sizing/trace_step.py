@@ -36,7 +36,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
-from offloadtrain.model.piece_sizes import cpu_stands_for
+from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -44,8 +44,10 @@ from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.alike import Run, runs_of
+from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
+from offloadtrain.sizing.fused_norm import fused_norms
 from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
 from offloadtrain.sizing.operation_work import Count
@@ -85,7 +87,7 @@ def trace_step(
     """
     check_model(model, may_be_meta=True)
     traced = partial(_moments, model, loss_of, config, packed)
-    with cpu_stands_for(on_cpu=on_cpu):
+    with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
         moments = _extended(traced, runs_of(model)) or traced()
     return _found(moments, [part.name or "root" for part in partition(model)])
 
@@ -118,7 +120,8 @@ def _moments(
         held = [param.untyped_storage() for param in copied.parameters()]
         meter.weights = frozenset(one._cdata for one in held)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
-            _run(traced, loss_of)
+            with few_stand_for_all(AlikePieces(meter)):
+                _run(traced, loss_of)
     return moments_of(meter.segments, {one.name for one in traced.blocks if one.repeated})
 
 

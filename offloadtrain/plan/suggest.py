@@ -278,7 +278,9 @@ def _promising(
     one without, which needs fewer changes: it is left out. It would take a trace of its own.
     """
     recomputes = job.offload.activation == "recompute" and not machine.on_cpu
-    with_room = [{}] if make(job, name, machine, ranks, trace).device_has_room else []
+    with_room: list[Mapping[str, Any]] = []
+    if make(job, name, machine, ranks, trace).device_has_room:
+        with_room.append({})
     for keys in _combinations(job, free, traced=trace is not None):
         kept = {key: value for key, value in keys.items() if key != "offload.activation"}
         if recomputes and keys.get("offload.activation") == "offload" and kept in with_room:

@@ -3,8 +3,8 @@
 * fp32: losses of the plain loop, to FP32_LIMIT.
 * bf16: losses of the plain fp32 loop, to BF16_LIMIT, or to a little more than what torch.autocast
   over fp32 weights makes of them, where it runs.
-* host, recompute, offload, speculative: losses, norms, masters and buffers of the bf16 run, bit for
-  bit.
+* host, recompute, offload, offload_saved, speculative: losses, norms, masters and buffers of the
+  bf16 run, bit for bit.
 
 A cell may also refuse an architecture, by a ModelError, for the reason that `models.py` gives.
 """
@@ -160,5 +160,6 @@ CELLS: dict[str, Callable[[Case, str], Cell]] = {
     "host": same_bits(working="host"),
     "recompute": same_bits(activation="recompute"),
     "offload": same_bits(activation="offload"),
+    "offload_saved": same_bits(activation="offload_saved", offload_saved_above=0),
     "speculative": same_bits(update="speculative"),
 }

@@ -68,6 +68,8 @@ OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
 _OF_TRAIN = ("grad_accum_steps", "seed", "checkpoint_spill")
+_OF_LOOPS = ("offload_saved_above",)
+"""Options of `offload` that no job has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,8 @@ def _all_keys() -> list[str]:
 def _kinds(section: str) -> dict[str, Any]:
     """Return key → type for all keys of a section."""
     kinds = toml.field_kinds(_SECTIONS[section])
-    return {key: kind for key, kind in kinds.items() if section == "train" or key not in _OF_TRAIN}
+    others = () if section == "train" else (*_OF_TRAIN, *_OF_LOOPS)
+    return {key: kind for key, kind in kinds.items() if key not in others}
 
 
 def _read_section(job: toml.Job, name: str) -> Any:
@@ -326,6 +329,11 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
+    if config.offload.activation == "offload_saved":
+        yield (
+            "offload.activation = 'offload_saved' is for a loop of your own (ot.offload, "
+            "ot.plan_model): the plan of a job does not know its bytes. Set 'offload' or 'keep'"
+        )
     yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
     yield from optim_options.contradictions(config.optim, config.offload)
     yield from ranks_options.contradictions(

@@ -29,6 +29,10 @@ STATE_PRECISIONS: dict[str, tuple[Precision, ...]] = {
 (`optim.register_state_format`)."""
 
 
+OFFLOAD_SAVED_ABOVE = 1 << 20
+"""Bytes: smaller tensors are not worth a copy of their own."""
+
+
 class OptionError(ValueError):
     """Options are out of range or contradict each other.
 
@@ -71,7 +75,8 @@ class OffloadConfig:
     device_slots: int = 2
     resident_blocks: int | None = None
     device_memory_limit: int | None = None
-    activation: Literal["keep", "recompute", "offload"] = "keep"
+    activation: Literal["keep", "recompute", "offload", "offload_saved"] = "keep"
+    offload_saved_above: int = OFFLOAD_SAVED_ABOVE
     partition_activations: bool = False
     zero_stage: int = 0
     keep_whole: tuple[str, ...] = ()
@@ -104,6 +109,16 @@ class OffloadConfig:
     def disk_share(self) -> float:
         """The share of the state that is asked for on the disk."""
         return self._share("disk")
+
+    @property
+    def recomputes(self) -> bool:
+        """The forward of repeated blocks runs again in backward."""
+        return self.activation in ("recompute", "offload")
+
+    @property
+    def moved_activations(self) -> str:
+        """What the Ledger calls the activations that are moved to the host."""
+        return "saved tensors" if self.activation == "offload_saved" else "block inputs"
 
     @property
     def uses_disk(self) -> bool:
@@ -213,10 +228,16 @@ class OffloadConfig:
                 f"resident_blocks = {self.resident_blocks} applies only with working = 'host' or "
                 "zero_stage = 3: otherwise all blocks stay on the device"
             )
-        if self.partition_activations and self.activation == "keep":
+        if self.partition_activations and not self.recomputes:
             yield (
-                "partition_activations = True and activation = 'keep': only inputs that recompute "
-                "starts from are divided: set activation = 'recompute' or 'offload'"
+                f"partition_activations = True and activation = {self.activation!r}: only inputs "
+                "that recompute starts from are divided: set activation = 'recompute' or 'offload'"
+            )
+        if self.offload_saved_above != OFFLOAD_SAVED_ABOVE and self.activation != "offload_saved":
+            yield (
+                f"offload_saved_above = {self.offload_saved_above} and activation = "
+                f"{self.activation!r}: only activation = 'offload_saved' looks at sizes: leave it "
+                "out, or set that"
             )
         if self.keep_whole and self.working == "device" and self.zero_stage != 3:
             yield (
@@ -296,7 +317,7 @@ _POSITIVE = (
     "device_slots",
     "device_memory_limit",
 )
-_NOT_NEGATIVE = ("warmup_steps", "resident_blocks", "checkpoint_spill")
+_NOT_NEGATIVE = ("warmup_steps", "resident_blocks", "checkpoint_spill", "offload_saved_above")
 
 
 @cache

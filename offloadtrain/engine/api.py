@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadtrain.config.offload import OffloadConfig, OptionError
+from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, OffloadConfig, OptionError
 from offloadtrain.config.toml import shown
 from offloadtrain.engine.agreement import check_same_model, check_same_options
 from offloadtrain.engine.checks import (
@@ -20,6 +20,7 @@ from offloadtrain.engine.checks import (
     check_parts,
     check_rule,
     offloaded,
+    warn_of_no_layers,
 )
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.load_weights import ParamInit
@@ -63,6 +64,7 @@ def offload(
     resident_blocks: int | None = None,
     device_memory_limit: int | None = None,
     activation: str = "keep",
+    offload_saved_above: int = OFFLOAD_SAVED_ABOVE,
     partition_activations: bool = False,
     process_group: Group | None = None,
     mesh: DeviceMesh | Mesh | None = None,
@@ -160,7 +162,10 @@ def offload(
             gradient staging. Activations and gradients on their way are torch's.
         activation: the activations of the layers of a list. "keep": all stay on the device;
             "recompute": inputs stay, and forward runs again in backward (dropout draws the same);
-            "offload": as "recompute", with the inputs in host memory.
+            "offload": as "recompute", with the inputs in host memory; "offload_saved": what the
+            model's forward saves for backward goes to host memory and comes back, of any model, and
+            nothing runs again. A loss outside of the model keeps what it saves.
+        offload_saved_above: bytes; with "offload_saved" smaller memory stays on the device.
         partition_activations: with tensor parallel, each rank of the axis "tp" keeps its part of
             the inputs that recompute starts from, on the device ("recompute") or on the host
             ("offload"); they are gathered for backward. Not with sequence parallel, whose inputs
@@ -241,6 +246,8 @@ def attach(
     check_parts(model, rule, ALONE if place is None else place.parts)
     if place is not None:
         check_same_options(chosen, rule, place.stages)
+    if place is None or place.stages.ranks.is_single:
+        warn_of_no_layers(model, chosen, ranks)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
         model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place

@@ -21,6 +21,7 @@ from offloadtrain.engine.allocation import (
 )
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
+from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, keeps_fp32
@@ -91,16 +92,15 @@ def build(
         adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)
     else:
         view_weights(model, blocks, config)
-    moved = (program, interpreter, block_inputs, place.parts)
-    offloader = ActivationOffloader(*moved) if spec.moves_inputs else None
+    moves = ActivationOffloader(program, interpreter, block_inputs, place.parts)
     forward_hooks = ForwardHooks(
         model,
         blocks,
         entries,
         lanes,
         residency=residency,
-        recomputed=[one.module for one in parts if one.repeated and config.activation != "keep"],
-        offloader=offloader,
+        recomputed=[one.module for one in parts if one.repeated and config.recomputes],
+        offloader=_offloader(model, spec, moves),
     )
     engine = Engine(
         blocks,
@@ -319,6 +319,13 @@ def _buckets(
     )
 
 
+def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
+    """Return what takes tensors from autograd and gives them to `moves`."""
+    if spec.config.activation == "offload_saved":
+        return SavedOffloader(moves, model, spec.config.offload_saved_above)
+    return moves if spec.moves_inputs else None
+
+
 def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> Staging:
     """Map host buffers of block inputs when the first forward shows their size.
 
@@ -327,7 +334,7 @@ def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> 
 
     def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
         if number not in made:
-            request = MemoryRequest("block inputs", nbytes, "uint8")
+            request = MemoryRequest(config.moved_activations, nbytes, "uint8")
             check_room(request, ledger, config.host_memory_limit)
             made[number] = arena.map([request])[0]
         return "host block input", made[number]

@@ -16,6 +16,7 @@ from torch import nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
+from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule, keeps_whole
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
@@ -274,6 +275,23 @@ def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
             asker,
             ranks.size,
             ranks.world_size,
+        )
+
+
+def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> None:
+    """Warn of options for the layers of a list, where the model has no list."""
+    if any(part.repeated for part in partition(model)):
+        return
+    asked = [f"activation = {config.activation!r}"] * config.recomputes
+    # Ranks divide the weights of other modules, too.
+    asked += [f"working = {config.working!r}"] * (config.offloads_weights and ranks.is_single)
+    if asked:
+        _log.warning(
+            "%s: without effect, as %s has no list of layers (an nn.ModuleList or nn.Sequential "
+            "with two or more that have weights). All weights and activations stay on the device; "
+            "activation = 'offload_saved' moves the activations of any model",
+            " and ".join(asked),
+            type(model).__name__,
         )
 
 

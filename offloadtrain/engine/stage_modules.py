@@ -182,7 +182,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 def check_alone(stages: Sequence[Sequence[Part]], config: OffloadConfig, replicas: int) -> None:
     """Raises PipelineError where options for the layers of lists would not reach a single one."""
-    if config.activation == "keep" and not config.streams_among(replicas):
+    if not config.recomputes and not config.streams_among(replicas):
         return
     for number, parts in enumerate(stages):
         if sum(part.repeated for part in parts) == 1:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.loss_parts import classes_of_part
-from offloadtrain.model.piece_sizes import pieces_of_cpu
+from offloadtrain.model.piece_sizes import each, pieces_of_cpu
 
 # Shape suffixes: N tokens, D width, V classes, P classes of one part.
 
@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             divisor = counted_N.sum().clamp(min=1)
         sum_N = torch.full(targets_N.shape, float("-inf"), device=hidden_ND.device)
         right_N, all_N = torch.zeros_like(sum_N), torch.zeros_like(sum_N)
-        for lo, hi in parts(hidden_ND, weight_VD):
+        for lo, hi in each(parts(hidden_ND, weight_VD)):
             logits_NP = _logits(hidden_ND, weight_VD, bias_V, lo, hi)
             sum_N = torch.logaddexp(sum_N, torch.logsumexp(logits_NP, 1))
             right_N += _at_targets(logits_NP, targets_N, lo)
@@ -93,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_ND = torch.zeros_like(hidden_ND, dtype=torch.float32) if wants_hidden else None
         grad_VD = torch.empty_like(weight_VD) if wants_weight else None
         grad_V = torch.empty_like(bias_V) if wants_bias else None
-        for lo, hi in parts(hidden_ND, weight_VD):
+        for lo, hi in each(parts(hidden_ND, weight_VD)):
             grad_NP = _logits(hidden_ND, weight_VD, bias_V, lo, hi).sub_(sum_N[:, None]).exp_()
             if z_loss:
                 grad_NP *= (1 + 2 * z_loss * sum_N)[:, None]

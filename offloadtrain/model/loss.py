@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offloadtrain.config.data_options import IGNORED
-from offloadtrain.model.piece_sizes import pieces_of_cpu
+from offloadtrain.model.piece_sizes import each, made_of_each, pieces_of_cpu
 
 # Shape suffixes: N tokens, V vocab_size, R rows in work at a time.
 
@@ -42,10 +42,11 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, divisor: float | None) -> Tensor:
         ctx.save_for_backward(logits_NV, targets_N)
         ctx.divisor = divisor
-        sums = [
-            F.cross_entropy(logits_NV[rows].float(), targets_N[rows], reduction="sum")
-            for rows in _row_ranges(logits_NV)
-        ]
+
+        def sum_of(rows: slice) -> Tensor:
+            return F.cross_entropy(logits_NV[rows].float(), targets_N[rows], reduction="sum")
+
+        sums = made_of_each(_row_ranges(logits_NV), sum_of)
         return torch.stack(sums).sum() / (divisor or targets_N.numel())
 
     @staticmethod
@@ -55,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, targets_N = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)
         scale = grad_loss / (ctx.divisor or targets_N.numel())
-        for rows in _row_ranges(logits_NV):
+        for rows in each(_row_ranges(logits_NV)):
             grad_RV = torch.softmax(logits_NV[rows], dim=1, dtype=torch.float32)
             every_row = torch.arange(grad_RV.shape[0], device=grad_RV.device)
             grad_RV[every_row, targets_N[rows].clamp(min=0)] -= 1.0

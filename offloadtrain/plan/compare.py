@@ -167,7 +167,7 @@ def _works(plan: Plan, trace: Trace | None) -> Iterator[tuple[Placement, Work]]:
 def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
     """Return the job as others run it: weights on the device, layers recomputed unless the job
     keeps their activations."""
-    kept = job.offload.activation == "keep"
+    kept = not job.offload.recomputes
     offload = replace(
         job.offload,
         working="device",

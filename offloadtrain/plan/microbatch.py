@@ -104,7 +104,7 @@ class TracedStep:
         blocks: block of the spec → its work. What runs outside of all blocks (the loss) is the last
             one's.
         activations: torch's device memory at its peak.
-        block_inputs: bytes of each tensor that activation = "offload" copies to the host.
+        block_inputs: bytes of each tensor that `activation` copies to the host.
     """
 
     blocks: Mapping[str, BlockCost]

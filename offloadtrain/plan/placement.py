@@ -61,8 +61,8 @@ class Placement:
 
     @property
     def block_inputs(self) -> tuple[int, ...]:
-        """Bytes of each tensor that activation = "offload" moves to the host."""
-        if self.config.offload.activation != "offload":
+        """Bytes of each tensor that `activation` moves to the host."""
+        if self.config.offload.activation not in ("offload", "offload_saved"):
             return ()
         if self.traced is not None:
             return self.traced.block_inputs
@@ -78,16 +78,17 @@ class Placement:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one layer's inputs; of a traced model, the mean of those that are moved."""
+        """Bytes of one layer's inputs; of a traced model, what each block moves in the mean."""
         if self.traced is not None:
-            return sum(self.traced.block_inputs) // max(self.repeated, 1)
+            return sum(self.traced.block_inputs) // (self.repeated or len(self.spec.blocks))
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 
     def host(self) -> dict[str, int]:
         """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
         owners = memory.host_owners(self.spec)
-        _add(owners, (MemoryRequest("block inputs", size, "uint8") for size in self.block_inputs))
+        owner = self.config.offload.moved_activations
+        _add(owners, (MemoryRequest(owner, size, "uint8") for size in self.block_inputs))
         return owners
 
     def device(self) -> dict[str, int]:

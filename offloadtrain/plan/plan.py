@@ -257,6 +257,11 @@ class Plan:
         return found
 
     @property
+    def device_has_room(self) -> bool:
+        """Whether what is on a device fits there; a CPU has the host's memory alone."""
+        return self.machine.on_cpu or sum(self.device.values()) <= self.device_room
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes beyond what a device and a host have."""
         host = max(self._peaks(self.needed, self.device).values()) - self.host_room

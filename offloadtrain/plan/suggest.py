@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain, product
 from typing import Any
 
@@ -26,6 +25,7 @@ SIMULATED = 12
 
 PLACES = ("offload.working", "offload.activation")
 OFFLOAD = (*PLACES, "offload.state", "offload.state_on")
+ALL = (*OFFLOAD, "train.micro_batch")
 
 SAME = 0.03
 """Speed differences below a prediction's accuracy: fewer changes win."""
@@ -63,7 +63,7 @@ def nearest(
     piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
     plan does not fit.
     """
-    found = _candidates(job, name, machine, ranks, trace=trace)
+    found = _promising(job, name, machine, ranks, trace=trace)
     fitting = [one for one in found if one.plan.fits]
     fitting = fitting or _fewer_tokens(job, name, machine, ranks, trace)
     if not fitting:
@@ -193,29 +193,32 @@ def _fewer_tokens(
     """Return the change to the largest single microbatch that fits, a power of two per rank."""
     most = (job.train.micro_batch * job.train.grad_accum_steps - 1) // ranks
 
-    @cache
-    def fitting(power: int) -> list[Change]:
+    def fitting(power: int) -> Iterator[Change]:
         return _one_microbatch(job, ranks << power, name, machine, ranks, trace)
+
+    def none_fits(power: int) -> bool:
+        return next(fitting(power), None) is None  # one is enough: others take other traces
 
     powers = range(most.bit_length())
     # Where the smallest does not fit, no other has to be traced.
-    if not powers or not fitting(0):
+    if not powers or none_fits(0):
         return []
-    return fitting(bisect_left(powers, True, lo=1, key=lambda power: not fitting(power)) - 1)
+    return list(fitting(bisect_left(powers, True, lo=1, key=none_fits) - 1))
 
 
 def _one_microbatch(
     job: Config, sequences: int, name: str, machine: Machine, ranks: int, trace: Trace | None
-) -> list[Change]:
-    """Return what fits with one microbatch of so many sequences for each step."""
+) -> Iterator[Change]:
+    """Yield what fits with one microbatch of so many sequences for each step."""
     keys: dict[str, Any] = {"train.micro_batch": sequences}
     if job.train.global_batch_tokens:
         keys["train.global_batch_tokens"] = sequences * job.data.seq_len
     one = applied(job, keys | {"train.grad_accum_steps": 1})
     if not job.train.global_batch_tokens:
         keys["train.grad_accum_steps"] = 1
-    found = _candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace)
-    return [Change(keys | two.keys, two.plan) for two in found if two.plan.fits]
+    for two in _promising(one, name, machine, ranks, free=OFFLOAD, trace=trace):
+        if two.plan.fits:
+            yield Change(keys | two.keys, two.plan)
 
 
 SHORTEST = 128
@@ -256,8 +259,37 @@ def _one_sequence(
     one = applied(job, changed)
     if "train.global_batch_tokens" in changed:
         changed.pop("train.grad_accum_steps", None)
-    found = _candidates(one, name, machine, ranks, free=OFFLOAD, trace=trace)
+    found = _promising(one, name, machine, ranks, free=OFFLOAD, trace=trace)
     return [Change(changed | two.keys, two.plan) for two in found]
+
+
+def _promising(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    free: tuple[str, ...] = ALL,
+    trace: Trace | None = None,
+) -> Iterator[Change]:
+    """Yield the combinations of other values, but for those that another makes needless.
+
+    Block inputs on the host take more of it than the state that finds room on the device instead.
+    So where the device has room for them, a combination with them on the host lacks more than the
+    one without, which needs fewer changes: it is left out. It would take a trace of its own.
+    """
+    recomputes = job.offload.activation == "recompute" and not machine.on_cpu
+    with_room: list[Mapping[str, Any]] = []
+    if make(job, name, machine, ranks, trace).device_has_room:
+        with_room.append({})
+    for keys in _combinations(job, free, traced=trace is not None):
+        kept = {key: value for key, value in keys.items() if key != "offload.activation"}
+        if recomputes and keys.get("offload.activation") == "offload" and kept in with_room:
+            continue
+        found = _changed(job, dict(keys), name, machine, ranks, trace)
+        if found and found.plan.device_has_room:
+            with_room.append(keys)
+        if found:
+            yield found
 
 
 def _candidates(
@@ -265,11 +297,18 @@ def _candidates(
     name: str,
     machine: Machine,
     ranks: int,
-    free: tuple[str, ...] = (*OFFLOAD, "train.micro_batch"),
+    free: tuple[str, ...] = ALL,
     trace: Trace | None = None,
 ) -> Iterator[Change]:
     """Yield every combination of other values that is free of contradictions."""
-    choices = _choices(job, traced=trace is not None)
+    for keys in _combinations(job, free, traced=trace is not None):
+        if found := _changed(job, keys, name, machine, ranks, trace):
+            yield found
+
+
+def _combinations(job: Config, free: tuple[str, ...], *, traced: bool) -> Iterator[dict[str, Any]]:
+    """Yield the values of each combination that differ from the job's."""
+    choices = _choices(job, traced=traced)
     choices = {key: values for key, values in choices.items() if key in free}
     for values in product(*choices.values()):
         keys = {
@@ -277,8 +316,8 @@ def _candidates(
             for key, value in zip(choices, values, strict=True)
             if value != _value(job, key)
         }
-        if keys and (found := _changed(job, keys, name, machine, ranks, trace)):
-            yield found
+        if keys:
+            yield keys
 
 
 def _changed(

@@ -171,7 +171,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         gpus=gpus,
         stage=stage,
         offload=False,
-        recompute=job.offload.activation != "keep",
+        recompute=job.offload.recomputes,
         kernels=replace(KERNELS, causal=job.model.is_causal),
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
@@ -195,7 +195,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batch=train.micro_batch,
         micro_batches=micro_batches,
         stages=gpus,
-        recompute=job.offload.activation != "keep",
+        recompute=job.offload.recomputes,
         kernels=replace(KERNELS, causal=job.model.is_causal),
     )
     found = row(schedule, pipe, machine)

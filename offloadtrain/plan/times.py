@@ -250,8 +250,7 @@ class Costs:
         return newton_schulz_flops(matrix) / self.machine.flops(self._precision, width)
 
     def _recomputes(self, name: str) -> bool:
-        keeps = self.placed.config.offload.activation == "keep"
-        return not keeps and self._blocks[name].repeated
+        return self.placed.config.offload.recomputes and self._blocks[name].repeated
 
     @cached_property
     def computed(self) -> dict[str, Seconds]:

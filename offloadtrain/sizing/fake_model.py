@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,25 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ())
     does not change."""
     with mode:
         stands_for: dict[int, Any] = {}
-        for param in model.parameters():
-            fake = nn.Parameter(_like(param), requires_grad=param.requires_grad)
-            stands_for[id(param)] = fake
-        for buffer in model.buffers():
-            stands_for[id(buffer)] = _like(buffer)
+        left_out = [model.get_submodule(run.names[at]) for run in runs for at in run.skipped]
+        for tensor in _tensors(model, left_out):
+            fake = _like(tensor)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            stands_for[id(tensor)] = fake
         for run in runs:
             container = model.get_submodule(run.container)
             stands_for[id(container)] = copy.deepcopy(_without(container, run), stands_for)
         return copy.deepcopy(model, stands_for)
+
+
+def _tensors(model: nn.Module, left_out: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield parameters and buffers of all modules but these, and what is inside of them."""
+    outside = {one for layer in left_out for one in layer.modules()}
+    for module in model.modules():
+        if module not in outside:
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
 
 
 def _without(container: nn.Module, run: Run) -> nn.Module:

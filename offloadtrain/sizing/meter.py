@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offloadtrain.sizing.grouped_products import GROUPED, grouped_product
 from offloadtrain.sizing.operation_work import Count, Operation, count_operation
 
 
@@ -104,7 +105,8 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        grouped = func._overloadpacket is GROUPED
+        out = grouped_product(*args, **kwargs) if grouped else func(*args, **kwargs)
         # Most operations are these; each takes as long as all that follows.
         if func.is_view or func.namespace == "prim":
             return out

@@ -36,7 +36,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
-from offloadtrain.model.piece_sizes import cpu_stands_for
+from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -44,8 +44,10 @@ from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.alike import Run, runs_of
+from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
+from offloadtrain.sizing.fused_norm import fused_norms
 from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
 from offloadtrain.sizing.operation_work import Count
@@ -85,7 +87,7 @@ def trace_step(
     """
     check_model(model, may_be_meta=True)
     traced = partial(_moments, model, loss_of, config, packed)
-    with cpu_stands_for(on_cpu=on_cpu):
+    with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
         moments = _extended(traced, runs_of(model)) or traced()
     return _found(moments, [part.name or "root" for part in partition(model)])
 
@@ -118,7 +120,8 @@ def _moments(
         held = [param.untyped_storage() for param in copied.parameters()]
         meter.weights = frozenset(one._cdata for one in held)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
-            _run(traced, loss_of)
+            with few_stand_for_all(AlikePieces(meter)):
+                _run(traced, loss_of)
     return moments_of(meter.segments, {one.name for one in traced.blocks if one.repeated})
 
 
@@ -133,14 +136,14 @@ class _Offloaded:
 
 
 class _HostMemory(MetaArena):
-    """Notes the bytes of each block input that would go to the host."""
+    """Notes the bytes of each activation that would go to the host."""
 
-    def __init__(self, ledger: Ledger, meter: Meter) -> None:
+    def __init__(self, ledger: Ledger, meter: Meter, owner: str) -> None:
         super().__init__(ledger)
-        self._meter = meter
+        self._meter, self._owner = meter, owner
 
     def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        sizes = (one.nbytes for one in requests if one.owner == "block inputs")
+        sizes = (one.nbytes for one in requests if one.owner == self._owner)
         self._meter.segments[-1].input_sizes += sizes
         return super().map(requests)
 
@@ -150,6 +153,7 @@ def _as_traced(config: OffloadConfig) -> OffloadConfig:
     return OffloadConfig(
         precision=config.precision,
         activation=config.activation,
+        offload_saved_above=config.offload_saved_above,
         keep_fp32=config.keep_fp32,
         cast_inputs=config.cast_inputs,
     )
@@ -167,7 +171,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         place=StagePlace(Stages(ALONE)),
         param_init_fn=None,
         lanes=InertLanes(meter),
-        arena=_HostMemory(ledger, meter),
+        arena=_HostMemory(ledger, meter, config.moved_activations),
         disk=MetaDiskArena(ledger),
         ledger=ledger,
         has_values=False,

@@ -60,7 +60,13 @@ class Tracer:
         train, offload = config.train, config.offload
         key = (
             *(size, config.data.seq_len, train.chunked_loss),
-            *(offload.activation, offload.precision, offload.keep_fp32, offload.cast_inputs),
+            *(
+                offload.activation,
+                offload.offload_saved_above,
+                offload.precision,
+                offload.keep_fp32,
+                offload.cast_inputs,
+            ),
         )
         if key not in self._found:
             self._found[key] = self._new(_with_size(config, size))

@@ -6,7 +6,8 @@ memory on the d2h lane as soon as autograd saves them, and freed on the device. 
 come back on the load lane, each one ahead of its use: the last saved is needed first. The device
 memory of such an input must outlive its copy. So a short queue holds it, and compute waits for the
 copy before the queue frees it: torch's allocator gives memory out again in the order of compute.
-Host buffers are kept by size and reused from the second micro-step on.
+Host buffers are kept by size and reused from the second micro-step on. With "offload_saved" all
+large memory that autograd saves goes this way, in a longer queue.
 
 [Note: Partitioned activations]
 Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
@@ -19,7 +20,9 @@ ahead of its use. An input whose elements t does not divide is kept whole.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.formats import ITEMSIZE
@@ -28,6 +31,9 @@ from offloadtrain.step.spec import StepSpec
 
 _LEAVING = 2
 """Inputs that may be in flight to the host: one that is copied, one behind it."""
+_LEAVING_SAVED, _SAVED_AHEAD = 8, 4
+"""Saved tensors in flight to the host, and those fetched ahead of their use. Operations of a block
+save several at about the same time, and the next product gives their copies time."""
 
 
 @dataclass(slots=True)
@@ -57,7 +63,10 @@ class ActivationPath:
         self._order = order
         self._parts = spec.input_parts
         self._part = part if self._parts > 1 else 0
-        self._on_host = spec.config.activation == "offload" or spec.input_parts == 1
+        self._on_host = spec.config.activation != "recompute" or spec.input_parts == 1
+        self._stays = spec.config.activation == "offload_saved"
+        self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
+        self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}
         self._last: int | None = None
         self._leaving: deque[Ref] = deque()
@@ -89,7 +98,7 @@ class ActivationPath:
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving.append(there)
         # A part that stays on the device was copied by compute itself, which need not wait.
-        self._let_go(_LEAVING if self._on_host else 0)
+        self._let_go(self._most_leaving if self._on_host else 0)
         self._saved[number] = _Saved(host, there._replace(copy=1), self._last)
         self._last = number
 
@@ -99,14 +108,21 @@ class ActivationPath:
         self._let_go(0)
         one = self._saved[number]
         self._fetch(one)
-        before = None if one.before is None else self._saved.get(one.before)
-        if before is not None:
-            self._fetch(before)
+        for before in islice(self._before(one), self._ahead):
+            # A saved tensor that came back stays while its graph lives: others may read it too.
+            if not (self._stays and before.taken):
+                self._fetch(before)
         # Compute waits for this input only: the next one comes beside the block's backward.
         self._order.needs(Lane.COMPUTE, [one.back], "recompute")
         one.taken = True
         # Compute has waited and is the only user from here on: autograd owns the memory.
         self._order.forget([one.back])
+
+    def _before(self, one: _Saved) -> Iterator[_Saved]:
+        """Yield what was saved before it in the same forward, the last first."""
+        while one.before is not None and (before := self._saved.get(one.before)) is not None:
+            yield before
+            one = before
 
     def drop(self, number: int) -> None:
         """The graph of the input is gone."""

@@ -19,7 +19,8 @@ def steps(
     parameter, no step skipped, nothing clipped, all speculation right.
 
     Args:
-        input_bytes: the size of a repeated block's input, which activation = "offload" moves.
+        input_bytes: what `activation` moves of a repeated block; with "offload_saved" of any block,
+            if none is repeated.
         saved: the steps after which a checkpoint is written.
 
     The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
@@ -84,7 +85,7 @@ def unread_in_backward(spec: StepSpec) -> frozenset[str]:
 
 
 class Inputs:
-    """The inputs of repeated blocks, which are offloaded until recompute starts from them."""
+    """What is moved to the host of repeated blocks until their backward needs it."""
 
     def __init__(self, program: Program, nbytes: int, numbers: Iterator[int] | None = None) -> None:
         """`numbers`: names of inputs that no other one has; None: from 0."""
@@ -92,9 +93,11 @@ class Inputs:
         self._nbytes = nbytes if program.spec.moves_inputs else 0
         self._numbers = numbers or count()
         self._saved: dict[str, int] = {}
+        has_layers = any(block.repeated for block in program.spec.blocks)
+        self._of_all = not has_layers and program.spec.config.activation == "offload_saved"
 
     def save(self, block: BlockSpec) -> Operations:
-        if not (self._nbytes and block.repeated):
+        if not (self._nbytes and (block.repeated or self._of_all)):
             return []
         self._saved[block.name] = next(self._numbers)
         return self._program.activation_saved(self._saved[block.name], self._nbytes, "uint8")

@@ -75,7 +75,7 @@ class StepSpec:
     @property
     def moves_inputs(self) -> bool:
         """Inputs of repeated blocks leave the place where forward made them."""
-        return self.config.activation == "offload" or self.input_parts > 1
+        return self.config.activation in ("offload", "offload_saved") or self.input_parts > 1
 
     @property
     def is_single(self) -> bool:

@@ -1,32 +1,44 @@
-"""The second stop ends the process, whatever its main thread waits for."""
+"""Stops are heard, whatever the main thread waits for: the first is told, the second ends the
+process."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection
+
+REPEAT_S = 0.25
+"""A stop so soon after the first is the same one: a terminal sends Ctrl-C to all of a group, and
+programs that start others may pass it on."""
 
 _watched: set[int] = set()
 """Ends for writing of the watches that this process has begun."""
 
 
 class SecondStop:
-    """Watches for the second of the signals `numbers` in a thread of its own.
+    """Watches for the signals `numbers` in a thread of its own.
 
     Python runs handlers between two instructions of the main thread: never while that waits in a
     call of C, for the device or for a lock, and late where a signal comes just before such a call.
     What is read here the interpreter writes when the signal arrives.
     """
 
-    def __init__(self, numbers: Collection[int], end: Callable[[], object]) -> None:
-        """Begin, in the main thread. `end`: called in the thread at each stop from the second on.
+    def __init__(
+        self,
+        numbers: Collection[int],
+        first: Callable[[int], object],
+        again: Callable[[], object],
+    ) -> None:
+        """Begin, in the main thread. `first`: called in the thread with the first stop; `again`:
+        at each one that comes `REPEAT_S` after it or later.
 
         Raises:
             ValueError: this is not the main thread.
         """
         self.repeated = 0  # first stops that this process has sent itself once more
-        self._numbers, self._end = frozenset(numbers), end
+        self._numbers, self._first, self._again = frozenset(numbers), first, again
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         _watched.add(self._writer)
@@ -43,11 +55,18 @@ class SecondStop:
         os.close(self._reader)
 
     def _watch(self) -> None:
-        stops = 0
-        while number := os.read(self._reader, 1):
-            stops += number[0] in self._numbers
-            if stops > 1 + self.repeated:
-                self._end()
+        first_s, own = None, 0
+        while found := os.read(self._reader, 1):
+            now_s = time.monotonic()
+            if found[0] not in self._numbers:
+                continue
+            if first_s is None:
+                first_s = now_s
+                self._first(found[0])
+            elif own < self.repeated:
+                own += 1
+            elif now_s - first_s >= REPEAT_S:
+                self._again()
 
 
 def _leave_to_the_parent() -> None:

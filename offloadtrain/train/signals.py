@@ -73,7 +73,7 @@ class StopRequests:
             numbers = [n for n in _STOPS if n != signal.SIGHUP or not ignored]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_checkpoint)
-            self._second = SecondStop(numbers, _end_at_once) if self._aborts else None
+            self._second = SecondStop(numbers, self._tell, _end_at_once) if self._aborts else None
             # A launcher has blocked them until here.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
@@ -94,12 +94,17 @@ class StopRequests:
         # os.write, not print: the signal may have come in the middle of a print.
         again, self._waits_for_import = self._waits_for_import, False
         if self.requested and not again:
-            return  # SecondStop has seen it too
+            return  # SecondStop hears it
         self.requested = signal.Signals(number).name
         if not self._deferred:
             self._end_building(number, frame)
-        elif not self._quiet:
-            name = self.requested
+        elif self._second is None:
+            self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        """Say what a first stop does, also from SecondStop's thread, while this one waits in C."""
+        if self._deferred and not self._quiet:
+            name = signal.Signals(number).name
             _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")
 
     def _end_building(self, number: int, frame: FrameType | None) -> None:

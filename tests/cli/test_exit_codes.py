@@ -16,6 +16,7 @@ import torch
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
+from offloadtrain.train.second_stop import REPEAT_S
 from tests.train.small_job import events_of, small_job
 
 Process = subprocess.Popen[str]
@@ -95,6 +96,7 @@ def test_1_ended_at_once_by_a_second_signal(tmp_path: Path) -> None:
     assert process.stderr is not None
     while "stopping after this step" not in process.stderr.readline():
         assert process.poll() is None
+    time.sleep(REPEAT_S)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1

@@ -269,6 +269,10 @@ BAD_TOGETHER = [
         ["optim.name=sgd", "optim.nesterov=true", "optim.dampening=0.1"],
         "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0",
     ),
+    (
+        ["offload.activation=offload_saved"],
+        "offload.activation = 'offload_saved' is for a loop of your own",
+    ),
     (["train.z_loss=0.1"], "train.z_loss = 0.1 needs train.chunked_loss = true"),
     (
         ["train.chunked_loss=true", "train.label_smoothing=1"],
@@ -610,6 +614,8 @@ def _configs(draw: st.DrawFn) -> Config:
         "zero_stage": st.integers(0, 3),
         "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
         "partition_activations": st.just(False),
+        "activation": st.sampled_from(("keep", "recompute", "offload")),
+        "offload_saved_above": st.just(1 << 20),
     }
     chunked = draw(st.booleans())
     packing = draw(st.sampled_from(get_args(Packing)))

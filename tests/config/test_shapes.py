@@ -86,6 +86,7 @@ def test_usual_values_are_resolved() -> None:
     assert small(d_ff=100).ff_width == 100
 
 
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

@@ -392,6 +392,7 @@ def test_ranks_of_torchrun_find_who_hangs(monkeypatch: pytest.MonkeyPatch, stopp
     says = Pulse(phase="update of step 3", silent_s=0, limit_s=60, collectives=4, waits=False)
     waits = replace(says, silent_s=61, waits=True)
     reporter = Reporter(waits)
+    board.set("beat1", json.dumps({"at": -1, "pulse": asdict(says)}))  # before the first look
     failures = FailureDetector(
         board,
         RankInfo(0, 2),

@@ -145,6 +145,15 @@ def compared(kind: str, **options: Any) -> None:
         pytest.param(
             {"zero_stage": 3, "activation": "recompute", "lanes": "late"}, marks=pytest.mark.slow
         ),
+        pytest.param(
+            {
+                "zero_stage": 3,
+                "activation": "offload_saved",
+                "offload_saved_above": 0,
+                "lanes": "seeded",
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_same_bits(ranks: Run, kind: str, options: dict[str, Any]) -> None:

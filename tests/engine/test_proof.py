@@ -45,6 +45,11 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "all of the state on the device": {"state_on": "device"},
     "streamed, recomputed": {"working": "host", "activation": "recompute"},
     "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
+    "streamed, what is saved offloaded": {
+        "working": "host",
+        "activation": "offload_saved",
+        "offload_saved_above": 0,
+    },
 }
 ADAMW = ot.AdamW(lr=1e-2)
 each_mode = pytest.mark.parametrize("mode", MODES)

@@ -118,6 +118,7 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"working": "host"},
     {"working": "host", "device_slots": 1},
     {"working": "host", "activation": "offload"},
+    {"activation": "offload_saved", "offload_saved_above": 0},
     {"working": "host", "update": "delayed"},
 ]
 

@@ -134,6 +134,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "partly streamed": {"working": "host", "resident_blocks": 1},
     "recompute": {"activation": "recompute"},
     "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
+    "what is saved offloaded": {"activation": "offload_saved", "offload_saved_above": 0},
+    "streamed, what is saved offloaded": {
+        "working": "host",
+        "activation": "offload_saved",
+        "offload_saved_above": 0,
+    },
     "streamed, delayed": {"working": "host", "update": "delayed"},
     "streamed, speculative": {"working": "host", "update": "speculative", "clip_norm": 1e9},
 }

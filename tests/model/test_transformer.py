@@ -54,6 +54,7 @@ def meta(shape: ModelShape) -> Transformer:
         return Transformer(shape)
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("name", SIZES)
 def test_num_params_is_exact_for_every_named_size(name: str) -> None:
     model = meta(SIZES[name])

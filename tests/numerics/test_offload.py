@@ -36,6 +36,8 @@ def pair(
 ) -> tuple[ResidentRun, ot.OffloadOptimizer, nn.Module]:
     """The same weights twice: resident, and offloaded with further options of `offload`."""
     twin = copy.deepcopy(model)
+    if options.get("activation") == "offload_saved":  # the models are small
+        options.setdefault("offload_saved_above", 0)
     optimizer = ot.offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),

@@ -256,13 +256,13 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
 @pytest.mark.slow
 def test_nothing_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
-    tried, candidates = [], suggest._candidates
+    tried, combinations = [], suggest._combinations
 
     def counted(job: Config, *args: Any, **kwargs: Any) -> Any:
         tried.append((job.train.micro_batch, job.train.grad_accum_steps, job.data.seq_len))
-        return candidates(job, *args, **kwargs)
+        return combinations(job, *args, **kwargs)
 
-    monkeypatch.setattr(suggest, "_candidates", counted)
+    monkeypatch.setattr(suggest, "_combinations", counted)
     (closest,) = nearest(small(), "test", tiny, 1)
     # One sequence, then the shortest in the smallest pieces: more than these take no trace.
     assert tried[1:] == [(1, 1, small().data.seq_len), (1, 1, suggest.SHORTEST)]
@@ -283,6 +283,36 @@ def test_smaller_pieces_and_shorter_sequences_make_it_fit() -> None:
     found = nearest(config, "test", tight, 1)
     assert found and all(change.plan.fits for change in found)
     assert tighter.items() <= found[0].keys.items()
+
+
+@pytest.mark.parametrize("state_on", ["host", pytest.param("auto", marks=pytest.mark.slow)])
+def test_block_inputs_that_have_room_are_not_moved_to_a_host_that_is_short(
+    monkeypatch: pytest.MonkeyPatch, state_on: Any
+) -> None:
+    """To try it would take a trace for each microbatch; what is left out would change nothing."""
+    config = small(offload__activation="recompute", offload__state_on=state_on)
+    tried: list[str] = []
+
+    def noted(job: Config, *args: Any, **options: Any) -> Plan:
+        tried.append(job.offload.activation)
+        return make(job, *args, **options)
+
+    monkeypatch.setattr(suggest, "make", noted)
+    most = max(make(config, "test", V100).host_peaks.values())
+    for share in (0.95, 0.8, 0.6):
+        short = replace(V100, host_memory=f"{round(share * most)}")
+        tried.clear()
+        few = nearest(config, "test", short, 1)
+        assert tried and "offload" not in tried
+        with monkeypatch.context() as patched:
+            patched.setattr(suggest, "_promising", suggest._candidates)
+            assert [one.keys for one in nearest(config, "test", short, 1)] == [
+                one.keys for one in few
+            ]
+        assert "offload" in tried
+    tight = replace(V100, gpu_memory="5 GiB", host_memory="14 GiB")
+    nearest(replace(config, train=replace(config.train, micro_batch=8)), "test", tight, 1)
+    assert "offload" in tried
 
 
 def holding(**keys: Any) -> Machine:

@@ -209,6 +209,7 @@ def test_who_waits_for_an_event_finds_it_reached(host: str) -> None:
     assert late == [False] * 2 * len(ON_STREAMS)
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("lane", Lane)
 @timely
 def test_poison_is_in_the_order_of_its_lane(lanes: LoggedLanes, lane: Lane) -> None:

@@ -15,6 +15,10 @@ from offloadtrain.plan.microbatch import AttentionKind
 from offloadtrain.sizing.meter import Meter
 from offloadtrain.sizing.operation_work import Count
 
+of_groups = pytest.mark.skipif(
+    not hasattr(F, "grouped_mm"), reason="torch 2.9 has no grouped products"
+)
+
 
 def work_of(run: Callable[[], Tensor], *weights: Tensor, backward: bool = False) -> Count:
     """What an operation does, or its backward alone."""
@@ -79,7 +83,7 @@ def test_a_convolution_is_a_product_of_patches() -> None:
     assert alone.nbytes == 4 * (2 * 5 * 6 * 30 + 6 * 3)  # bound by memory
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 has no grouped products")
+@of_groups
 def test_grouped_products_of_experts_count() -> None:
     with FakeTensorMode():
         tokens = torch.empty(64, 32, dtype=torch.bfloat16)
@@ -100,3 +104,27 @@ def test_bytes_are_those_that_an_operation_reads_and_writes() -> None:
         few = torch.empty(3, dtype=torch.long)
         touched = work_of(lambda: table.index_add_(0, few, torch.empty(3, 8)))
         assert touched.nbytes < 1000
+
+
+@of_groups
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((48, 16), (3, 16, 8)), ((16, 48), (48, 8)), ((3, 16, 8), (3, 8, 24)), ((3, 16, 8), (8, 48))],
+)
+def test_grouped_products_have_the_shape_and_dtype_that_torch_gives_them(
+    a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    offs = None if len(a) == len(b) == 3 else torch.tensor([16, 32, 48], dtype=torch.int32)
+    given = (torch.ones(a, dtype=dtype), torch.ones(b, dtype=dtype).mT.contiguous().mT)
+    real = F.grouped_mm(*given, offs=offs)
+    with FakeTensorMode(allow_non_fake_inputs=True), Meter():
+        fake = F.grouped_mm(*(torch.empty_like(one) for one in given), offs=offs)
+    described = [(one.shape, one.dtype, one.stride()) for one in (fake, real)]
+    assert described[0] == described[1]
+
+
+@of_groups
+def test_grouped_products_whose_sides_differ_are_refused() -> None:
+    with FakeTensorMode(), Meter(), pytest.raises(RuntimeError, match="sides differ"):
+        F.grouped_mm(torch.empty(48, 16), torch.empty(3, 8, 16), offs=torch.empty(3).int())

@@ -3,6 +3,7 @@ its shape."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,14 @@ from offloadtrain.sizing.trace_step import TraceError
 from offloadtrain.sizing.tracer import Tracer
 from tests.plan.test_memory import GPT, job
 from tests.sizing.measured import most_allocated
-from tests.sizing.models import CONFIGS, batch_of, maker
+from tests.sizing.models import CONFIGS, Batch, batch_of, maker
 
 FP32 = {"precision": "fp32"}
+
+of_groups = pytest.mark.skipif(
+    not hasattr(F, "grouped_mm"),
+    reason="torch 2.9 has no grouped products, whose loop reads values",
+)
 
 
 def booked(optimizer: ot.OffloadOptimizer) -> dict[str, dict[str, int]]:
@@ -41,9 +47,12 @@ def planned(plan: ModelPlan) -> dict[str, dict[str, int]]:
 
 
 def compare(name: str, **options: Any) -> float:
+    return compare_made(maker(name), batch_of(name), **options)
+
+
+def compare_made(make_model: Callable[[], nn.Module], batch: Batch, **options: Any) -> float:
     """The engine's bytes must be equal; returns planned over measured activations."""
     torch.manual_seed(0)
-    batch, make_model = batch_of(name), maker(name)
     plan = plan_model(make_model, batch, machine="cpu2", **options)
     model = make_model()
     optimizer = ot.offload(model, device="cpu", **options)
@@ -65,36 +74,51 @@ def test_fifteen_architectures_within_five_percent(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("policy", ["recompute", "offload", "offload_saved"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
 def test_policies_within_five_percent(name: str, policy: str) -> None:
-    found = compare(name, **FP32, activation=policy, working="host")
+    above = {"offload_saved_above": 1 << 12} if policy == "offload_saved" else {}
+    found = compare(name, **FP32, activation=policy, working="host", **above)
     assert found == pytest.approx(1.0, abs=0.05)
 
 
-of_groups = pytest.mark.skipif(
-    not hasattr(F, "grouped_mm"),
-    reason="torch 2.9 has no grouped products, whose loop reads values",
+@of_groups
+@pytest.mark.parametrize(
+    "policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow), "offload"]
 )
+def test_experts_in_fp32_within_five_percent(policy: str) -> None:
+    """Of transformers, with all experts as one grouped product."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**CONFIGS["qwen3"][1], **sizes)
+    config._experts_implementation = "grouped_mm"
+
+    def make_model() -> nn.Module:
+        model: nn.Module = transformers.Qwen3MoeForCausalLM(config).train()
+        return model
+
+    found = compare_made(make_model, batch_of("qwen3"), **FP32, activation=policy)
+    assert found == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(
-    ("policy", "experts"),
+    ("policy", "precision", "experts"),
     [
-        ("keep", {}),
-        ("recompute", {}),
-        pytest.param("keep", {"num_experts": 4}, marks=[pytest.mark.slow, of_groups]),
-        pytest.param("recompute", {"num_experts": 4}, marks=of_groups),
+        ("keep", "fp32", {}),
+        ("recompute", "fp32", {}),
+        pytest.param("keep", "bf16", {"num_experts": 4}, marks=[pytest.mark.slow, of_groups]),
+        pytest.param("recompute", "bf16", {"num_experts": 4}, marks=of_groups),
+        pytest.param("keep", "fp32", {"num_experts": 4}, marks=of_groups),
+        pytest.param("recompute", "fp32", {"num_experts": 4}, marks=[pytest.mark.slow, of_groups]),
     ],
 )
 def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
-    policy: str, experts: dict[str, int]
+    policy: str, precision: str, experts: dict[str, int]
 ) -> None:
     config = job(
         GPT
         | {"d_model": 64, "vocab_size": 256, "num_layers": 4, "tie_embeddings": True, **experts},
-        # torch knows grouped products of fake tensors in bf16 only.
-        offload__precision="bf16" if experts else "fp32",
+        offload__precision=precision,
         offload__activation=policy,
         optim__decay="all",
     )
@@ -122,18 +146,23 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(
-    ("positions", "experts"),
-    [("learned", 0), ("rotary", 0), pytest.param("learned", 8, marks=pytest.mark.slow)],
+    ("positions", "norm", "experts"),
+    [
+        ("learned", "layernorm", 0),
+        ("rotary", "rmsnorm", 0),
+        pytest.param("learned", "rmsnorm", 0, marks=pytest.mark.slow),
+        pytest.param("rotary", "layernorm", 0, marks=pytest.mark.slow),
+        pytest.param("learned", "layernorm", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
-    policy: str, positions: str, experts: int
+    policy: str, positions: str, norm: str, experts: int
 ) -> None:
     """But for the softmax of the loss, which is two operations on a CPU."""
     shape = {"d_model": 1024, "vocab_size": 4096, "num_heads": 8, "max_seq_len": 512}
     shape["num_experts"] = experts
     config = job(
-        GPT | shape | {"norm": "layernorm"},
-        model__positions=positions,
+        GPT | shape | {"norm": norm, "positions": positions},
         offload__precision="bf16",
         offload__activation=policy,
         train__micro_batch=8,
@@ -151,6 +180,8 @@ def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
     assert traced.forward + traced.backward == pytest.approx(
         shaped.forward + shaped.backward, rel=0.08
     )
+    at_once = make(config, name, machine).activations.total
+    assert found.plan.activations.total == pytest.approx(at_once, rel=0.05)
 
 
 class Net(nn.Module):

@@ -53,6 +53,7 @@ def made(update: str, placed: str, ranks: int = 1, **options: Any) -> StepSpec:
 
 
 @CASES
+@pytest.mark.cover(1, levels.ALL)
 def test_a_save_has_no_race(update: str, placed: str) -> None:
     spec = made(update, placed)
     assert prove_operations(spec, driven(spec)) == []
@@ -102,6 +103,7 @@ def _of_writes(op: Wait) -> bool:
 
 
 @CASES
+@pytest.mark.cover(1, levels.ALL)
 def test_only_the_update_of_a_bucket_waits_for_its_write(update: str, placed: str) -> None:
     spec = made(update, placed)
     # In mode "delayed" its upload waits, too, which replaces the weights that are written.
@@ -172,6 +174,7 @@ def _seconds(op: Launch) -> float:
     return usual.get(op.kind, 0.02)
 
 
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("blocks", [0, 4, 9, 20, 200])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_save_stalls_no_longer_than_the_disk_is_slower(update: str, blocks: int) -> None:

@@ -165,6 +165,7 @@ def test_each_gpu_names_its_processes_and_its_free_memory(
     assert found["nvmlDeviceGetUUID"]["free"] is None
 
 
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize("refused", sorted(QUESTIONS))
 def test_each_question_may_be_refused(found: dict[str, dict[str, object]], refused: str) -> None:
     told = found[refused]

@@ -191,7 +191,7 @@ def test_the_end_of_a_failed_run_is_on_every_screen(tmp_path: Path) -> None:
     shown = ViewState(reader.read_to_end(BEGIN_S + 50), BEGIN_S + 50)
     assert numbers(shown).plain.startswith(" loss nan")
     assert when(shown, {}).plain == " ✖ TrainingError: the loss is nan"
-    assert "✖ failed  step 21/20" in headline(shown, {}, 80).plain[:80]
+    assert "✖ failed  step 21, train.steps = 20" in headline(shown, {}, 80).plain[:80]
     reader.close()
 
 
@@ -209,6 +209,18 @@ def test_a_resumed_run_is_starting_until_its_first_step(tmp_path: Path) -> None:
     assert words.startswith("first step: 5s, resumed after step 15; set up in 1m32s")
     assert words.endswith("(reading weights 40 s)")
     assert View.at(view.history, BEGIN_S + 80).step == 20, "before that"
+    reader.close()
+
+
+def test_a_run_resumed_with_fewer_steps_than_it_has(tmp_path: Path) -> None:
+    """There is no step to make, and no share of them."""
+    end = schema.RunEnded(status="done", step=40, message="")
+    start = recordings.start(steps=30, start_step=40)
+    told = [*plain(40)[:-1], (BEGIN_S + 90, start), (BEGIN_S + 91, end)]
+    reader = RunReader(runs.open_run(write(tmp_path / "run", told)))
+    shown = ViewState(reader.read_to_end(BEGIN_S + 95), BEGIN_S + 95)
+    assert "step 40, train.steps = 30" in headline(shown, {}, 80).plain
+    assert numbers(shown).plain == " no step since it resumed at 40"
     reader.close()
 
 

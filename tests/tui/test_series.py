@@ -6,11 +6,12 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
-from offloadtrain_tui.series import NOTHING, Outline, Series, Smoothed, Window
+from offloadtrain_tui.series import NOTHING, Measured, Outline, Series, Smoothed, Window
 
 VALUES = st.lists(
     st.one_of(
@@ -34,6 +35,40 @@ def test_the_extent_of_any_stretch(values: list[float | None], data: st.DataObje
     finite = [v for v in values[lo:hi] if v is not None and math.isfinite(v)]
     expected = (min(finite), max(finite)) if finite else NOTHING
     assert series.extent(lo, hi) == expected
+
+
+@settings(deadline=None)
+@given(
+    measured=st.dictionaries(st.integers(0, 400), st.floats(-1e6, 1e6), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_what_was_measured_now_and_then(measured: dict[int, float], data: st.DataObject) -> None:
+    """It is joined by lines, never beyond what was measured by then; asked in between too."""
+    series, positions = Measured(), sorted(measured)
+    for position in positions:
+        series.measure(position, measured[position])
+        series.extent(0, series.shown(position + 1))
+    length = data.draw(st.integers(0, 401))
+    before = [position for position in positions if position < length]
+    assert list(series.known(length)) == [(at, measured[at]) for at in before]
+    assert series.last(length) == (measured[before[-1]] if before else None)
+    assert series.shown(length) == (before[-1] + 1 if before else 0)
+    lo = data.draw(st.integers(0, series.shown(length)))
+    line = np.interp(range(positions[-1] + 1), positions, [measured[at] for at in positions])
+    expected = line[max(lo, positions[0]) : series.shown(length)]
+    if len(expected):
+        found = series.extent(lo, series.shown(length))
+        assert found == pytest.approx((min(expected), max(expected)), rel=1e-9, abs=1e-6)
+    else:
+        assert series.extent(lo, series.shown(length)) == NOTHING
+
+
+def test_measured_once_more_at_the_same_step() -> None:
+    """A resumed run evaluates again: the line stays, and the newest value is told."""
+    series = Measured()
+    for value in (2.0, 1.5):
+        series.measure(3, value)
+    assert series.last(4) == 1.5 and len(series.values) == 4
 
 
 @given(lo=st.integers(0, 10**6), count=st.integers(0, 10**6), columns=st.integers(1, 300))

@@ -133,9 +133,8 @@ def as_png(name: str, shown: ViewState) -> bytes:
 
 
 def _by_step(view: View, field: str) -> dict[int, float]:
-    steps, values = view.history.steps.values, view.history.series[field].values
-    pairs = zip(steps[: view.length], values[: view.length], strict=False)
-    return {step: value for step, value in pairs if math.isfinite(value)}
+    steps, known = view.history.steps.values, view.history.series[field].known(view.length)
+    return {steps[position]: value for position, value in known if math.isfinite(value)}
 
 
 def _scaled(values: dict[int, float], *, log: bool) -> Sequence[tuple[int, float]]:

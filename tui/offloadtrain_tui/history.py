@@ -24,7 +24,7 @@ from offloadtrain_tui.gpu_history import GpuHistory
 from offloadtrain_tui.live_memory import Live, LiveMemory
 from offloadtrain_tui.moments import Moment, moment_of
 from offloadtrain_tui.packed import TimedLines
-from offloadtrain_tui.series import Series, Smoothed
+from offloadtrain_tui.series import Measured, Series, Smoothed
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.timelines import SAMPLED_STEPS, Spans, Timelines
 
@@ -38,10 +38,9 @@ STEP_FIELDS = (
     "comm_bytes", "disk_read_bytes", "disk_written_bytes", "own_ms", "device_peak_bytes",
     "host_peak_bytes",
 )  # fmt: skip
-_COLUMNS = (*STEP_FIELDS, "val_loss")
-_ALL_COLUMNS = itemgetter(*_COLUMNS)
+_ALL_COLUMNS = itemgetter(*STEP_FIELDS)
 _NO_LANES = (None,) * len(LANES)
-DERIVED = ("val_loss", "h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
+DERIVED = ("h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
 _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
 _T = TypeVar("_T")
 _BULK = (schema.Step, schema.System, schema.LiveMemory)
@@ -79,6 +78,7 @@ class History:
         self.steps = Timed()
         """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
+        self.val_loss = self.series["val_loss"] = Measured()
         self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
         self._smoothed: dict[tuple[str, int], Smoothed] = {}
         self.skipped: list[int] = []
@@ -154,6 +154,11 @@ class History:
             self.moments.add(record.time_s, moment)
 
     @property
+    def step_count(self) -> int:
+        """Steps that have been read, those that are not in the columns yet too."""
+        return len(self.steps.values) + len(self._pending)
+
+    @property
     def first_time_s(self) -> float:
         known = [timed.times[0] for timed in (self.starts, self.steps, self.moments) if timed.times]
         return min(known, default=0.0)
@@ -170,7 +175,6 @@ class History:
         number, time_s = values.get("step"), _number(values.get("t"))
         if type(number) is not int or time_s is None or not math.isfinite(time_s):
             return False
-        values["val_loss"] = self.evals.values[-1].val_loss if self.evals.values else None
         busy = values.get("busy_ms")
         worked = map(busy.get, LANES) if isinstance(busy, dict) else _NO_LANES
         self._pending.append((number, time_s, *_taken(values), *worked))
@@ -183,7 +187,7 @@ class History:
         if not rows:
             return
         numbers, times, *columns = zip(*rows, strict=True)
-        series = (*(self.series[name] for name in _COLUMNS), *self.busy.values())
+        series = (*(self.series[name] for name in STEP_FIELDS), *self.busy.values())
         for one, column in zip(series, columns, strict=True):
             one.extend(_floats(column))
         self._derive(len(rows))
@@ -212,7 +216,7 @@ class History:
         finite = loss is not None and math.isfinite(loss)
         if finite and values.get("skipped") is not True:
             return
-        self.skipped.append(len(self.steps.values) + len(self._pending) - 1)
+        self.skipped.append(self.step_count - 1)
         rank = values.get("r")
         rank = rank if isinstance(rank, int) else self.rank
         norm = clean(str(values.get("grad_norm")), 40)
@@ -266,7 +270,7 @@ def _taken(values: Json) -> tuple[Any, ...]:
     try:
         found: tuple[Any, ...] = _ALL_COLUMNS(values)
     except KeyError:
-        return tuple(map(values.get, _COLUMNS))
+        return tuple(map(values.get, STEP_FIELDS))
     return found
 
 
@@ -295,6 +299,11 @@ def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) 
     return [factor * a / b if b > 0 else math.nan for a, b in pairs]
 
 
+def _evaluated(history: History, event: schema.Eval, time_s: float) -> None:
+    history.evals.add(time_s, event)
+    history.val_loss.measure(max(history.step_count - 1, 0), event.val_loss)
+
+
 def _kept(name: str) -> Callable[[History, Any, float], None]:
     def keep(history: History, event: Any, time_s: float) -> None:
         getattr(history, name).add(time_s, event)
@@ -308,7 +317,7 @@ _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
     schema.RunEnded: _kept("ends"),
     schema.Memory: _kept("memory"),
     schema.StepMemory: _kept("curves"),
-    schema.Eval: _kept("evals"),
+    schema.Eval: _evaluated,
     schema.Checkpoint: _kept("checkpoints"),
     schema.Alert: _kept("alerts"),
     schema.Control: _kept("controls"),

@@ -101,7 +101,7 @@ def plot(name: str, shown: ViewState) -> Plot:
     kind, view = KINDS[name], shown.newest
     series = view.history.series
     curves = [
-        Curve(label, series[field], view.length, color, mirrored)
+        Curve(label, series[field], series[field].shown(view.length), color, mirrored)
         for field, label, color, mirrored in kind.fields
     ]
     if kind.smoothed and shown.span:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +49,14 @@ class Series:
             if not math.isnan(self.values[index]):
                 return self.values[index]
         return None
+
+    def shown(self, length: int) -> int:
+        """Return how many values there are once `length` steps have happened."""
+        return length
+
+    def known(self, length: int) -> Iterable[tuple[int, float]]:
+        """Return (position, value) of the first `length` steps, without those that are missing."""
+        return enumerate(self.values[:length])
 
     def extent(self, lo: int, hi: int) -> Extent:
         """Return minimum and maximum of values [lo, hi)."""
@@ -88,6 +96,43 @@ class Series:
             low, high = self._least_greatest(level - 1, begin, begin + FACTOR)
             lows.append(low)
             highs.append(high)
+
+
+class Measured(Series):
+    """A column that was measured at some positions only: between two of them, `values` lie on the
+    line that joins them, and none lie after the last."""
+
+    __slots__ = ("_found", "_positions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._positions = array("q")
+        self._found = array("d")
+
+    def measure(self, position: int, value: float) -> None:
+        """Add what was measured at a position, which is none before the last."""
+        begin = len(self.values)
+        rise = (value - self.values[-1]) / (position - begin + 1) if position >= begin > 0 else 0.0
+        self.values.extend(
+            value - rise * (position - index) if begin else math.nan
+            for index in range(begin, position)
+        )
+        if position >= begin:
+            self.values.append(value)
+        self._found.append(value)
+        self._positions.append(position)  # last: another thread counts them
+
+    def shown(self, length: int) -> int:
+        count = bisect_left(self._positions, length)
+        return self._positions[count - 1] + 1 if count else 0
+
+    def last(self, length: int) -> float | None:
+        count = bisect_left(self._positions, length)
+        return self._found[count - 1] if count else None
+
+    def known(self, length: int) -> Iterable[tuple[int, float]]:
+        count = bisect_left(self._positions, length)
+        return zip(self._positions[:count], self._found[:count], strict=True)
 
 
 class Smoothed(Series):

@@ -48,7 +48,9 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     if problem := shown.snapshot.problem:
         text.append(f"  {clean(problem, 100)}", "bold")
     total = view.total_steps
-    if total:
+    if total and view.step > total:
+        text.append(f"  step {view.step}, train.steps = {total}")  # resumed with fewer
+    elif total:
         bar = f" {_bar(view.step / total)} " if width >= WIDE_HEADLINE else " "
         text.append(f"  step {view.step}/{total}{bar}{100 * view.step / total:.1f}%")
     elif view.step:
@@ -112,7 +114,8 @@ def before_first_step(shown: ViewState) -> str:
     if shown.is_live and (now := shown.snapshot.set_up):
         return set_up_line(now, shown.now_s, is_over=state not in runs.ALIVE)
     if state not in runs.ALIVE or not shown.is_live:
-        return "no step yet"
+        resumed_at = start.start_step if start else 0
+        return f"no step since it resumed at {resumed_at}" if resumed_at else "no step yet"
     since_s = view.started_s
     if start is None or since_s is None or view.end is not None:
         return "setting up: its log begins when data, model and memory are ready"
@@ -146,7 +149,7 @@ def when(shown: ViewState, colors: ColorOf) -> Text:
         text.append(f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}")
     if alerts:
         more = len(alerts) - SHOWN_ALERTS
-        text.append(f" +{more} (7)  a: seen" if more > 0 else " a: seen", "dim")
+        text.append(f" +{more} (7)  a:seen" if more > 0 else " a:seen", "dim")
     return text
 
 

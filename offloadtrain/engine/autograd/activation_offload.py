@@ -44,6 +44,7 @@ class ActivationOffloader:
     """Reports block inputs to the program: saved, needed, gone.
 
     Attributes:
+        device: the compute device.
         dropped: numbers of inputs whose graph is gone and not yet reported: a graph may be freed at
             any moment, on any thread.
     """
@@ -62,6 +63,7 @@ class ActivationOffloader:
         self._interpreter = interpreter
         self._tensors = tensors
         self._numbers = count()
+        self.device = tensors.device
         self.dropped: deque[int] = deque()
 
     def wants(self, tensor: Tensor) -> bool:
@@ -70,7 +72,7 @@ class ActivationOffloader:
             tensor.requires_grad
             and tensor.is_floating_point()
             and tensor.layout is torch.strided
-            and tensor.device.type == self._tensors.device.type
+            and tensor.device.type == self.device.type
             and tensor.numel() > 0
             and tensor.is_contiguous()
             and not is_distributed(tensor)
@@ -150,7 +152,7 @@ class ActivationOffloader:
             tensor, version = self._tensors.freed.pop()
             if tensor._version != version:
                 raise ActivationError(
-                    f"a block input of {tensor.numel()} elements was changed in place after its "
-                    "block had saved it: write x = x + y in place of x += y between blocks, or set "
-                    "activation = 'recompute'"
+                    f"memory of {tensor.nbytes} bytes that goes to the host was changed in place "
+                    "after it had been saved for backward: write x = x + y in place of x += y, or "
+                    "set activation = 'recompute' or 'keep'"
                 )

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.access_tracker import AccessTracker
-from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.hooks import watch, watch_inside
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
+from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.saved_tensor_hooks import SavedTensors
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
@@ -57,10 +57,11 @@ class ForwardHooks:
         *,
         residency: Residency,
         recomputed: Sequence[nn.Module],
-        offloader: ActivationOffloader | None,
+        offloader: Offloader | None,
     ) -> None:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward. `offloader`: takes their inputs."""
+        whose forward runs again in backward. `offloader`: takes their inputs, or all that is
+        saved for backward."""
         self.on_root: Callable[[], None] = lambda: None
         """Called when a forward of the model begins that is not part of a backward."""
         self.on_blocks: Callable[[Sequence[Block]], None] = lambda blocks: None
@@ -108,7 +109,7 @@ class ForwardHooks:
         reads = [weights for block in blocks for weights in block.weights]
         # Behind the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
-        offloader = self._offloader if not again and module in self._recomputed else None
+        offloader = None if again else self._offloader_of(module)
         # The backward of an embedding reads its indices: it needs no weights, and no slot.
         saved = () if _looks_up(module) else blocks
         outside = self._saved.enter(blocks, saved, again=again or again_now)
@@ -179,6 +180,8 @@ class ForwardHooks:
         # A plain backward before this forward has left its micro-step open: its last blocks are
         # sent before compute gets more work.
         self.on_root()
+        if isinstance(self._offloader, SavedOffloader):
+            self._offloader.begin()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
         if not self._tracked:
@@ -187,6 +190,12 @@ class ForwardHooks:
                 return
             self._tracker = AccessTracker(self._model, self._saved.owner, self._missed, self._late)
             self._tracker.__enter__()
+
+    def _offloader_of(self, module: nn.Module) -> Offloader | None:
+        if isinstance(self._offloader, SavedOffloader):
+            # What a user's recompute saves inside backward is needed at once.
+            return None if in_backward() else self._offloader
+        return self._offloader if module in self._recomputed else None
 
     def _use(self, blocks: Sequence[Block]) -> None:
         """Pin all blocks, then use them: none may evict another, and all stay while forward

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.address_map import AddressMap
-from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
+from offloadtrain.engine.autograd.saved_offload import Offloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.local_part import local, rebuilt
@@ -44,6 +44,13 @@ _autograd = torch._C._autograd
 _Kept = tuple[Tensor, "int | _Reading"]
 """Stands for a tensor where it is: with its version, or for weights of a block that stays on the
 device with their reading. A tuple and no class: a graph has twenty of them for each layer."""
+
+
+class _Packed(Protocol):
+    """Stands for a tensor that is elsewhere."""
+
+    def unpack(self) -> Tensor: ...
+
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Owner = tuple[Block, Bucket]
@@ -143,7 +150,7 @@ class WhileStreaming:
 
     def __init__(
         self,
-        packed: _Kept | PassedOn | OffloadedActivation,
+        packed: _Kept | _Packed,
         residency: Residency,
         readings: Sequence[_Reading],
         clock: int,
@@ -213,9 +220,9 @@ class SavedTensors:
         found = self._owners.find(tensor)
         return found if found is None or isinstance(found, tuple) else found(tensor)
 
-    def push(self, offloader: ActivationOffloader | None = None) -> bool:
+    def push(self, offloader: Offloader | None = None) -> bool:
         """Make the hooks the innermost of this thread; returns False if they are already, or not
-        needed. `offloader`: offloads block inputs."""
+        needed. `offloader`: takes what it wants of what is saved."""
         if not torch.is_grad_enabled():
             return False
         own, outer = _innermost()
@@ -254,9 +261,7 @@ class SavedTensors:
         self._readings.clear()
         self._readings_within = None
 
-    def pack(
-        self, tensor: Tensor, outer: _Hooks | None, offloader: ActivationOffloader | None
-    ) -> Any:
+    def pack(self, tensor: Tensor, outer: _Hooks | None, offloader: Offloader | None) -> Any:
         """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
         active before."""
         owner, handle = self._owner(tensor), _HANDLE
@@ -268,7 +273,7 @@ class SavedTensors:
             if owner[0].streamed:
                 return handle(reading, owner[1], tensor)
             return tensor.detach(), reading
-        packed: _Kept | PassedOn | OffloadedActivation
+        packed: _Kept | _Packed
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)
         elif outer is not None:
@@ -346,7 +351,7 @@ class _Chain:
     __slots__ = ("_saved", "offloader", "outer")
 
     def __init__(
-        self, saved: SavedTensors, outer: _Hooks | None, offloader: ActivationOffloader | None
+        self, saved: SavedTensors, outer: _Hooks | None, offloader: Offloader | None
     ) -> None:
         self._saved = saved
         self.outer = outer

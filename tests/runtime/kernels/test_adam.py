@@ -109,6 +109,7 @@ def test_special_values(dtype: torch.dtype, decoupled: bool, backend: Backend) -
         assert differences(state.step(scalars=scalars), expected) == {}
 
 
+@pytest.mark.cover(1, 2)
 @each_backend
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.51])
 def test_the_moment_starts_from_the_nearer_end(beta1: float, backend: Backend) -> None:

@@ -48,13 +48,18 @@ PLAIN = Style.null()
 
 
 def strip_of(segments: Iterable[Segment], width: int, base: Style = PLAIN) -> Strip:
-    """Build a line of a widget. Every segment has a style, as the NO_COLOR filter requires.
+    """Build a line of a widget, which ends in an ellipsis where it is cut. Every segment has a
+    style, as the NO_COLOR filter requires.
 
     Args:
         base: the widget's own colors; the theme's background may not be the terminal's.
     """
     whole = [Segment(text, base if style is None else base + style) for text, style, _ in segments]
-    return Strip(Segment.simplify(whole)).adjust_cell_length(width, base)
+    strip = Strip(Segment.simplify(whole))
+    if strip.cell_length > width > 1 and strip.text[width - 1 :].strip():
+        kept = list(strip.crop(0, width - 1))
+        strip = Strip([*kept, Segment("…", kept[-1].style)])
+    return strip.adjust_cell_length(width, base)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,192 @@
+"""activation = "offload_saved": what moves, once, and what stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import offloadtrain as ot
+from offloadtrain.engine.autograd.activation_offload import ActivationError
+
+SAVED: dict[str, Any] = {"activation": "offload_saved", "offload_saved_above": 0}
+BATCH, SEQ_LEN, WIDTH = 3, 16, 32
+
+
+class UNet(nn.Module):
+    """No list of layers; a connection past the others; values in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.down = nn.Conv2d(16, 32, 3, padding=1, stride=2)
+        self.up = nn.ConvTranspose2d(32, 16, 2, stride=2)
+        self.last = nn.Conv2d(32, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.relu(self.norm(self.first(x)))
+        found: Tensor = self.last(torch.cat([self.up(torch.relu(self.down(wide))), wide], 1))
+        return found
+
+
+class Attention(nn.Module):
+    """Queries, keys and values are cut out of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.randn(SEQ_LEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x * self.table).view(BATCH, SEQ_LEN, 3, 2, -1).unbind(2)
+        heads = (one.transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        found: Tensor = self.out(mixed.transpose(1, 2).reshape(BATCH, SEQ_LEN, WIDTH))
+        return found
+
+
+def offloaded(model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
+    return ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", precision="fp32", **options)
+
+
+def saved_bytes(optimizer: ot.OffloadOptimizer) -> int:
+    rows = optimizer.ledger.rows()
+    return sum(row.bytes for row in rows if row.owner == "saved tensors")
+
+
+@pytest.mark.parametrize("above", [0, 1 << 15, 1 << 30])
+def test_a_model_without_layers_has_the_same_bits(above: int) -> None:
+    torch.manual_seed(0)
+    kept, model = UNet(), UNet()
+    model.load_state_dict(kept.state_dict())
+    pair = offloaded(kept), offloaded(model, activation="offload_saved", offload_saved_above=above)
+    for _ in range(3):
+        x = torch.randn(4, 3, 32, 32)
+        losses = []
+        for optimizer, one in zip(pair, (kept, model), strict=True):
+            loss = F.mse_loss(one(x), x)
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss)
+        assert torch.equal(*losses)
+    assert all(
+        torch.equal(a, b) for a, b in zip(kept.parameters(), model.parameters(), strict=True)
+    )
+    assert bool(saved_bytes(pair[1])) == (above < 1 << 30)
+
+
+def test_what_is_cut_out_of_one_product_is_one_copy_and_weights_and_buffers_stay() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = offloaded(model, **SAVED)
+    x = torch.randn(BATCH, SEQ_LEN, WIDTH)
+    before = optimizer._engine.lanes.totals.copy()
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    element = x.element_size()
+    tokens = BATCH * SEQ_LEN
+    # x * table; the product; attention's result, which `out` reads too; its sums by head and row
+    expected = element * tokens * (WIDTH + 3 * WIDTH + WIDTH + 2)
+    assert saved_bytes(optimizer) == expected
+    weights = sum(b.numel * 4 for block in optimizer._blocks for b in block.buckets)
+    moved = optimizer._engine.lanes.totals.minus(before)
+    assert moved.d2h_bytes == moved.h2d_bytes == weights + expected, "each once, for all readers"
+
+
+def test_frozen_weights_stay_where_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].requires_grad_(False)
+    optimizer = offloaded(model, **SAVED)
+    x = torch.randn(2, 64)
+    optimizer.backward(model(x).mean())
+    optimizer.step()
+    assert saved_bytes(optimizer) == 2 * 2 * 64 * 4  # inputs of the first and the last
+
+
+def test_a_graph_that_is_kept_runs_backward_again() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = offloaded(model, **SAVED)
+    x = torch.randn(BATCH, SEQ_LEN, WIDTH, requires_grad=True)
+    loss = model(x).square().mean()
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    again = torch.autograd.grad(loss, x)
+    assert first[0].any() and torch.equal(first[0], again[0])
+    optimizer.close()
+
+
+class InPlace(nn.Module):
+    """Changes what a product has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        found = self.last(hidden)
+        hidden += 1.0
+        return found + hidden
+
+
+def test_a_change_in_place_is_told() -> None:
+    model = InPlace()
+    optimizer = offloaded(model, **SAVED)
+    with pytest.raises(ActivationError, match="changed in place"):
+        optimizer.backward(model(torch.randn(4, 8)).mean())
+
+
+def peak_bytes(depth: int, **options: Any) -> int:
+    """Largest sum of what torch's allocator has given out, in the second step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(depth)))
+    optimizer = offloaded(model, **options)
+
+    def step() -> None:
+        optimizer.backward(model(torch.randn(4096, 64)).mean())
+        optimizer.step()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    held = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def test_the_peak_does_not_grow_with_depth() -> None:
+    shallow, deep = (peak_bytes(depth, **SAVED) for depth in (12, 36))
+    kept = peak_bytes(36) - peak_bytes(12)
+    assert kept >= 24 * 2 * 4096 * 64 * 4
+    assert deep - shallow < 0.02 * kept
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"activation": "recompute"}, "activation = 'recompute'"),
+        (
+            {"activation": "offload", "working": "host"},
+            "activation = 'offload' and working = 'host'",
+        ),
+        ({"activation": "offload_saved"}, ""),
+        ({}, ""),
+    ],
+)
+def test_options_for_layers_are_told_where_there_are_none(
+    options: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for model in (UNet(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
+        offloaded(model, **options).close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in messages] == [told] * bool(told)

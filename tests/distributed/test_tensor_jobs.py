@@ -365,6 +365,17 @@ def test_traffic_among_parts_by_hand(data: Path) -> None:  # noqa: F811
     assert make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2).prediction.parts_bytes == 0
 
 
+@pytest.mark.slow
+def test_a_search_of_pipelines_divides_no_matrices(
+    data: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = data / "job.toml"
+    path.write_text(jobs.dump(job_of(data, **WIDE | PARTS)))
+    assert main(["plan", str(path), "--gpus", "2", "--machine", "cpu2", "--search"]) == 2
+    assert "whole matrices. Set ranks.tensor = 1" in capsys.readouterr().err
+
+
 def test_a_part_that_is_no_range_is_refused() -> None:
     """A matrix by columns, kept row by row: of a loop of one's own, not of a job."""
 

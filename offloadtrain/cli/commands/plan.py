@@ -287,6 +287,11 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
 
     if config.hf is not None:
         raise ConfigError("--search divides the shipped transformer only: leave out model.hf")
+    if config.ranks.tensor > 1:
+        raise ConfigError(
+            f"--search and ranks.tensor = {config.ranks.tensor}: it divides layers, and a stage "
+            "holds whole matrices. Set ranks.tensor = 1"
+        )
     job = resolved(config, machine)
     if reason := pipeline_search.undivided(job):
         print(f"Replicas only: {reason}", file=sys.stderr)

@@ -7,6 +7,7 @@ as the engine partitions and pads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import prod
@@ -20,20 +21,45 @@ from offloadtrain.step.block_spec import BlockSpec, BucketSpec, MatrixSpec
 from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
 
-_MOMENTS = {
-    "adamw": ADAM_MOMENTS,
-    "adam": ADAM_MOMENTS,
-    "lion": ("exp_avg",),
-    "sgd": ("momentum_buffer",),
-    "adagrad": ("sum",),
-    "lamb": ADAM_MOMENTS,
-    "muon": ("momentum_buffer",),
+
+@dataclass(frozen=True, slots=True)
+class RuleNeeds:
+    """What an update rule asks of the layout; the engine asks the rule itself.
+
+    Attributes:
+        moments: its state.
+        whole: no parameter is cut between ranks (`optim.keeps_whole`).
+        rest: of a rule of matrices, the state of all other parameters; else None.
+    """
+
+    moments: tuple[str, ...]
+    whole: bool = False
+    rest: tuple[str, ...] | None = None
+
+    @property
+    def of_matrices(self) -> bool:
+        return self.rest is not None
+
+    def of_bucket(self, *, matrices: bool) -> RuleNeeds:
+        """Return those of a bucket, of matrices or of the rest."""
+        return self if self.rest is None or matrices else RuleNeeds(self.rest)
+
+
+_NEEDS = {
+    "adamw": RuleNeeds(ADAM_MOMENTS),
+    "adam": RuleNeeds(ADAM_MOMENTS),
+    "lion": RuleNeeds(("exp_avg",)),
+    "sgd": RuleNeeds(("momentum_buffer",)),
+    "adagrad": RuleNeeds(("sum",)),
+    "lamb": RuleNeeds(ADAM_MOMENTS, whole=True),
+    "muon": RuleNeeds(("momentum_buffer",), whole=True, rest=ADAM_MOMENTS),
 }
+_STATELESS = RuleNeeds(())
 
 
-def moments_of(optim: OptimConfig) -> tuple[str, ...]:
-    """State of the rule that a job names; `train.update_rules.update_rule` makes it."""
-    return () if optim.name == "sgd" and not optim.momentum else _MOMENTS[optim.name]
+def needs_of(optim: OptimConfig) -> RuleNeeds:
+    """Return what the rule that a job names asks; `train.update_rules.update_rule` makes it."""
+    return _STATELESS if optim.name == "sgd" and not optim.momentum else _NEEDS[optim.name]
 
 
 def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
@@ -170,14 +196,17 @@ def _buckets(
 ) -> tuple[BucketSpec, ...]:
     """Split parameters by update rule, weight decay and dtype, in order of appearance."""
     sorted_in: dict[tuple[bool, bool, str], list[ParamShape]] = {}
+    needs = needs_of(config.optim)
     for param in params:
-        matrix = config.optim.name == "muon" and param.hidden and param.trained
+        matrix = needs.of_matrices and param.hidden and param.trained
         decays = param.trained and (config.optim.decay == "all" or len(param.sizes) > 1)
         key = (matrix, decays, working_dtype(param, config))
         sorted_in.setdefault(key, []).append(param)
     several = len(sorted_in) > 1
     return tuple(
-        _bucket(f"{name}/{number}" if several else name, some, dtype, config, ranks, whole=matrix)
+        _bucket(
+            f"{name}/{number}" if several else name, some, dtype, config, ranks, matrices=matrix
+        )
         for number, ((matrix, _, dtype), some) in enumerate(sorted_in.items())
     )
 
@@ -189,16 +218,17 @@ def _bucket(
     config: Config,
     ranks: int,
     *,
-    whole: bool,
+    matrices: bool,
 ) -> BucketSpec:
-    """`whole`: of matrices that are updated as such."""
+    """`matrices`: they are updated as such."""
+    trained = params[0].trained
+    needs = needs_of(config.optim).of_bucket(matrices=matrices) if trained else _STATELESS
     numels = [prod(param.sizes) for param in params]
-    numel, matrices = padded(numels, ranks), []
-    of_lamb = config.optim.name == "lamb" and params[0].trained
-    if whole or of_lamb:
+    numel, found = padded(numels, ranks), []
+    if needs.whole:
         offsets, numel = placed(numels, ranks)
-    if whole:
-        matrices = [MatrixSpec(at, *one.sizes) for at, one in zip(offsets, params, strict=True)]
+    if matrices:
+        found = [MatrixSpec(at, *one.sizes) for at, one in zip(offsets, params, strict=True)]
     return BucketSpec(
         name,
         numel,
@@ -206,17 +236,10 @@ def _bucket(
         dtype,
         format_for(config.offload.state, dtype),
         ranks,
-        _moments(config.optim, params, whole=whole),
-        tuple(sorted(matrices)),
-        of_lamb,
+        needs.moments,
+        tuple(sorted(found)),
+        needs.whole and not matrices,
     )
-
-
-def _moments(optim: OptimConfig, params: Sequence[ParamShape], *, whole: bool) -> tuple[str, ...]:
-    if not params[0].trained:
-        return ()
-    rest_of_muon = optim.name == "muon" and not whole
-    return ADAM_MOMENTS if rest_of_muon else moments_of(optim)
 
 
 def working_dtype(param: ParamShape, config: Config) -> str:

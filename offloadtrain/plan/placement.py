@@ -10,7 +10,7 @@ from math import prod
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
-from offloadtrain.plan.layout import blocks_of, num_tensors, parts_of, working_dtype
+from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
 from offloadtrain.plan.microbatch import Trace, TracedStep
 from offloadtrain.step import memory
 from offloadtrain.step.formats import ITEMSIZE
@@ -135,7 +135,7 @@ def place(
         )
     except (DeviceMemoryError, OptionError) as error:
         raise PlanError(f"offload.{error}") from None
-    if config.optim.name == "muon" and not any(bucket.matrices for bucket in spec.buckets):
+    if needs_of(config.optim).of_matrices and not any(bucket.matrices for bucket in spec.buckets):
         raise PlanError(
             'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
             'such list that is trained: use optim.name = "adamw", or more layers'

@@ -13,7 +13,7 @@ from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
-from offloadtrain.plan.layout import moments_of
+from offloadtrain.plan.layout import needs_of
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved, with_state_on
@@ -278,7 +278,7 @@ def _promising(
     one without, which needs fewer changes: it is left out. It would take a trace of its own.
     """
     recomputes = job.offload.activation == "recompute" and not machine.on_cpu
-    with_room: list[Mapping[str, Any]] = []
+    with_room: list[dict[str, Any]] = []
     if make(job, name, machine, ranks, trace).device_has_room:
         with_room.append({})
     for keys in _combinations(job, free, traced=trace is not None):
@@ -346,7 +346,7 @@ def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]
     policies: tuple[str, ...] = ("keep", "recompute", "offload")
     if traced:
         policies = tuple(dict.fromkeys((job.offload.activation, "recompute", "offload")))
-    precision, moments = job.offload.precision, moments_of(job.optim)
+    precision, moments = job.offload.precision, needs_of(job.optim).moments
     states = (
         state
         for state, precisions in STATE_PRECISIONS.items()

@@ -15,7 +15,7 @@ from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.baselines.published import Run, Software, step_times, too_large_for
 from offloadtrain.plan.plan import make, resolved
-from offloadtrain.plan.times import KERNELS
+from offloadtrain.plan.times import kernels_of
 
 IDEAL = Software(compute_share=1.0, adam_share=1.0, contention=1.0, ring_share=1.0)
 """Software of the analytic rows: GPUs, hosts and links at full speed."""
@@ -172,7 +172,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         stage=stage,
         offload=False,
         recompute=job.offload.recomputes,
-        kernels=replace(KERNELS, causal=job.model.is_causal),
+        kernels=kernels_of(job.model),
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
     rate = tokens / step_times(run, machine, IDEAL).step
@@ -196,7 +196,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batches=micro_batches,
         stages=gpus,
         recompute=job.offload.recomputes,
-        kernels=replace(KERNELS, causal=job.model.is_causal),
+        kernels=kernels_of(job.model),
     )
     found = row(schedule, pipe, machine)
     needed = found.weights_bytes + found.state_bytes + found.activation_bytes

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import ceil, sqrt
 
-from offloadtrain.config.model_shape import again_flops_per_token, flops_per_token
+from offloadtrain.config.model_shape import ModelShape, again_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.among_parts import AmongParts
 from offloadtrain.plan.device_time import (
@@ -166,6 +166,12 @@ def _later(computed: Seconds, by_s: float) -> Seconds:
 KERNELS = Kernels(rotary_fp32=True)
 """What jobs compute with: eager operations and flash attention."""
 
+
+def kernels_of(model: ModelShape) -> Kernels:
+    """Return what a job of the shipped transformer computes with."""
+    return replace(KERNELS, causal=model.is_causal)
+
+
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
 """Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
 which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
@@ -220,13 +226,9 @@ class Costs:
                 return self.computed[op.owner].forward
             case Kind.BACKWARD:
                 return self.computed[op.owner].backward
-            case Kind.ACTIVATION_DOWN:
-                return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
-            case Kind.ACTIVATION_UP:
+            case Kind.ACTIVATION_UP | Kind.MATRIX_UP:
                 return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
-            case Kind.MATRIX_UP:
-                return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
-            case Kind.MATRIX_DOWN:
+            case Kind.ACTIVATION_DOWN | Kind.MATRIX_DOWN:
                 return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
             case Kind.KEEP_INPUT | Kind.FETCH_PART:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
@@ -259,7 +261,7 @@ class Costs:
             how = self.machine, self._precision, KERNELS
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        kernels = replace(KERNELS, causal=model.is_causal)
+        kernels = kernels_of(model)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
         layer = _later(block_seconds(model, seq_len, *where, split), 2 * self.parts.sum_s)

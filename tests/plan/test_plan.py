@@ -19,9 +19,10 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
+from offloadtrain.optim import MatrixRule, keeps_whole
 from offloadtrain.plan import placement, report, suggest, times
 from offloadtrain.plan import plan as planning
-from offloadtrain.plan.layout import blocks_of, moments_of
+from offloadtrain.plan.layout import blocks_of, needs_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import applied, automatic, nearest
@@ -501,13 +502,18 @@ def test_a_plan_that_the_engine_contradicts(
         check(planned(small()))
 
 
-def test_a_plan_knows_the_moments_of_every_rule_that_a_job_can_name() -> None:
+def test_a_plan_knows_what_every_rule_needs_that_a_job_can_name() -> None:
     names = get_args(get_type_hints(OptimConfig)["name"])
     jobs = [{"optim__name": name} for name in names]
     jobs.append({"optim__name": "sgd", "optim__momentum": 0.0})
     for keys in jobs:
         job = small(**keys)
-        assert update_rule(job).moments == moments_of(job.optim)
+        rule, needs = update_rule(job), needs_of(job.optim)
+        assert (rule.moments, keeps_whole(rule)) == (needs.moments, needs.whole)
+        assert needs.of_matrices == isinstance(rule, MatrixRule)
+        if isinstance(rule, MatrixRule):
+            rest = needs.of_bucket(matrices=False)
+            assert (rule.rest.moments, keeps_whole(rule.rest)) == (rest.moments, rest.whole)
 
 
 RULES: dict[str, dict[str, Any]] = {
